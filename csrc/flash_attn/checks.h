@@ -1,0 +1,186 @@
+// Argument checks of the binding: each rule once. A message names the argument, what was expected and what came.
+// flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace flash {
+namespace checks {
+
+constexpr int64_t kMaxLength = 0x3fffffff;  // rows and keys are counted in 32 bits, with room for sums of two
+
+inline std::string dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    case at::kInt: return "int32";
+    case at::kLong: return "int64";
+    case at::kBool: return "bool";
+    case at::kByte: return "uint8";
+    default: return c10::toString(type);
+  }
+}
+
+inline std::string shape_text(at::IntArrayRef shape) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << ']';
+  return text.str();
+}
+
+template <class... Parts>
+[[noreturn]] void fail(const char* name, const Parts&... parts) {
+  std::ostringstream text;
+  text << name << ": ";
+  (text << ... << parts);
+  TORCH_CHECK(false, text.str());
+  std::abort();  // unreachable: TORCH_CHECK(false) throws
+}
+
+inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
+  if (tensor.device() != q.device()) {
+    fail(name, "expected a tensor on q's device (", q.device(), "), got one on ", tensor.device());
+  }
+}
+
+inline void rank(const char* name, const at::Tensor& tensor, int64_t expected, const char* axes) {
+  if (tensor.dim() != expected) fail(name, "expected ", expected, " dimensions (", axes, "), got ", tensor.dim());
+}
+
+inline void shape(const char* name, const at::Tensor& tensor, at::IntArrayRef expected) {
+  if (tensor.sizes() != expected) {
+    fail(name, "expected shape ", shape_text(expected), ", got ", shape_text(tensor.sizes()));
+  }
+}
+
+inline void last_stride(const char* name, const at::Tensor& tensor) {
+  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+    fail(name, "expected a contiguous last dimension (stride 1), got stride ", tensor.stride(-1));
+  }
+}
+
+inline void dtype_of_q(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
+  if (tensor.scalar_type() != q.scalar_type()) {
+    fail(name, "expected the dtype of q (", dtype_name(q.scalar_type()), "), got ", dtype_name(tensor.scalar_type()));
+  }
+}
+
+inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) {
+  if (tensor.scalar_type() != expected) {
+    fail(name, "expected dtype ", dtype_name(expected), ", got ", dtype_name(tensor.scalar_type()));
+  }
+}
+
+inline void length(const char* name, int64_t value) {
+  if (value > kMaxLength) fail(name, "expected at most ", kMaxLength, " rows, got ", value);
+}
+
+inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
+  if (!q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
+  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) {
+    fail("q", "expected dtype float16 or bfloat16, got ", dtype_name(q.scalar_type()));
+  }
+  rank("q", q, dims, axes);
+  last_stride("q", q);
+  const int64_t head_dim = q.size(-1);
+  if (head_dim > 256) fail("q", "expected a head dim of at most 256, got ", head_dim);
+  if (head_dim % 8 != 0 || head_dim == 0) fail("q", "expected a head dim that is a multiple of 8, got ", head_dim);
+  length("q", q.size(-3));
+}
+
+// `expected`: the shape of k, with -1 on the axes that k itself decides; v follows k.
+inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, std::vector<int64_t> expected,
+                      const char* axes) {
+  device("k", k, q);
+  device("v", v, q);
+  dtype_of_q("k", k, q);
+  rank("k", k, static_cast<int64_t>(expected.size()), axes);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (expected[i] < 0) expected[i] = k.size(static_cast<int64_t>(i));
+  }
+  shape("k", k, expected);
+  last_stride("k", k);
+  length("k", k.size(-3));
+  dtype_of_q("v", v, q);
+  shape("v", v, k.sizes());
+  last_stride("v", v);
+  const int64_t heads = q.size(-2), heads_k = k.size(-2);
+  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
+    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
+  }
+}
+
+inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q) {
+  if (!out.has_value()) return;
+  device("out", *out, q);
+  dtype_of_q("out", *out, q);
+  shape("out", *out, q.sizes());
+  last_stride("out", *out);
+}
+
+inline void numbers(double p_dropout, double softmax_scale, double softcap) {
+  if (!(p_dropout >= 0.0 && p_dropout < 1.0)) fail("p_dropout", "expected a value in [0, 1), got ", p_dropout);
+  if (!std::isfinite(softmax_scale)) fail("softmax_scale", "expected a finite value, got ", softmax_scale);
+  if (!(softcap >= 0.0 && std::isfinite(softcap))) fail("softcap", "expected a value >= 0, got ", softcap);
+}
+
+inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, int64_t batch) {
+  if (!slopes.has_value()) return;
+  const char* name = "alibi_slopes";
+  const int64_t heads = q.size(-2);
+  device(name, *slopes, q);
+  dtype(name, *slopes, at::kFloat);
+  if (slopes->sizes() != at::IntArrayRef({heads}) && slopes->sizes() != at::IntArrayRef({batch, heads})) {
+    fail(name, "expected shape [", heads, "] or [", batch, ", ", heads, "], got ", shape_text(slopes->sizes()));
+  }
+  last_stride(name, *slopes);
+}
+
+// An int32 vector of lengths or offsets.
+inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
+  if (!tensor.has_value()) return;
+  device(name, *tensor, q);
+  dtype(name, *tensor, at::kInt);
+  shape(name, *tensor, {size});
+  if (!tensor->is_contiguous()) {
+    fail(name, "expected a contiguous tensor, got strides ", shape_text(tensor->strides()));
+  }
+}
+
+// Returns the number of sequences.
+inline int64_t cu_seqlens(const at::Tensor& cu_q, const at::Tensor& cu_k, const at::Tensor& q) {
+  if (cu_q.dim() != 1 || cu_q.numel() < 1) {
+    fail("cu_seqlens_q", "expected shape [b + 1], got ", shape_text(cu_q.sizes()));
+  }
+  lengths("cu_seqlens_q", cu_q, q, cu_q.numel());
+  lengths("cu_seqlens_k", cu_k, q, cu_q.numel());
+  return cu_q.numel() - 1;
+}
+
+inline void block_table(const std::optional<at::Tensor>& table, const at::Tensor& q, int64_t batch) {
+  if (!table.has_value()) return;
+  const char* name = "block_table";
+  device(name, *table, q);
+  dtype(name, *table, at::kInt);
+  if (table->dim() != 2 || table->size(0) != batch) {
+    fail(name, "expected shape [", batch, ", max_blocks], got ", shape_text(table->sizes()));
+  }
+  last_stride(name, *table);
+}
+
+inline void max_seqlen(const char* name, int64_t value) {
+  if (value < 0) fail(name, "expected a value >= 0, got ", value);
+}
+
+}  // namespace checks
+}  // namespace flash

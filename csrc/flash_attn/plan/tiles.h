@@ -1,0 +1,65 @@
+// The only place where tile sizes, warp counts and the list of head dims exist. Plain C++17.
+#pragma once
+
+namespace flash {
+namespace plan {
+
+struct FwdTile {
+  int head_dim;        // the padded head dim this tile serves
+  int block_m;         // query rows per thread block
+  int block_n;         // keys per step
+  int warps;           // each owns block_m / warps rows
+  int blocks_per_sm;   // what the register budget is compiled for
+  int kv_stages;       // shared memory buffers of K and of V
+};
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kNumHeadDims = 6;
+
+// mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
+constexpr FwdTile kFwdTiles[2][kNumHeadDims] = {
+    // without dropout
+    {
+        {32, 128, 128, 4, 2, 1},
+        {64, 128, 128, 4, 2, 1},
+        {96, 128, 64, 4, 2, 1},
+        {128, 128, 64, 4, 2, 1},
+        {192, 128, 64, 8, 1, 1},
+        {256, 64, 64, 4, 2, 1},
+    },
+    // with dropout: the generator's registers leave room for fewer scores
+    {
+        {32, 128, 64, 4, 2, 1},
+        {64, 128, 64, 4, 2, 1},
+        {96, 128, 64, 4, 2, 1},
+        {128, 128, 32, 4, 2, 1},
+        {192, 128, 64, 8, 1, 1},
+        {256, 64, 64, 4, 2, 1},
+    },
+};
+
+constexpr int head_dim_index(int head_dim) {
+  int index = 0;
+  while (index + 1 < kNumHeadDims && kFwdTiles[0][index].head_dim < head_dim) ++index;
+  return index;
+}
+
+// The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A sweep compiles one file with a tile of
+// its own.
+constexpr FwdTile fwd_tile(int head_dim, bool dropout) {
+#if defined(FLASH_ATTN_SWEEP_M)
+  if (!dropout) {
+    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
+                   FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM, 1};
+  }
+#endif
+  return kFwdTiles[dropout ? 1 : 0][head_dim_index(head_dim)];
+}
+
+// Q, kv_stages x (K, V); O is staged in the place of Q. 16-bit elements.
+constexpr int fwd_smem_bytes(const FwdTile& tile) {
+  return 2 * tile.head_dim * (tile.block_m + 2 * tile.kv_stages * tile.block_n);
+}
+
+}  // namespace plan
+}  // namespace flash

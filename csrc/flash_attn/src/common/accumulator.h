@@ -1,0 +1,54 @@
+// The one file that knows how an mma.sync m16n8k16 accumulator lies in the threads of a warp. Lane 4 g + t holds rows
+// {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 square; warp w owns the 16-row bands w, w + warps, ...
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash {
+
+// ((2, 2), MMA_M, MMA_N) -> ((2, MMA_M), (2, MMA_N)): rows first.
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto row_col_layout(Layout layout) {
+  using namespace cute;
+  static_assert(decltype(size<0>(layout))::value == 4, "an m16n8 accumulator holds four values per thread");
+  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
+}
+
+template <class Tensor>
+CUTE_HOST_DEVICE auto row_col_view(Tensor& accumulator) {
+  return cute::make_tensor(accumulator.data(), row_col_layout(accumulator.layout()));
+}
+
+// ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring accumulators are one A operand.
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
+  using namespace cute;
+  auto pairs = logical_divide(layout, Shape<Underscore, Underscore, _2>{});  // ((2, 2), MMA_M, (2, MMA_N / 2))
+  return make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)), get<1>(pairs), get<2, 1>(pairs));
+}
+
+// Row and column of element (mi, ni) of a row_col_view within the tile.
+template <int kWarps>
+struct AccumulatorCoords {
+  int row0;
+  int col0;
+
+  __device__ __forceinline__ AccumulatorCoords()
+      : row0((threadIdx.x / 32) * 16 + (threadIdx.x % 32) / 4), col0((threadIdx.x % 4) * 2) {}
+
+  __device__ __forceinline__ int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarps; }
+  __device__ __forceinline__ int col(int ni) const { return col0 + (ni % 2) + (ni / 2) * 8; }
+};
+
+// The four lanes of a row hold its columns between them.
+__device__ __forceinline__ float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 2);
+  return value + __shfl_xor_sync(0xffffffffu, value, 1);
+}
+
+}  // namespace flash

@@ -1,0 +1,90 @@
+// Which keys a query row sees, which key blocks a row block visits, and in which order.
+// All row, column and offset arithmetic of masks lives here; tests/cpp checks it by brute force.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace flash {
+
+// The value of an open side of a window.
+constexpr int kUnbounded = 0x7fffffff;
+
+// Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
+// Full attention is {kUnbounded, kUnbounded}; causal attention is {kUnbounded, 0}.
+struct Window {
+  int left = kUnbounded;
+  int right = kUnbounded;
+};
+
+// Sums are taken in 64 bits: row, shift and window together may pass 2^31.
+struct Visibility {
+  int seqlen_q = 0;
+  int seqlen_k = 0;
+  Window window;
+
+  // Position of query `row` on the key axis (bottom right alignment); negative when seqlen_q > seqlen_k.
+  FLASH_HOST_DEVICE constexpr int diagonal(int row) const { return row + seqlen_k - seqlen_q; }
+
+  // The visible keys of `row` are [key_begin, key_end); none when key_end <= key_begin.
+  FLASH_HOST_DEVICE constexpr int key_begin(int row) const {
+    const int64_t begin = static_cast<int64_t>(diagonal(row)) - window.left;
+    return window.left == kUnbounded || begin < 0 ? 0 : begin > seqlen_k ? seqlen_k : static_cast<int>(begin);
+  }
+
+  FLASH_HOST_DEVICE constexpr int key_end(int row) const {
+    const int64_t end = static_cast<int64_t>(diagonal(row)) + window.right + 1;
+    return window.right == kUnbounded || end > seqlen_k ? seqlen_k : end < 0 ? 0 : static_cast<int>(end);
+  }
+};
+
+// The key blocks of one row block, walked "edges first": blocks that some row sees only in part come before the
+// blocks that every row sees whole, so that the interior loop carries no mask. The order of key blocks is free under
+// the online softmax.
+struct BlockRange {
+  int begin = 0;           // first visited block
+  int end = 0;             // one past the last visited block; nothing is visited when end <= begin
+  int interior_begin = 0;  // blocks [interior_begin, interior_end) are visible to every row
+  int interior_end = 0;
+
+  FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
+  FLASH_HOST_DEVICE constexpr int edge_count() const { return count() - (interior_end - interior_begin); }
+
+  // The block visited at `step` in [0, count()): the right edge, then the left edge, then the interior, each downwards.
+  FLASH_HOST_DEVICE constexpr int block_at(int step) const {
+    const int right_edges = end - interior_end;
+    if (step < right_edges) return end - 1 - step;
+    const int edges = edge_count();
+    if (step < edges) return interior_begin - 1 - (step - right_edges);
+    return interior_end - 1 - (step - edges);
+  }
+};
+
+// Rows [row_begin, row_end) of the sequence, row_end <= seqlen_q, row_begin < row_end. Both key limits grow with the
+// row, so the first and the last row bound the block.
+FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility, int row_begin, int row_end,
+                                                   int block_n) {
+  const int last_row = row_end - 1;
+  BlockRange range;
+  range.begin = visibility.key_begin(row_begin) / block_n;
+  range.end = (visibility.key_end(last_row) + block_n - 1) / block_n;
+  if (range.end <= range.begin) return BlockRange{};
+  range.interior_begin = (visibility.key_begin(last_row) + block_n - 1) / block_n;
+  range.interior_end = visibility.key_end(row_begin) / block_n;
+  if (range.interior_end <= range.interior_begin) range.interior_begin = range.interior_end = range.begin;
+  return range;
+}
+
+// Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes.
+// Sequence i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks;
+// rows beyond the last sequence form one more sequence, of index `batch`.
+FLASH_HOST_DEVICE constexpr int varlen_first_slot(int row_offset, int sequence, int block_m) {
+  return row_offset / block_m + sequence;
+}
+
+FLASH_HOST_DEVICE constexpr int varlen_slot_count(int total_rows, int batch, int block_m) {
+  return total_rows / block_m + batch + 1;
+}
+
+}  // namespace flash

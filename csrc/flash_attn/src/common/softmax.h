@@ -1,0 +1,79 @@
+// Online softmax in base 2 (Milakov & Gimelshein 2018; Dao et al. 2022): running row maximum and row sum.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/accumulator.h"
+
+namespace flash {
+
+template <int kRows>
+struct Softmax {
+  static constexpr float kSlackLog2 = 8.0f;  // probabilities up to 2^8 are as exact as those up to 1 in fp32, fp16, bf16
+
+  float row_max[kRows];  // reference of the raw scores; -inf while nothing visible was met
+  float row_sum[kRows];  // this thread's share of the columns
+
+  __device__ __forceinline__ Softmax() {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      row_max[mi] = -INFINITY;
+      row_sum[mi] = 0.0f;
+    }
+  }
+
+  // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
+  // kSlackLog2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
+  // would pass that. The result does not depend on the reference except through rounding. scale > 0.
+  template <bool kMasked, class Scores, class Out>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
+    using namespace cute;
+    static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
+    float new_max[kRows];
+    bool raise = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      new_max[mi] = scores(mi, 0);
+#pragma unroll
+      for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
+      new_max[mi] = quad_max(new_max[mi]);
+      raise |= (new_max[mi] - row_max[mi]) * scale > kSlackLog2;
+    }
+    if (__any_sync(0xffffffffu, raise)) {
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        const float reference = fmaxf(row_max[mi], new_max[mi]);
+        const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
+        row_max[mi] = reference;
+        row_sum[mi] *= correction;
+#pragma unroll
+        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+      }
+    }
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      // A row that has seen nothing yet has no reference; all its scores are -inf and become 0.
+      const float reference_scaled = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi] * scale;
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) = exp2f(scores(mi, ni) * scale - reference_scaled);
+        row_sum[mi] += scores(mi, ni);
+      }
+    }
+  }
+
+  // Factor that turns the accumulated output of row mi into the result: 0 for a row that saw nothing.
+  // Reduces row_sum over the quad: call it once.
+  __device__ __forceinline__ float finish(int mi, float keep_scale) {
+    row_sum[mi] = quad_sum(row_sum[mi]);
+    return row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
+  }
+
+  // Natural-log LSE after finish(); +inf marks a row that saw nothing.
+  __device__ __forceinline__ float lse(int mi, float scale) const {
+    constexpr float kLn2 = 0.69314718055994531f;
+    return row_sum[mi] == 0.0f ? INFINITY : (row_max[mi] * scale + log2f(row_sum[mi])) * kLn2;
+  }
+};
+
+}  // namespace flash

@@ -1,0 +1,94 @@
+// What crosses the border between the binding and the kernel archive: plain data and C++ functions, no torch, no CuTe.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/block_range.h"
+#include "common/fast_div.h"
+
+namespace flash {
+
+enum class Dtype { kFp16, kBf16 };
+
+// Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
+struct MatrixStrides {
+  int64_t batch = 0;  // unused for packed variable-length tensors; of a page for a paged K/V
+  int64_t row = 0;
+  int64_t head = 0;
+};
+
+// A random state that the host knows, or that lies on the device while a CUDA graph is captured.
+struct PhiloxState {
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  const int64_t* seed_ptr = nullptr;    // when set, it replaces seed
+  const int64_t* offset_ptr = nullptr;  // when set, *offset_ptr is added to offset
+};
+
+struct Dropout {
+  uint32_t threshold = 0;   // an element is kept iff its 32-bit uniform is >= threshold
+  float keep_scale = 1.0f;  // 1 / P(kept)
+  PhiloxState state;
+  int64_t* rng_state = nullptr;  // (2,) int64: the seed and offset used, written by the kernel
+};
+
+// K and V in pages: key j of sequence i is row j % page_size of page block_table[i][j / page_size].
+struct PagedKv {
+  const int* block_table = nullptr;   // (b, pages_per_sequence) int32; null when K/V are not paged
+  int64_t block_table_stride = 0;
+  int pages_per_sequence = 0;
+  int num_pages = 0;
+  FastDiv page_size;
+};
+
+// Packed batches. All device arrays are int32; lengths are read on the device and clamped to what is allocated.
+struct Varlen {
+  const int* cu_seqlens_q = nullptr;  // (b + 1); null for dense batches
+  const int* cu_seqlens_k = nullptr;  // (b + 1)
+  const int* seqused_k = nullptr;     // (b) or null
+  const int* leftpad_k = nullptr;     // (b) or null
+};
+
+struct Flash_fwd_params {
+  const void* __restrict__ q_ptr = nullptr;  // (b, seqlen_q, h, d) or (total_q, h, d)
+  const void* __restrict__ k_ptr = nullptr;  // (b, seqlen_k, h_k, d), (total_k, h_k, d) or (pages, page_size, h_k, d)
+  const void* __restrict__ v_ptr = nullptr;  // as K
+  void* __restrict__ o_ptr = nullptr;        // as Q
+  float* __restrict__ softmax_lse_ptr = nullptr;  // (b, h, seqlen_q) or (h, total_q)
+  void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
+  MatrixStrides q_strides, k_strides, v_strides, o_strides;
+
+  int b = 0, h = 0, h_k = 0, h_h_k_ratio = 1, d = 0;
+  int seqlen_q = 0, seqlen_k = 0;  // dense: the lengths; varlen: total_q, total_k
+  int p_rows = 0, p_cols = 0;
+
+  Window window;
+  float scale_softmax = 0.0f;       // multiplies Q K^T
+  float scale_softmax_log2 = 0.0f;  // the same in units of log2(e)
+  float softcap = 0.0f;             // 0: none
+  const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
+  int64_t alibi_slopes_batch_stride = 0;
+
+  Varlen varlen;
+  PagedKv paged;
+  bool has_dropout = false;
+  Dropout dropout;
+
+  int device = 0;
+};
+
+// One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
+// params.device; returns the launch status.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+
+// S_dmask from Q, K and a finished LSE.
+template <Dtype kDtype>
+cudaError_t run_dropout_probs_(const Flash_fwd_params& params, cudaStream_t stream);
+
+// JSON text: architectures, head dims, dtypes and CUDA version of the archive (generated with it).
+const char* kernel_build_info();
+
+}  // namespace flash

@@ -1,0 +1,30 @@
+// The mma.sync forward kernel: one thread block computes the attention of one block of query rows.
+#pragma once
+
+#include "sm80/fwd_epilogue.h"
+#include "sm80/fwd_mainloop.h"
+
+namespace flash {
+
+template <class Config>
+__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const RowBlock& block) {
+  extern __shared__ __align__(128) char smem[];
+  FwdMainloop<Config> mainloop(params, block, reinterpret_cast<typename Config::Element*>(smem));
+  if (mainloop.range.count() > 0) {
+    mainloop.prologue();
+    mainloop.run_edges();
+    mainloop.run_interior();
+  }
+  store_o(mainloop);
+  store_lse(mainloop);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
+    flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
+  if constexpr (Config::kVariant == FwdVariant::kDropout) store_rng_state(params.dropout);
+  const RowBlock block = row_block(params, Config::kBlockM);
+  if (!block.empty()) compute_attn_1rowblock<Config>(params, block);
+}
+
+}  // namespace flash

@@ -1,0 +1,234 @@
+// The tile loop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one key block a step.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/accumulator.h"
+#include "common/block_range.h"
+#include "common/convert.h"
+#include "common/dropout.h"
+#include "common/mask.h"
+#include "common/score_mod.h"
+#include "common/sequence.h"
+#include "common/softmax.h"
+#include "sm80/fwd_config.h"
+
+namespace flash {
+
+// K and V blocks of one (sequence, kv head) on their way into shared memory.
+template <class Config>
+struct KvLoader {
+  using Element = typename Config::Element;
+
+  const Flash_fwd_params& params;
+  typename Config::RowCopyT copy;
+  const Element* k_base;
+  const Element* v_base;
+  const int* pages;  // of this sequence; null when K and V are not paged
+  int key_offset;    // paged: row of key 0 within the pages of the sequence
+  int seqlen_k;
+
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block)
+      : params(params_),
+        copy(params_.d),
+        k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
+        v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, block)),
+        pages(is_paged() ? params_.paged.block_table + block.batch * params_.paged.block_table_stride : nullptr),
+        key_offset(block.k_begin),
+        seqlen_k(block.seqlen_k) {}
+
+  __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
+
+  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const RowBlock& block) const {
+    const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
+    if (is_paged()) return head;
+    const int64_t batch = params.varlen.cu_seqlens_q != nullptr ? 0 : block.batch * strides.batch;
+    return head + batch + block.k_begin * strides.row;
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
+                                       Smem&& smem) const {
+    const int key = n_block * Config::kBlockN;
+    if (is_paged()) {
+      copy.run_paged(base, strides, params.paged, pages, key_offset + key, seqlen_k - key, smem);
+    } else {
+      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem);
+    }
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load_k(int n_block, Smem&& smem) const {
+    load<kBounded>(k_base, params.k_strides, n_block, smem);
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load_v(int n_block, Smem&& smem) const {
+    load<kBounded>(v_base, params.v_strides, n_block, smem);
+  }
+};
+
+template <class Config>
+struct FwdMainloop {
+  using Element = typename Config::Element;
+  using TiledMma = typename Config::TiledMma;
+  static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kWarps);  // accumulator rows per thread
+  using AccO = decltype(cute::partition_fragment_C(TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>,
+                                                                           cute::Int<Config::kHeadDim>>{}));
+
+  const Flash_fwd_params& params;
+  const RowBlock& block;
+  const Visibility visibility;
+  const BlockRange range;
+  const ScoreMod score_mod;
+  const KvLoader<Config> loader;
+  const AccumulatorCoords<Config::kWarps> coords;
+  Element* const smem;  // Q, then K, then V
+
+  AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
+  Softmax<kRows> softmax;
+
+  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const RowBlock& block_, Element* smem_)
+      : params(params_),
+        block(block_),
+        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
+        range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
+        score_mod(params_, block_.batch, block_.head),
+        loader(params_, block_),
+        smem(smem_) {
+    cute::clear(acc_o);
+  }
+
+  __device__ __forceinline__ auto smem_q() const {
+    return cute::make_tensor(cute::make_smem_ptr(smem), typename Config::SmemLayoutQ{});  // (M, D)
+  }
+  __device__ __forceinline__ auto smem_k() const {
+    return cute::make_tensor(cute::make_smem_ptr(smem + Config::kSmemQ), typename Config::SmemLayoutKv{})(
+        cute::_, cute::_, 0);  // (N, D)
+  }
+  __device__ __forceinline__ auto smem_v() const {
+    return cute::make_tensor(cute::make_smem_ptr(smem + Config::kSmemQ + Config::kSmemKv),
+                             typename Config::SmemLayoutKv{})(cute::_, cute::_, 0);  // (N, D)
+  }
+
+  __device__ __forceinline__ void load_q() const {
+    const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides) +
+                       block.row_begin * params.q_strides.row;
+    auto tile = smem_q();
+    loader.copy.template run_strided<true>(q, params.q_strides.row, block.row_end - block.row_begin, tile);
+  }
+
+  // Every thread waits for its own copies, then for everyone's.
+  __device__ __forceinline__ static void wait_for_copies() {
+    cute::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void prologue() const {
+    load_q();
+    loader.template load_k<true>(range.block_at(0), smem_k());
+    cute::cp_async_fence();
+  }
+
+  __device__ __forceinline__ void run_edges() {
+    const int edges = range.edge_count();
+    for (int i = 0; i < edges; ++i) step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
+  }
+
+  __device__ __forceinline__ void run_interior() {
+    for (int n_block = range.interior_end - 1; n_block >= range.interior_begin; --n_block) {
+      step<false>(n_block, n_block > range.interior_begin ? n_block - 1 : -1);
+    }
+  }
+
+  // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
+  template <bool kEdge>
+  __device__ __forceinline__ void step(int n_block, int next_block) {
+    using namespace cute;
+    wait_for_copies();  // K has landed; every warp is done with V of the last step
+    loader.template load_v<kEdge>(n_block, smem_v());
+    cp_async_fence();
+
+    auto acc_s = partition_fragment_C(TiledMma{}, Shape<Int<Config::kBlockM>, Int<Config::kBlockN>>{});
+    clear(acc_s);
+    gemm_qk(acc_s);
+    auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    const int key = n_block * Config::kBlockN;
+    if (score_mod.active) score_mod.apply(scores, coords, visibility.diagonal(block.row_begin), key);
+    if constexpr (kEdge) apply_mask(scores, coords, visibility, block.row_begin, key);
+
+    wait_for_copies();  // V has landed; every warp is done with K
+    if (next_block >= 0) {
+      loader.template load_k<kEdge>(next_block, smem_k());
+      cp_async_fence();
+    }
+    auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
+    softmax.template update<kEdge>(scores, out, score_mod.softmax_scale());
+    if constexpr (Config::kVariant == FwdVariant::kDropout) {
+      DropoutMask(params.dropout, block.batch, block.head).apply(scores, coords, block.row_begin, key);
+    }
+    gemm_pv(convert<Element>(acc_s));
+  }
+
+  // Fragments are loaded one k-slice ahead of the tensor cores.
+  template <class AccS>
+  __device__ __forceinline__ void gemm_qk(AccS& acc_s) const {
+    using namespace cute;
+    const TiledMma mma;
+    const auto thread_mma = mma.get_thread_slice(threadIdx.x);
+    const auto sQ = smem_q();
+    const auto sK = smem_k();
+    auto tSrQ = thread_mma.partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K)
+    auto tSrK = thread_mma.partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K)
+    const auto copy_q = make_tiled_copy_A(typename Config::LdMatrix{}, mma).get_thread_slice(threadIdx.x);
+    const auto copy_k = make_tiled_copy_B(typename Config::LdMatrix{}, mma).get_thread_slice(threadIdx.x);
+    auto tSsQ = copy_q.partition_S(sQ);
+    auto tSsK = copy_k.partition_S(sK);
+    auto tQ = copy_q.retile_D(tSrQ);
+    auto tK = copy_k.retile_D(tSrK);
+    constexpr int kSlices = decltype(size<2>(tSrQ))::value;
+    copy(typename Config::LdMatrix{}, tSsQ(_, _, 0), tQ(_, _, 0));
+    copy(typename Config::LdMatrix{}, tSsK(_, _, 0), tK(_, _, 0));
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      if (k + 1 < kSlices) {
+        copy(typename Config::LdMatrix{}, tSsQ(_, _, k + 1), tQ(_, _, k + 1));
+        copy(typename Config::LdMatrix{}, tSsK(_, _, k + 1), tK(_, _, k + 1));
+      }
+      cute::gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), acc_s);
+    }
+  }
+
+  template <class P>
+  __device__ __forceinline__ void gemm_pv(const P& probabilities) {
+    using namespace cute;
+    const TiledMma mma;
+    const auto thread_mma = mma.get_thread_slice(threadIdx.x);
+    auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
+    const auto sVt = smem_vt();
+    auto tOrV = thread_mma.partition_fragment_B(vt_fragment_view());  // (MMA, MMA_D, MMA_N)
+    const auto copy_v = make_tiled_copy_B(typename Config::LdMatrixT{}, mma).get_thread_slice(threadIdx.x);
+    auto tOsV = copy_v.partition_S(sVt);
+    auto tV = copy_v.retile_D(tOrV);
+    constexpr int kSlices = decltype(size<2>(tOrP))::value;
+    copy(typename Config::LdMatrixT{}, tOsV(_, _, 0), tV(_, _, 0));
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      if (k + 1 < kSlices) copy(typename Config::LdMatrixT{}, tOsV(_, _, k + 1), tV(_, _, k + 1));
+      cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), acc_o);
+    }
+  }
+
+  // V as (D, N). The fragment is laid out from a plain layout: swizzles have no meaning in registers.
+  __device__ __forceinline__ auto smem_vt() const {
+    using namespace cute;
+    const auto v = smem_v();
+    return make_tensor(v.data(), composition(v.layout(), typename Config::VtView{}));
+  }
+  __device__ __forceinline__ auto vt_fragment_view() const {
+    using namespace cute;
+    return make_tensor(make_smem_ptr(smem), Layout<typename Config::VtShape>{});
+  }
+};
+
+}  // namespace flash
