@@ -54,8 +54,8 @@ void check_device_supported(const at::Tensor& q) {
 void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
   if (status == cudaSuccess) return;
   const int head_dim = static_cast<int>(q.size(-1));
-  const std::string what = std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " +
-                           std::to_string(head_dim) + ")";
+  const std::string what =
+      std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
   (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
   if (status == cudaErrorNotSupported) {
     const int tile = plan::fwd_tile(head_dim, false).head_dim;
@@ -66,8 +66,8 @@ void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     const int capability = compute_capability(q.device().index());
     TORCH_CHECK(false, what, ": this build has no code for compute capability ", capability / 10, ".", capability % 10,
-                ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability, " (this build: ",
-                kernel_build_info(), ")");
+                ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability,
+                " (this build: ", kernel_build_info(), ")");
   }
   TORCH_CHECK(false, what, ": launch failed: ", cudaGetErrorString(status));
 }
@@ -105,9 +105,7 @@ struct Scores {
 };
 
 Window make_window(const Scores& scores) {
-  auto side = [](int64_t width) {
-    return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width);
-  };
+  auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
   Window window{side(scores.window_left), side(scores.window_right)};
   if (scores.is_causal) window.right = 0;
   return window;
@@ -116,8 +114,9 @@ Window make_window(const Scores& scores) {
 void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = static_cast<float>(scores.softmax_scale);
-  params.scale_softmax_log2 = static_cast<float>(scores.softmax_scale * kLog2e);
   params.softcap = static_cast<float>(scores.softcap);
+  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
+  params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
   params.window = make_window(scores);
   if (scores.alibi_slopes.has_value()) {
     params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
@@ -178,12 +177,11 @@ void set_params_dropout(Flash_fwd_params& params, double p_dropout, const Option
 void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(FP16_SWITCH(is_fp16,
-                           [&] {
-                             return HEADDIM_SWITCH(params.d,
-                                                   [&] { return run_mha_fwd_<kDtype, kHeadDim>(params, stream); });
-                           }),
-               "flash_fwd_kernel", q);
+  check_launch(
+      FP16_SWITCH(
+          is_fp16,
+          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_<kDtype, kHeadDim>(params, stream); }); }),
+      "flash_fwd_kernel", q);
   if (params.p_ptr != nullptr) {
     check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
                  "dropout_probs_kernel", q);
@@ -220,7 +218,8 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   return {out, lse, probabilities, rng_state};
 }
 
-// ---- entry points -----------------------------------------------------------------------------------------------------
+// ---- entry points
+// -----------------------------------------------------------------------------------------------------
 
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
@@ -309,8 +308,8 @@ py::object not_built(const char* what) {
 
 std::string build_info() {
   std::string info = kernel_build_info();
-  info.insert(info.rfind('}'), std::string(", \"torch\": \"") + TORCH_VERSION + "\", \"commit\": \"" +
-                                   FLASH_ATTN_BUILD_COMMIT + "\"");
+  info.insert(info.rfind('}'),
+              std::string(", \"torch\": \"") + TORCH_VERSION + "\", \"commit\": \"" + FLASH_ATTN_BUILD_COMMIT + "\"");
   return info;
 }
 
@@ -332,9 +331,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
         py::call_guard<py::gil_scoped_release>());
   m.def("bwd", [](const py::args&, const py::kwargs&) { return not_built("bwd"); }, "Backward of dense batches");
-  m.def("varlen_bwd", [](const py::args&, const py::kwargs&) { return not_built("varlen_bwd"); },
-        "Backward of packed batches");
-  m.def("fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
-        "Forward against a KV cache");
+  m.def(
+      "varlen_bwd", [](const py::args&, const py::kwargs&) { return not_built("varlen_bwd"); },
+      "Backward of packed batches");
+  m.def(
+      "fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
+      "Forward against a KV cache");
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

@@ -5,12 +5,12 @@ namespace flash {
 namespace plan {
 
 struct FwdTile {
-  int head_dim;        // the padded head dim this tile serves
-  int block_m;         // query rows per thread block
-  int block_n;         // keys per step
-  int warps;           // each owns block_m / warps rows
-  int blocks_per_sm;   // what the register budget is compiled for
-  int kv_stages;       // shared memory buffers of K and of V
+  int head_dim;       // the padded head dim this tile serves
+  int block_m;        // query rows per thread block
+  int block_n;        // keys per step
+  int warps;          // each owns block_m / warps rows
+  int blocks_per_sm;  // what the register budget is compiled for
+  int kv_stages;      // shared memory buffers of K and of V
 };
 
 constexpr int kMaxHeadDim = 256;
@@ -20,7 +20,7 @@ constexpr int kNumHeadDims = 6;
 constexpr FwdTile kFwdTiles[2][kNumHeadDims] = {
     // without dropout
     {
-        {32, 128, 128, 4, 2, 1},
+        {32, 128, 64, 4, 3, 1},
         {64, 128, 128, 4, 2, 1},
         {96, 128, 64, 4, 2, 1},
         {128, 128, 64, 4, 2, 1},
@@ -31,7 +31,7 @@ constexpr FwdTile kFwdTiles[2][kNumHeadDims] = {
     {
         {32, 128, 64, 4, 2, 1},
         {64, 128, 64, 4, 2, 1},
-        {96, 128, 64, 4, 2, 1},
+        {96, 128, 32, 4, 2, 1},
         {128, 128, 32, 4, 2, 1},
         {192, 128, 64, 8, 1, 1},
         {256, 64, 64, 4, 2, 1},
@@ -49,8 +49,12 @@ constexpr int head_dim_index(int head_dim) {
 constexpr FwdTile fwd_tile(int head_dim, bool dropout) {
 #if defined(FLASH_ATTN_SWEEP_M)
   if (!dropout) {
-    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
-                   FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM, 1};
+    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim,
+                   FLASH_ATTN_SWEEP_M,
+                   FLASH_ATTN_SWEEP_N,
+                   FLASH_ATTN_SWEEP_WARPS,
+                   FLASH_ATTN_SWEEP_BLOCKS_PER_SM,
+                   1};
   }
 #endif
   return kFwdTiles[dropout ? 1 : 0][head_dim_index(head_dim)];

@@ -36,7 +36,7 @@ struct Dropout {
 
 // K and V in pages: key j of sequence i is row j % page_size of page block_table[i][j / page_size].
 struct PagedKv {
-  const int* block_table = nullptr;   // (b, pages_per_sequence) int32; null when K/V are not paged
+  const int* block_table = nullptr;  // (b, pages_per_sequence) int32; null when K/V are not paged
   int64_t block_table_stride = 0;
   int pages_per_sequence = 0;
   int num_pages = 0;
@@ -65,9 +65,12 @@ struct Flash_fwd_params {
   int p_rows = 0, p_cols = 0;
 
   Window window;
-  float scale_softmax = 0.0f;       // multiplies Q K^T
-  float scale_softmax_log2 = 0.0f;  // the same in units of log2(e)
-  float softcap = 0.0f;             // 0: none
+  float scale_softmax = 0.0f;  // multiplies Q K^T
+  float softcap = 0.0f;        // 0: none
+  // Softcap, ALiBi or a scale that is not positive: scores pass through ScoreMod before the softmax, which takes maxima
+  // of raw scores otherwise.
+  bool has_score_mod = false;
+  float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
 

@@ -1,48 +1,48 @@
 // Run-time values to compile-time constants. Each macro calls the lambda with a constant of the stated name in scope.
 #pragma once
 
-#define BOOL_SWITCH(CONDITION, NAME, ...)        \
-  [&] {                                          \
-    if (CONDITION) {                             \
-      constexpr static bool NAME = true;         \
-      return __VA_ARGS__();                      \
-    } else {                                     \
-      constexpr static bool NAME = false;        \
-      return __VA_ARGS__();                      \
-    }                                            \
+#define BOOL_SWITCH(CONDITION, NAME, ...) \
+  [&] {                                   \
+    if (CONDITION) {                      \
+      constexpr static bool NAME = true;  \
+      return __VA_ARGS__();               \
+    } else {                              \
+      constexpr static bool NAME = false; \
+      return __VA_ARGS__();               \
+    }                                     \
   }()
 
-#define FP16_SWITCH(IS_FP16, ...)                              \
-  [&] {                                                        \
-    if (IS_FP16) {                                             \
+#define FP16_SWITCH(IS_FP16, ...)                                     \
+  [&] {                                                               \
+    if (IS_FP16) {                                                    \
       constexpr static ::flash::Dtype kDtype = ::flash::Dtype::kFp16; \
-      return __VA_ARGS__();                                    \
-    } else {                                                   \
+      return __VA_ARGS__();                                           \
+    } else {                                                          \
       constexpr static ::flash::Dtype kDtype = ::flash::Dtype::kBf16; \
-      return __VA_ARGS__();                                    \
-    }                                                          \
+      return __VA_ARGS__();                                           \
+    }                                                                 \
   }()
 
 // HEAD_DIM is one of the tiles of plan/tiles.h (head_dim_tile()).
-#define HEADDIM_SWITCH(HEAD_DIM, ...)          \
-  [&] {                                        \
-    if (HEAD_DIM <= 32) {                      \
-      constexpr static int kHeadDim = 32;      \
-      return __VA_ARGS__();                    \
-    } else if (HEAD_DIM <= 64) {               \
-      constexpr static int kHeadDim = 64;      \
-      return __VA_ARGS__();                    \
-    } else if (HEAD_DIM <= 96) {               \
-      constexpr static int kHeadDim = 96;      \
-      return __VA_ARGS__();                    \
-    } else if (HEAD_DIM <= 128) {              \
-      constexpr static int kHeadDim = 128;     \
-      return __VA_ARGS__();                    \
-    } else if (HEAD_DIM <= 192) {              \
-      constexpr static int kHeadDim = 192;     \
-      return __VA_ARGS__();                    \
-    } else {                                   \
-      constexpr static int kHeadDim = 256;     \
-      return __VA_ARGS__();                    \
-    }                                          \
+#define HEADDIM_SWITCH(HEAD_DIM, ...)      \
+  [&] {                                    \
+    if (HEAD_DIM <= 32) {                  \
+      constexpr static int kHeadDim = 32;  \
+      return __VA_ARGS__();                \
+    } else if (HEAD_DIM <= 64) {           \
+      constexpr static int kHeadDim = 64;  \
+      return __VA_ARGS__();                \
+    } else if (HEAD_DIM <= 96) {           \
+      constexpr static int kHeadDim = 96;  \
+      return __VA_ARGS__();                \
+    } else if (HEAD_DIM <= 128) {          \
+      constexpr static int kHeadDim = 128; \
+      return __VA_ARGS__();                \
+    } else if (HEAD_DIM <= 192) {          \
+      constexpr static int kHeadDim = 192; \
+      return __VA_ARGS__();                \
+    } else {                               \
+      constexpr static int kHeadDim = 256; \
+      return __VA_ARGS__();                \
+    }                                      \
   }()

@@ -71,8 +71,7 @@ FLASH_HOST_DEVICE constexpr uint32_t dropout_uniform(const Word2& draw, int row_
 }
 
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
-  const Word2 draw =
-      philox2x32_7(dropout_group(row) ^ stream.row_xor, dropout_group(col) ^ stream.col_xor, stream.key);
+  const Word2 draw = philox2x32_7(dropout_group(row) ^ stream.row_xor, dropout_group(col) ^ stream.col_xor, stream.key);
   return dropout_uniform(draw, (row / 8) % 2, (col / 8) % 2) >= threshold;
 }
 

@@ -24,8 +24,8 @@ struct RowCopy {
   using ThreadLayout = cute::Layout<cute::Shape<cute::Int<kRowsPerPass>, cute::Int<kThreadsPerRow>>,
                                     cute::Stride<cute::Int<kThreadsPerRow>, cute::_1>>;
   using Atom = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>;
-  using TiledCopy = decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{},
-                                                   cute::Layout<cute::Shape<cute::_1, cute::Int<kChunk>>>{}));
+  using TiledCopy =
+      decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{}, cute::Layout<cute::Shape<cute::_1, cute::Int<kChunk>>>{}));
 
   int row;         // of this thread in the first pass
   int col;         // of this thread in the first column pass

@@ -1,4 +1,5 @@
-// What happens to a raw score before the softmax: softcap, then ALiBi. One run-time branch around each loop.
+// What happens to a raw score before the softmax when Flash_fwd_params::has_score_mod: softcap, then ALiBi. It leaves
+// scores in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,28 +9,24 @@
 
 namespace flash {
 
+// Built where it is used, from parameters in constant memory, so that nothing of it stays in registers over the loop.
 struct ScoreMod {
   static constexpr float kLog2e = 1.4426950408889634f;
 
-  bool active;        // apply() must run; it leaves scores in units of log2(e), so that the softmax scale is 1
   bool softcapped;
-  float scale_log2;   // of the raw score
-  float tanh_scale;   // 2 log2(e) scale / softcap
-  float cap_log2;     // softcap log2(e)
-  float slope_log2;   // ALiBi slope log2(e)
+  float scale_log2;  // of the raw score
+  float tanh_scale;  // 2 log2(e) scale / softcap
+  float cap_log2;    // softcap log2(e)
+  float slope_log2;  // ALiBi slope log2(e)
 
-  // A scale that is not positive goes this way too: the softmax takes maxima of unscaled scores otherwise.
   __device__ __forceinline__ ScoreMod(const Flash_fwd_params& params, int batch, int head)
-      : active(params.softcap > 0.0f || params.alibi_slopes_ptr != nullptr || !(params.scale_softmax > 0.0f)),
-        softcapped(params.softcap > 0.0f),
-        scale_log2(params.scale_softmax_log2),
-        tanh_scale(softcapped ? 2.0f * params.scale_softmax_log2 / params.softcap : 0.0f),
+      : softcapped(params.softcap > 0.0f),
+        scale_log2(params.scale_softmax * kLog2e),
+        tanh_scale(softcapped ? 2.0f * scale_log2 / params.softcap : 0.0f),
         cap_log2(params.softcap * kLog2e),
         slope_log2(params.alibi_slopes_ptr != nullptr && batch < params.b
                        ? params.alibi_slopes_ptr[batch * params.alibi_slopes_batch_stride + head] * kLog2e
                        : 0.0f) {}
-
-  __device__ __forceinline__ float softmax_scale() const { return active ? 1.0f : scale_log2; }
 
   // tanh(x) = 1 - 2 / (exp(2 x) + 1): absolute error near 1e-7, where tanh.approx has 5e-4.
   __device__ __forceinline__ float cap(float score) const {

@@ -7,14 +7,14 @@
 namespace flash {
 
 struct RowBlock {
-  int batch = 0;     // sequence index; of the padding rows of a packed batch: params.b
+  int batch = 0;  // sequence index; of the padding rows of a packed batch: params.b
   int head = 0;
-  int q_begin = 0;   // first row of the sequence in the packed tensor; 0 for dense batches
+  int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
   int seqlen_q = 0;
-  int k_begin = 0;   // first key row: in the packed tensor, or within the pages of the sequence
+  int k_begin = 0;  // first key row: in the packed tensor, or within the pages of the sequence
   int seqlen_k = 0;
-  int row_begin = 0; // of this block, within the sequence
-  int row_end = 0;   // <= seqlen_q; the block has no rows when row_end <= row_begin
+  int row_begin = 0;  // of this block, within the sequence
+  int row_end = 0;    // <= seqlen_q; the block has no rows when row_end <= row_begin
 
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
@@ -30,8 +30,7 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int batch, i
     const int stride = (count + 31) / 32;
     const int probe = lane * stride;
     const bool reached =
-        probe < count &&
-        varlen_first_slot(clamp(cu_seqlens[low + probe], 0, total_rows), low + probe, block_m) <= slot;
+        probe < count && varlen_first_slot(clamp(cu_seqlens[low + probe], 0, total_rows), low + probe, block_m) <= slot;
     const int reached_probes = max(__popc(__ballot_sync(0xffffffffu, reached)), 1);
     low += (reached_probes - 1) * stride;
     count = min(stride, count - (reached_probes - 1) * stride);
@@ -97,8 +96,8 @@ __device__ __forceinline__ int64_t q_offset(const RowBlock& block, const MatrixS
 }
 
 __device__ __forceinline__ int64_t lse_offset(const RowBlock& block, const Flash_fwd_params& params) {
-  const int64_t head = params.varlen.cu_seqlens_q != nullptr ? block.head
-                                                             : static_cast<int64_t>(block.batch) * params.h + block.head;
+  const int64_t head =
+      params.varlen.cu_seqlens_q != nullptr ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
   return head * params.seqlen_q + block.q_begin;
 }
 

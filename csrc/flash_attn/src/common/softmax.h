@@ -9,7 +9,8 @@ namespace flash {
 
 template <int kRows>
 struct Softmax {
-  static constexpr float kSlackLog2 = 8.0f;  // probabilities up to 2^8 are as exact as those up to 1 in fp32, fp16, bf16
+  static constexpr float kSlackLog2 =
+      8.0f;  // probabilities up to 2^8 are as exact as those up to 1 in fp32, fp16, bf16
 
   float row_max[kRows];  // reference of the raw scores; -inf while nothing visible was met
   float row_sum[kRows];  // this thread's share of the columns

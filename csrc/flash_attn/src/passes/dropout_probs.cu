@@ -66,7 +66,6 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const RowBlock
 
 // The base-2 logit of a raw score.
 __device__ float logit(const ScoreMod& score_mod, float score, int diagonal, int col) {
-  if (!score_mod.active) return score * score_mod.scale_log2;
   return (score_mod.softcapped ? score_mod.cap(score) : score * score_mod.scale_log2) + score_mod.bias(diagonal, col);
 }
 
@@ -113,8 +112,8 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
       if (visible) from_float(exp2f(logit(score_mod, score[i], visibility.diagonal(row), col) - log2_sum), result);
       if (!dropout_keeps(mask.stream, row, col, mask.threshold)) make_dropped(result);
     }
-    static_cast<Element*>(params.p_ptr)[(static_cast<int64_t>(batch_head) * params.p_rows + row) * params.p_cols + col] =
-        result;
+    static_cast<Element*>(
+        params.p_ptr)[(static_cast<int64_t>(batch_head) * params.p_rows + row) * params.p_cols + col] = result;
   }
 }
 

@@ -29,25 +29,17 @@ struct FwdConfig {
 
   using MmaAtom = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,
                                      cute::MMA_Atom<cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
-  using TiledMma =
-      cute::TiledMMA<MmaAtom, cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
-                     cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
+  using TiledMma = cute::TiledMMA<MmaAtom, cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
+                                  cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
 
   // Rows of 64 (or 32) elements are XOR-swizzled in 16-byte chunks: ldmatrix and cp.async meet no bank conflict.
   static constexpr int kAtomCols = kHeadDim % 64 == 0 ? 64 : 32;
   using SmemAtom = decltype(cute::composition(
-      cute::Swizzle<kAtomCols == 64 ? 3 : 2, 3, 3>{},
+      cute::Swizzle < kAtomCols == 64 ? 3 : 2, 3, 3 > {},
       cute::Layout<cute::Shape<cute::_8, cute::Int<kAtomCols>>, cute::Stride<cute::Int<kAtomCols>, cute::_1>>{}));
-  using SmemLayoutQ =
-      decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>{}));
+  using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>{}));
   using SmemLayoutKv = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
-  using VtShape = cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>;
-  using VtView = cute::Layout<VtShape, cute::Stride<cute::Int<kBlockN>, cute::_1>>;
-
-  using LdMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
-  using LdMatrixT = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
-  using StagedStore = cute::Copy_Atom<cute::AutoVectorizingCopyWithAssumedAlignment<32>, Element>;
   using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;             // elements

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/row_store.h"
 #include "sm80/fwd_mainloop.h"
 
 namespace flash {
@@ -15,11 +16,11 @@ __device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop) {
 #pragma unroll
   for (int mi = 0; mi < FwdMainloop<Config>::kRows; ++mi) {
     const int row = block.row_begin + mainloop.coords.row(mi);
-    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, mainloop.score_mod.softmax_scale());
+    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, mainloop.params.softmax_scale_log2);
   }
 }
 
-// Each warp stages and stores the rows that it owns, in the place of the rows of Q that only it has read.
+// The staged rows take the place of the rows of Q, which only their own warp has read.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;
@@ -34,37 +35,12 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
 #pragma unroll
     for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
   }
-
   auto staged = mainloop.smem_q();
-  {
-    const auto store =
-        make_tiled_copy_C(typename Config::StagedStore{}, typename Config::TiledMma{}).get_thread_slice(threadIdx.x);
-    auto values = convert<Element>(mainloop.acc_o);
-    copy(typename Config::StagedStore{}, store.retile_S(values), store.partition_D(staged));
-  }
-  __syncwarp();
-
-  constexpr int kChunk = Config::RowCopyT::kChunk;
-  constexpr int kLanesPerRow = Config::RowCopyT::kThreadsPerRow;
-  constexpr int kRowsPerPass = 32 / kLanesPerRow;
-  const int lane = threadIdx.x % 32;
-  const int col = (lane % kLanesPerRow) * kChunk;
-  Element* const base =
+  stage_accumulator<Element>(typename Config::TiledMma{}, mainloop.acc_o, staged);
+  __syncthreads();
+  Element* const rows =
       static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides) + block.row_begin * params.o_strides.row;
-#pragma unroll
-  for (int band = threadIdx.x / 32 * 16; band < Config::kBlockM; band += 16 * Config::kWarps) {
-#pragma unroll
-    for (int pass = 0; pass < 16; pass += kRowsPerPass) {
-      const int row = band + pass + lane / kLanesPerRow;
-#pragma unroll
-      for (int j = col; j < Config::kHeadDim; j += Config::kAtomCols) {
-        if (block.row_begin + row < block.row_end && j < params.d) {
-          *reinterpret_cast<uint4*>(base + row * params.o_strides.row + j) =
-              *reinterpret_cast<const uint4*>(&staged(row, j));
-        }
-      }
-    }
-  }
+  store_rows<typename Config::RowCopyT>(staged, rows, params.o_strides.row, block.row_end - block.row_begin, params.d);
 }
 
 }  // namespace flash

@@ -12,6 +12,7 @@
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "sm80/fwd_config.h"
+#include "sm80/gemm.h"
 
 namespace flash {
 
@@ -73,14 +74,13 @@ struct FwdMainloop {
   using Element = typename Config::Element;
   using TiledMma = typename Config::TiledMma;
   static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kWarps);  // accumulator rows per thread
-  using AccO = decltype(cute::partition_fragment_C(TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>,
-                                                                           cute::Int<Config::kHeadDim>>{}));
+  using AccO = decltype(cute::partition_fragment_C(
+      TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
 
   const Flash_fwd_params& params;
   const RowBlock& block;
   const Visibility visibility;
   const BlockRange range;
-  const ScoreMod score_mod;
   const KvLoader<Config> loader;
   const AccumulatorCoords<Config::kWarps> coords;
   Element* const smem;  // Q, then K, then V
@@ -93,7 +93,6 @@ struct FwdMainloop {
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
         range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
-        score_mod(params_, block_.batch, block_.head),
         loader(params_, block_),
         smem(smem_) {
     cute::clear(acc_o);
@@ -151,11 +150,15 @@ struct FwdMainloop {
 
     auto acc_s = partition_fragment_C(TiledMma{}, Shape<Int<Config::kBlockM>, Int<Config::kBlockN>>{});
     clear(acc_s);
-    gemm_qk(acc_s);
+    gemm_smem<Operand::kPlain, Operand::kPlain>(TiledMma{}, acc_s, smem_q(), smem_k());
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     const int key = n_block * Config::kBlockN;
-    if (score_mod.active) score_mod.apply(scores, coords, visibility.diagonal(block.row_begin), key);
-    if constexpr (kEdge) apply_mask(scores, coords, visibility, block.row_begin, key);
+    if (params.has_score_mod) {
+      ScoreMod(params, block.batch, block.head).apply(scores, coords, visibility.diagonal(block.row_begin), key);
+    }
+    if constexpr (kEdge) {
+      apply_mask(scores, coords, visibility, block.row_begin, block.row_end, key, key + Config::kBlockN);
+    }
 
     wait_for_copies();  // V has landed; every warp is done with K
     if (next_block >= 0) {
@@ -163,71 +166,13 @@ struct FwdMainloop {
       cp_async_fence();
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    softmax.template update<kEdge>(scores, out, score_mod.softmax_scale());
+    softmax.template update<kEdge>(scores, out, params.softmax_scale_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
       DropoutMask(params.dropout, block.batch, block.head).apply(scores, coords, block.row_begin, key);
     }
-    gemm_pv(convert<Element>(acc_s));
-  }
-
-  // Fragments are loaded one k-slice ahead of the tensor cores.
-  template <class AccS>
-  __device__ __forceinline__ void gemm_qk(AccS& acc_s) const {
-    using namespace cute;
-    const TiledMma mma;
-    const auto thread_mma = mma.get_thread_slice(threadIdx.x);
-    const auto sQ = smem_q();
-    const auto sK = smem_k();
-    auto tSrQ = thread_mma.partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K)
-    auto tSrK = thread_mma.partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K)
-    const auto copy_q = make_tiled_copy_A(typename Config::LdMatrix{}, mma).get_thread_slice(threadIdx.x);
-    const auto copy_k = make_tiled_copy_B(typename Config::LdMatrix{}, mma).get_thread_slice(threadIdx.x);
-    auto tSsQ = copy_q.partition_S(sQ);
-    auto tSsK = copy_k.partition_S(sK);
-    auto tQ = copy_q.retile_D(tSrQ);
-    auto tK = copy_k.retile_D(tSrK);
-    constexpr int kSlices = decltype(size<2>(tSrQ))::value;
-    copy(typename Config::LdMatrix{}, tSsQ(_, _, 0), tQ(_, _, 0));
-    copy(typename Config::LdMatrix{}, tSsK(_, _, 0), tK(_, _, 0));
-#pragma unroll
-    for (int k = 0; k < kSlices; ++k) {
-      if (k + 1 < kSlices) {
-        copy(typename Config::LdMatrix{}, tSsQ(_, _, k + 1), tQ(_, _, k + 1));
-        copy(typename Config::LdMatrix{}, tSsK(_, _, k + 1), tK(_, _, k + 1));
-      }
-      cute::gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), acc_s);
-    }
-  }
-
-  template <class P>
-  __device__ __forceinline__ void gemm_pv(const P& probabilities) {
-    using namespace cute;
-    const TiledMma mma;
-    const auto thread_mma = mma.get_thread_slice(threadIdx.x);
+    const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
-    const auto sVt = smem_vt();
-    auto tOrV = thread_mma.partition_fragment_B(vt_fragment_view());  // (MMA, MMA_D, MMA_N)
-    const auto copy_v = make_tiled_copy_B(typename Config::LdMatrixT{}, mma).get_thread_slice(threadIdx.x);
-    auto tOsV = copy_v.partition_S(sVt);
-    auto tV = copy_v.retile_D(tOrV);
-    constexpr int kSlices = decltype(size<2>(tOrP))::value;
-    copy(typename Config::LdMatrixT{}, tOsV(_, _, 0), tV(_, _, 0));
-#pragma unroll
-    for (int k = 0; k < kSlices; ++k) {
-      if (k + 1 < kSlices) copy(typename Config::LdMatrixT{}, tOsV(_, _, k + 1), tV(_, _, k + 1));
-      cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), acc_o);
-    }
-  }
-
-  // V as (D, N). The fragment is laid out from a plain layout: swizzles have no meaning in registers.
-  __device__ __forceinline__ auto smem_vt() const {
-    using namespace cute;
-    const auto v = smem_v();
-    return make_tensor(v.data(), composition(v.layout(), typename Config::VtView{}));
-  }
-  __device__ __forceinline__ auto vt_fragment_view() const {
-    using namespace cute;
-    return make_tensor(make_smem_ptr(smem), Layout<typename Config::VtShape>{});
+    gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, transposed(smem_v()));
   }
 };
 

@@ -1,0 +1,26 @@
+# make demo, make test: all set-up on a fresh machine, with or without a GPU. Details: docs/build.md.
+
+PYTHON ?= python3
+ENV_PYTHON = "$$(cat build/env/python)"
+PYTEST_ARGS ?=
+
+.PHONY: demo test env kernels style clean
+
+demo: env
+	$(ENV_PYTHON) examples/demo.py
+
+test: env
+	$(ENV_PYTHON) -m pytest tests -q $(PYTEST_ARGS)
+
+env:
+	@$(PYTHON) tools/setup_env.py
+
+# The kernel archive alone, for every supported architecture.
+kernels: env
+	$(ENV_PYTHON) tools/kernel_build.py --archs "80;90" --out build/kernels/sm80-sm90
+
+style: env
+	$(ENV_PYTHON) tools/style.py --fix
+
+clean:
+	rm -rf build .venv flash_attn_2_cuda*.so flash_attn/_build_info.json

@@ -1,0 +1,65 @@
+"""What a result was measured on: device, driver, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+from shared import ROOT
+from timing import read_nvidia_smi
+
+
+def git_state():
+    """(commit, dirty): of this checkout, else of the variable FLASH_ATTN_BUILD_COMMIT, else (None, None)."""
+    if not (ROOT / ".git").exists():  # an unpacked archive inside another checkout has no commit of its own
+        return os.environ.get("FLASH_ATTN_BUILD_COMMIT"), None
+    try:
+        commit = run_git("rev-parse", "HEAD")
+        return commit, bool(run_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def run_git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()
+
+
+def cpu_name():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def describe_device(device):
+    if device.type != "cuda":
+        return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": read_nvidia_smi("driver_version", device),
+        "power_limit_w": read_nvidia_smi("power.limit", device),
+    }
+
+
+def describe_versions():
+    import flash_attn
+
+    versions = {
+        "flash_attn": flash_attn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+    }
+    return versions, flash_attn.__build__

@@ -1,0 +1,194 @@
+"""Tables and scores of a benchmark result, and the figures block of the README.
+
+python benchmarks/report.py RESULT.json                 print the table and the scores
+python benchmarks/report.py --readme RESULT.json        rewrite the figures block of README.md from the result
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+
+
+def load(path):
+    return json.loads(Path(path).read_text())
+
+
+def geometric_mean(values):
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def significant(value):
+    """Three significant digits without an exponent: 0.0712, 4.31, 648."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def ratios(result, baseline, peer, mode, group="cells", name="ours"):
+    """[(label, time of `peer` in `baseline` ÷ time of `name` in `result`)] of the rows that both have."""
+    theirs = {(row["id"], row["mode"]): row["results"] for row in baseline["rows"]}
+    found = []
+    for row in result["rows"]:
+        other = theirs.get((row["id"], row["mode"]), {})
+        if row["group"] == group and row["mode"] == mode and name in row["results"] and peer in other:
+            found.append((row["label"], other[peer]["ms"] / row["results"][name]["ms"]))
+    return found
+
+
+def modes(result):
+    return list(dict.fromkeys(row["mode"] for row in result["rows"]))
+
+
+def score_line(found, title):
+    """'title: geometric mean …, worst …' of the (label, ratio) pairs."""
+    worst = min(found, key=lambda item: item[1])
+    mean = geometric_mean([ratio for _, ratio in found])
+    slower = sum(ratio < 1 for _, ratio in found)
+    return f"{title}: geometric mean {mean:.3f}x, worst {worst[1]:.3f}x ({worst[0]}), {slower} of {len(found)} slower"
+
+
+def score_lines(result, group="cells"):
+    """Scores of ours against every peer of the same run, one line per mode and peer."""
+    lines = []
+    for mode in modes(result):
+        for peer in result["implementations"]:
+            found = ratios(result, result, peer, mode, group) if peer != "ours" else []
+            if found:
+                lines.append(score_line(found, f"{group} {mode}, ours vs {peer}"))
+    return lines
+
+
+def environment_line(result):
+    device, versions = result["device"], result["versions"]
+    commit = (result["git"]["commit"] or "unknown commit")[:12] + ("+changes" if result["git"]["dirty"] else "")
+    parts = [device["name"]]
+    parts += [f"driver {device['driver']}"] if device.get("driver") else []
+    parts += [f"CUDA {versions['cuda']}"] if device["type"] == "cuda" else [f"{device['threads']} threads"]
+    parts += [f"torch {versions['torch']}"]
+    parts += [f"cuDNN {versions['cudnn']}"] if device["type"] == "cuda" else []
+    return ", ".join(parts + [f"commit {commit}"])
+
+
+def row_line(row, names):
+    """One table line: label, mode, then per implementation ms and TFLOPS (ratio of ours to it), SM clock."""
+    mine = row["results"].get("ours")
+    cells = []
+    for name in names:
+        entry = row["results"].get(name)
+        if entry is None:
+            cells.append(f"{'–':>27}")
+            continue
+        ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
+        cells.append(f"{entry['ms']:9.4f} {significant(entry['tflops']):>8} {ratio:>8}")
+    clock = f"{row['sm_mhz']:6.0f}" if row.get("sm_mhz") else f"{'–':>6}"
+    return f"{row['label']:<34} {row['mode']:<8}" + " ".join(cells) + f" {clock}"
+
+
+def table(result):
+    names = result["implementations"]
+    head = f"{'ms, TFLOPS (speed of ours to it)':<43}" + " ".join(f"{name:>27}" for name in names) + f" {'MHz':>6}"
+    lines, group = [head], None
+    for row in result["rows"]:
+        if row["group"] != group:
+            group = row["group"]
+            lines.append(f"-- {group}")
+        lines.append(row_line(row, names))
+    return lines + missing_lines(result)
+
+
+def missing_lines(result):
+    """What was not measured and why, one line per implementation, mode and reason."""
+    labels = {}
+    for row in result["rows"]:
+        for name, reason in row["notes"].items():
+            labels.setdefault((name, row["mode"], reason), []).append(row["label"])
+    return [
+        f"not measured: {name} {mode}, {len(found)} rows ({found[0]}{', …' if len(found) > 1 else ''}): {reason}"
+        for (name, mode, reason), found in labels.items()
+    ]
+
+
+def memory_lines(result):
+    """Device memory that one call adds (output included), at the row with the most queries."""
+    rows = [row for row in result["rows"] if any("peak_bytes" in entry for entry in row["results"].values())]
+    if not rows:
+        return []
+    row = max(rows, key=lambda item: item["seqlen_q"])
+    figures = ", ".join(f"{name} {entry['peak_bytes'] / 2**20:.1f}" for name, entry in row["results"].items())
+    return [f"memory added by one call ({row['label']} {row['mode']}, output included), MiB: {figures}"]
+
+
+def overhead_lines(result):
+    entries = result.get("host_overhead")
+    if not entries:
+        return []
+    figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in entries.items())
+    return [f"host time of one eager call (b1 s128 h16 d64), us: {figures}"]
+
+
+def full_report(result):
+    """The whole report; the scores are the last lines."""
+    lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
+    for group in result["groups"]:
+        lines += score_lines(result, group) if group != "cells" else []
+    return lines + score_lines(result)
+
+
+def readme_block(result, source):
+    """Markdown of the forward's figures: one row per head dim and mask, one column per sequence length."""
+    cells = [row for row in result["rows"] if row["group"] == "cells" and row["mode"] == "fwd"]
+    cells = [row for row in cells if "ours" in row["results"]]
+    lengths = sorted({row["seqlen_k"] for row in cells})
+    peers = [name for name in result["implementations"] if name in ("sdpa_flash", "sdpa_cudnn")]
+    lines = [
+        f"Forward, {result['dtype']}, {environment_line(result)}.",
+        f"Each entry: TFLOPS of this package (its speed relative to {', '.join(f'`{name}`' for name in peers)}).",
+        "",
+        "| head dim | mask | " + " | ".join(f"s {length}" for length in lengths) + " |",
+        "|---|---|" + "---|" * len(lengths),
+    ]
+    for head_dim, causal in sorted({(row["head_dim"], row["causal"]) for row in cells}):
+        entries = {row["seqlen_k"]: row for row in cells if (row["head_dim"], row["causal"]) == (head_dim, causal)}
+        texts = [readme_entry(entries[length], peers) if length in entries else "" for length in lengths]
+        lines.append(f"| {head_dim} | {'causal' if causal else 'full'} | " + " | ".join(texts) + " |")
+    lines += [""] + [f"- {line}" for line in score_lines(result) + overhead_lines(result) + memory_lines(result)]
+    return lines + ["", f"From `{source}`; reproduce with `python benchmarks/run.py`."]
+
+
+def readme_entry(row, peers):
+    mine = row["results"]["ours"]
+    against = [f"{row['results'][peer]['ms'] / mine['ms']:.2f}×" if peer in row["results"] else "–" for peer in peers]
+    return f"{significant(mine['tflops'])} ({', '.join(against)})"
+
+
+def rewrite_readme(path, block):
+    text = path.read_text()
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise SystemExit(f"{path}: expected the markers {BEGIN} and {END}")
+    path.write_text(before + BEGIN + "\n" + "\n".join(block) + "\n" + END + after)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", help="JSON written by benchmarks/run.py")
+    parser.add_argument("--readme", action="store_true", help="rewrite the figures block instead of printing")
+    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="the file with the figures block")
+    arguments = parser.parse_args()
+    result = load(arguments.result)
+    if not arguments.readme:
+        print("\n".join(full_report(result)))
+        return
+    path = Path(arguments.result).resolve()
+    source = path.relative_to(ROOT) if ROOT in path.parents else path.name
+    rewrite_readme(arguments.file, readme_block(result, source))
+    print(f"{arguments.file}: figures rewritten from {source}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""What the benchmarks share with the tests: the table of cases and the reference."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from cases import BENCH_CELLS, Case
+from reference import attention
+
+__all__ = ["BENCH_CELLS", "ROOT", "Case", "attention"]

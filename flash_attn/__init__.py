@@ -1,0 +1,28 @@
+"""Exact attention for PyTorch on NVIDIA GPUs and CPUs, with the API of flash_attn 2.8.3."""
+
+__version__ = "2.8.3"  # the API level that clients test for; our own release stands in __build__
+
+from flash_attn._build import build_info as _build_info
+from flash_attn.dropout import dropout_mask
+from flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+__build__ = _build_info()
+
+__all__ = [
+    "dropout_mask",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,36 @@
+"""Which module computes attention for tensors of a device: one set of functions, two implementations."""
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+_MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
+
+
+@cache
+def get(device_type: str) -> ModuleType:
+    """Return the module whose `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd` and `fwd_kvcache` serve `device_type`.
+
+    device_type is `torch.Tensor.device.type`. Raises RuntimeError for a device without a backend, and for
+    CUDA tensors when the CUDA extension is not installed.
+    """
+    if device_type not in _MODULES:
+        raise RuntimeError(f"q: expected a tensor on cuda or cpu, got one on {device_type}")
+    try:
+        return importlib.import_module(_MODULES[device_type])
+    except ImportError as error:
+        if device_type == "cpu":
+            raise
+        raise RuntimeError(
+            "q: expected a CPU tensor, got one on cuda: this flash_attn has only the CPU backend "
+            f"(importing the extension flash_attn_2_cuda failed: {error}). Reinstall on a machine with nvcc and a "
+            "CUDA build of torch: pip install --no-build-isolation --force-reinstall --no-deps ."
+        ) from error
+
+
+def cuda_extension():
+    """Return the module `flash_attn_2_cuda`, or None where it is not installed."""
+    try:
+        return get("cuda")
+    except RuntimeError:
+        return None

@@ -1,0 +1,102 @@
+"""Removing and restoring padding around varlen attention.
+
+Everything is differentiable with respect to the hidden states. Index lists need the number of tokens on the host, so
+the unpad functions wait for the GPU twice: for that number and for the longest length.
+"""
+
+import torch
+from einops import rearrange  # noqa: F401 - clients import the name from here
+
+
+def index_first_axis(input, indices):
+    """Rows `indices` of `input`: (n, ...) and int (m,) -> (m, ...)."""
+    return torch.index_select(input, 0, indices)
+
+
+def index_put_first_axis(values, indices, first_axis_dim):
+    """Rows `indices` of a zero tensor set to `values`: (m, ...) and int64 (m,) -> (first_axis_dim, ...)."""
+    output = torch.zeros(first_axis_dim, *values.shape[1:], dtype=values.dtype, device=values.device)
+    return output.index_copy_(0, indices, values)
+
+
+def index_first_axis_residual(input, indices):
+    """(`index_first_axis(input, indices)`, input), for a residual branch beside the unpadded one."""
+    return index_first_axis(input, indices), input
+
+
+def unpad_input(hidden_states, attention_mask, unused_mask=None):
+    """Gather the tokens of a padded batch.
+
+    Arguments:
+        hidden_states: (batch, seqlen, ...)
+        attention_mask: (batch, seqlen) bool, integer or floating point; non-zero marks a token.
+        unused_mask: (batch, seqlen), like attention_mask; marks further tokens, kept but not counted as used.
+
+    Returns:
+        hidden_states: (total, ...), total the number of tokens kept.
+        indices: int64 (total,), of the tokens in the flattened (batch * seqlen) axis.
+        cu_seqlens: int32 (batch + 1,), cumulative number of tokens kept.
+        max_seqlen_in_batch: int, the longest sequence of tokens kept.
+        seqused: int32 (batch,), number of tokens of attention_mask in each sequence.
+
+    Raises RuntimeError when a mask does not have the first two dimensions of hidden_states.
+    """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    used = attention_mask != 0
+    kept = used
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
+        kept = used | (unused_mask != 0)
+    hidden_states, indices = _gather_tokens(hidden_states, kept)
+    cu_seqlens, max_seqlen = _lengths(kept.sum(dim=-1, dtype=torch.int32))
+    return hidden_states, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+    """Gather the tokens of a batch whose rows each hold several sequences, one after the other, then padding.
+
+    Arguments:
+        hidden_states: (batch, seqlen, ...)
+        attention_mask_in_length: (batch, seqlen) integer. The non-zero entries of a row are the lengths of its
+            sequences, in order: a row [2, 3, 0, 0, 0, 0] holds one of 2 tokens, one of 3, and one padding token.
+
+    Returns:
+        hidden_states: (total, ...), total the number of tokens.
+        indices: int64 (total,), of the tokens in the flattened (batch * seqlen) axis.
+        cu_seqlens: int32 (number of sequences + 1,), cumulative lengths.
+        max_seqlen_in_batch: int, the longest sequence.
+
+    Raises RuntimeError when attention_mask_in_length does not have the first two dimensions of hidden_states.
+    """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    row_lengths = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    columns = torch.arange(attention_mask_in_length.shape[1], device=row_lengths.device)
+    hidden_states, indices = _gather_tokens(hidden_states, columns < row_lengths)
+    lengths = attention_mask_in_length.flatten()
+    cu_seqlens, max_seqlen = _lengths(lengths[lengths != 0])
+    return hidden_states, indices, cu_seqlens, max_seqlen
+
+
+def pad_input(hidden_states, indices, batch, seqlen):
+    """Scatter tokens back into a padded batch: (total, ...) -> (batch, seqlen, ...), zero where there is no token.
+
+    indices: int64 (total,), from `unpad_input`.
+    """
+    output = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return output.view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_mask(name, mask, hidden_states):
+    if mask.shape != hidden_states.shape[:2]:
+        raise RuntimeError(f"{name}: expected shape {list(hidden_states.shape[:2])}, got {list(mask.shape)}")
+
+
+def _gather_tokens(hidden_states, mask):
+    indices = mask.flatten().nonzero().flatten()
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices
+
+
+def _lengths(lengths):
+    """(cu_seqlens int32, longest length as an int) of a vector of lengths."""
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return cu_seqlens, int(lengths.max()) if lengths.numel() > 0 else 0

@@ -1,0 +1,11 @@
+"""The CPU backend: the functions of the extension module `flash_attn_2_cuda`, for CPU tensors, in plain PyTorch.
+
+Same positional signatures and results as on the GPU; dtypes float16, bfloat16, float32 and float64; O(S) memory.
+"""
+
+from .backward import bwd
+from .forward import fwd
+from .kvcache import fwd_kvcache
+from .varlen import varlen_bwd, varlen_fwd
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

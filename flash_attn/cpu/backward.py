@@ -1,0 +1,145 @@
+"""Backward attention on CPU tensors, by recomputation of the probabilities from the log-sum-exp."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import checks
+from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
+from .scores import LOG2E, ScoreRule, compute_dtype
+from .tiles import blocks, head_chunks, tile_shape
+
+
+def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None:
+    """The dropout that the forward call of this rng_state applied."""
+    return None if p == 0.0 else Dropout(p, *rng_state.tolist())
+
+
+def attend_backward(dout, q, k, v, out, lse, dq, dk, dv, softmax_d, rule: ScoreRule, dropout: Dropout | None) -> None:
+    """Write dq, dk, dv (like q, k, v) and softmax_d (b, h, sq) = rowsum(dout * out) in place.
+
+    Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
+    k has; rows with an infinite lse get no gradient. Sums over tiles and over the query heads of a group are taken in
+    the compute dtype.
+    """
+    sq, sk = q.shape[1], k.shape[1]
+    live = rule.first_live_row(sq, sk)
+    dq[:, :live].zero_()
+    if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
+        dk.zero_()
+        dv.zero_()
+        return
+    lo, hi = rule.key_range(live, sq, sq, sk)
+    for grad in (dk, dv):
+        grad[:, :lo].zero_()
+        grad[:, hi:].zero_()
+    dtype = compute_dtype(q.dtype)
+    group = q.shape[2] // k.shape[2]
+    rows, cols = tile_shape(sq, sk, group)
+    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
+        keys, values = chunk.keys(k, lo, hi, dtype), chunk.keys(v, lo, hi, dtype)
+        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
+        streams = None if dropout is None else dropout.streams(chunk)
+        for row0, row1 in blocks(live, sq, rows):
+            block = _RowBlock(chunk, dout, q, out, lse, row0, row1, rule, 1.0 if dropout is None else dropout.scale)
+            chunk.store_row_values(softmax_d, row0, row1, block.delta)
+            for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
+                tile = chunk.tile(row0, row1, col0, col1)
+                dropped = None if dropout is None else dropout.dropped(streams, tile)
+                part = (x[:, col0 - lo : col1 - lo] for x in (keys, values, keys_grad, values_grad))
+                block.process(*part, tile, sq, sk, dropped)
+            chunk.store_rows(dq, row0, row1, block.queries_grad.mul_(rule.scale))
+        chunk.store_keys(dk, lo, hi, keys_grad.mul_(rule.scale_over_query_factor))
+        chunk.store_keys(dv, lo, hi, values_grad)
+
+
+class _RowBlock:
+    """What the tiles of one block of query rows share: scaled queries, dout, delta, LSE, and the sum of dq."""
+
+    def __init__(self, chunk, dout, q, out, lse, row0, row1, rule: ScoreRule, keep_factor: float):
+        dtype = compute_dtype(q.dtype)
+        self.rule, self.chunk, self.rows = rule, chunk, row1 - row0
+        self.queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
+        self.dout = chunk.queries(dout, row0, row1, dtype)
+        self.delta = (self.dout * chunk.queries(out, row0, row1, dtype)).sum(-1, keepdim=True)
+        self.dout.mul_(keep_factor)
+        lse_rows = chunk.row_values(lse, row0, row1).to(dtype) * LOG2E
+        # Either infinity marks a row without keys; +inf makes its probabilities exactly 0.
+        self.lse = lse_rows.masked_fill(lse_rows == -math.inf, math.inf)
+        self.queries_grad = torch.zeros_like(self.queries)
+
+    def process(self, keys, values, keys_grad, values_grad, tile, sq: int, sk: int, dropped) -> None:
+        """Add the share of one tile to dq, dk and dv; dq still lacks the scale, dk is for the scaled queries."""
+        p = torch.bmm(self.queries, keys.transpose(1, 2))
+        cap_derivative = self.rule.cap_(p, with_derivative=True)
+        self.rule.bias_and_mask_(self.chunk.by_head(p, self.rows), tile, sq, sk)
+        p.sub_(self.lse).exp2_()
+        ds = torch.bmm(self.dout, values.transpose(1, 2))
+        kept = p
+        if dropped is not None:
+            dropped = dropped.view(p.shape)
+            kept = p.masked_fill(dropped, 0.0)
+            ds.masked_fill_(dropped, 0.0)
+        values_grad.baddbmm_(kept.transpose(1, 2), self.dout)
+        ds.sub_(self.delta).mul_(p)
+        if cap_derivative is not None:
+            ds.mul_(cap_derivative)
+        self.queries_grad.baddbmm_(ds, keys)
+        keys_grad.baddbmm_(ds.transpose(1, 2), self.queries)
+
+
+@torch.no_grad()
+def bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    alibi_slopes,
+    p_dropout,
+    softmax_scale,
+    is_causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    gen,
+    rng_state,
+):
+    """Gradients of `fwd`; the arguments that `fwd` has mean the same.
+
+    Arguments:
+        dout, out: (b, sq, h, d), any strides; softmax_lse: (b, h, sq), any strides. out and softmax_lse may be merged
+            from several calls.
+        dq, dk, dv: None, or tensors like q, k, v (any strides) that are written and returned.
+        rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
+        deterministic, gen: accepted and without effect (the CPU backend is deterministic and draws nothing here).
+
+    Returns [dq, dk, dv, softmax_d]: softmax_d (b, h, sq rounded up to 128) = rowsum(dout * out), float32 (float64 for
+        float64 inputs), 0 beyond sq.
+
+    Raises RuntimeError naming the argument; nothing is written then.
+    """
+    checks.check_query(q, DENSE_Q_AXES)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    checks.check_gradients(dout, q, k, out, dq, dk, dv)
+    batch, sq, heads, _ = q.shape
+    checks.check_lse(softmax_lse, q, [batch, heads, sq])
+    checks.check_alibi(alibi_slopes, batch, heads)
+    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_rng_state(rng_state, p_dropout)
+
+    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
+    )
+    softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
+    dropout = dropout_of_state(p_dropout, rng_state)
+    attend_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_d[:, :, :sq], rule, dropout)
+    return [dq, dk, dv, softmax_d]

@@ -1,0 +1,150 @@
+"""Argument checks of the CPU backend: each rule once; a message names argument, expectation and value."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def require(condition: bool, name: str, expected: str, got) -> None:
+    """Raise RuntimeError "<name>: expected <expected>, got <got>" unless the condition holds."""
+    if not condition:
+        raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def check_device(name: str, tensor) -> None:
+    if tensor is not None:
+        require(tensor.device.type == "cpu", name, "a tensor on q's device (cpu)", f"one on {tensor.device}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape) -> None:
+    require(list(tensor.shape) == list(shape), name, f"shape {list(shape)}", list(tensor.shape))
+
+
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    unit = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    require(unit, name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
+
+
+def check_query(q: torch.Tensor, axes: str) -> None:
+    require(q.device.type == "cpu", "q", "a CPU tensor", f"one on {q.device}")
+    require(q.dtype in DTYPES, "q", "dtype float16, bfloat16, float32 or float64", _dtype_name(q.dtype))
+    check_rank("q", q, axes)
+    check_last_stride("q", q)
+    require(q.shape[-1] <= MAX_HEAD_DIM, "q", f"a head dim of at most {MAX_HEAD_DIM}", q.shape[-1])
+
+
+def check_rank(name: str, tensor: torch.Tensor, axes: str) -> None:
+    rank = axes.count(",") + 1
+    require(tensor.dim() == rank, name, f"{rank} dimensions ({axes})", tensor.dim())
+
+
+def check_like_query(name: str, tensor: torch.Tensor, q: torch.Tensor, shape, any_stride: bool = False) -> None:
+    """A tensor of q's device and dtype and of the given shape."""
+    check_device(name, tensor)
+    same = tensor.dtype == q.dtype
+    require(same, name, f"the dtype of q ({_dtype_name(q.dtype)})", _dtype_name(tensor.dtype))
+    check_shape(name, tensor, shape)
+    if not any_stride:
+        check_last_stride(name, tensor)
+
+
+def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, batch=None, names=("k", "v")) -> None:
+    """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k."""
+    k_name, v_name = names
+    check_device(k_name, k)
+    check_device(v_name, v)
+    same = k.dtype == q.dtype
+    require(same, k_name, f"the dtype of q ({_dtype_name(q.dtype)})", _dtype_name(k.dtype))
+    check_rank(k_name, k, axes)
+    leading = list(k.shape[:-1])
+    if batch is not None:
+        leading[0] = batch
+    check_like_query(k_name, k, q, [*leading, q.shape[-1]])
+    check_like_query(v_name, v, q, k.shape)
+    h, h_k = q.shape[-2], k.shape[-2]
+    divisible = h % h_k == 0 if h_k > 0 else h == 0
+    require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)
+
+
+def check_numbers(p_dropout: float, softmax_scale: float, softcap: float) -> None:
+    require(0.0 <= p_dropout < 1.0, "p_dropout", "a value in [0, 1)", p_dropout)
+    require(math.isfinite(softmax_scale), "softmax_scale", "a finite value", softmax_scale)
+    require(0.0 <= softcap < math.inf, "softcap", "a value >= 0", softcap)
+
+
+def check_alibi(slopes, batch: int, heads: int) -> None:
+    if slopes is None:
+        return
+    check_device("alibi_slopes", slopes)
+    require(slopes.dtype == torch.float32, "alibi_slopes", "dtype float32", _dtype_name(slopes.dtype))
+    fits = list(slopes.shape) in ([heads], [batch, heads])
+    require(fits, "alibi_slopes", f"shape [{heads}] or [{batch}, {heads}]", list(slopes.shape))
+    check_last_stride("alibi_slopes", slopes)
+
+
+def check_lengths(name: str, lengths, shape) -> None:
+    """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
+    if lengths is None:
+        return
+    check_device(name, lengths)
+    require(lengths.dtype == torch.int32, name, "dtype int32", _dtype_name(lengths.dtype))
+    check_shape(name, lengths, shape)
+    require(lengths.is_contiguous(), name, "a contiguous tensor", f"strides {list(lengths.stride())}")
+
+
+def check_cu_seqlens(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> int:
+    """Check both cumulative length vectors and return the number of sequences."""
+    one_dimensional = cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() >= 1
+    require(one_dimensional, "cu_seqlens_q", "shape [b + 1]", list(cu_seqlens_q.shape))
+    shape = [cu_seqlens_q.numel()]
+    check_lengths("cu_seqlens_q", cu_seqlens_q, shape)
+    check_lengths("cu_seqlens_k", cu_seqlens_k, shape)
+    return shape[0] - 1
+
+
+def check_block_table(block_table, batch: int) -> None:
+    if block_table is None:
+        return
+    check_device("block_table", block_table)
+    require(block_table.dtype == torch.int32, "block_table", "dtype int32", _dtype_name(block_table.dtype))
+    fits = block_table.dim() == 2 and block_table.shape[0] == batch
+    require(fits, "block_table", f"shape [{batch}, max_blocks]", list(block_table.shape))
+    check_last_stride("block_table", block_table)
+
+
+def check_max_seqlen(name: str, value: int) -> None:
+    require(value >= 0, name, "a value >= 0", value)
+
+
+def check_gradients(dout, q, k, out, dq, dk, dv) -> None:
+    """The backward's tensors: those like q (dout, out, dq) and the optional ones like k (dk, dv)."""
+    for name, tensor, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, k)):
+        if tensor is not None:
+            check_like_query(name, tensor, q, like.shape, any_stride=True)
+
+
+def check_lse(lse: torch.Tensor, q: torch.Tensor, shape) -> None:
+    check_device("softmax_lse", lse)
+    dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
+    names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
+    require(lse.dtype in dtypes, "softmax_lse", f"dtype {names}", _dtype_name(lse.dtype))
+    check_shape("softmax_lse", lse, shape)
+
+
+def check_rng_state(rng_state, p_dropout: float) -> None:
+    if p_dropout == 0.0:
+        return
+    expected = "the int64 (2,) state that the forward returned when p_dropout > 0"
+    require(rng_state is not None, "rng_state", expected, None)
+    check_device("rng_state", rng_state)
+    fits = rng_state.dtype == torch.int64 and tuple(rng_state.shape) == (2,)
+    require(fits, "rng_state", expected, f"{_dtype_name(rng_state.dtype)} {list(rng_state.shape)}")

@@ -1,0 +1,262 @@
+"""Forward attention on CPU tensors: online softmax over tiles, or PyTorch's fused kernel where it is the same maths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..dropout import dropout_streams, dropout_threshold, keep_block, keep_scale
+from . import checks
+from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
+from .tiles import HeadChunk, blocks, head_chunks, tile_shape
+
+DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
+S_DMASK_MULTIPLE = 128
+_CACHE_LINE_BYTES = 64
+_FUSED_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The dropout of one call; batch indices of the mask start at first_batch."""
+
+    p: float
+    seed: int
+    offset: int
+    first_batch: int = 0
+
+    @property
+    def scale(self) -> float:
+        return keep_scale(self.p)
+
+    def for_batch(self, index: int) -> Dropout:
+        return Dropout(self.p, self.seed, self.offset, index)
+
+    def streams(self, chunk: HeadChunk):
+        batches = range(self.first_batch + chunk.b0, self.first_batch + chunk.b1)
+        return dropout_streams(self.seed, self.offset, batches, range(chunk.heads.start, chunk.heads.stop))
+
+    def dropped(self, streams, tile: Tile) -> torch.Tensor:
+        return ~keep_block(streams, tile.row0, tile.row1, tile.col0, tile.col1, dropout_threshold(self.p))
+
+
+def new_dropout(p: float, generator: torch.Generator | None) -> Dropout | None:
+    """Draw the seed of a forward call; None for p = 0, which draws nothing."""
+    if p == 0.0:
+        return None
+    seed = torch.randint(0, 2**63 - 1, (1,), generator=generator).item()
+    return Dropout(p, seed, 0)
+
+
+def rng_state_of(dropout: Dropout | None) -> torch.Tensor:
+    state = [0, 0] if dropout is None else [dropout.seed, dropout.offset]
+    return torch.tensor(state, dtype=torch.int64)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def new_s_dmask(q: torch.Tensor, shape, return_softmax: bool, dropout: Dropout | None) -> torch.Tensor:
+    """Zeros (b, h, sq, sk) with both lengths rounded up, or an empty tensor when it is not wanted."""
+    if not return_softmax or dropout is None:
+        return q.new_empty(0)
+    batch, heads, sq, sk = shape
+    return q.new_zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), round_up(sk, S_DMASK_MULTIPLE))
+
+
+def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None) -> None:
+    """Exact attention: q (b, sq, h, d), k/v (b, sk, h_k, d) -> out like q and lse (b, h, sq), written in place.
+
+    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. Rows that see no key: out 0, lse +inf. Keys that no row sees
+    are never read.
+    """
+    sq, sk = q.shape[1], k.shape[1]
+    live = rule.first_live_row(sq, sk)
+    out[:, :live].zero_()
+    lse[:, :, :live].fill_(math.inf)
+    if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
+        return
+    if _fused_kernel_fits(q, k, rule, dropout):
+        _attend_fused(q, k, v, out, lse, rule)
+        return
+    dtype = compute_dtype(q.dtype)
+    group = q.shape[2] // k.shape[2]
+    rows, cols = tile_shape(sq, sk, group)
+    lo, hi = rule.key_range(live, sq, sq, sk)
+    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
+        keys, values = chunk.keys(k, lo, hi, dtype), chunk.keys(v, lo, hi, dtype)
+        streams = None if dropout is None else dropout.streams(chunk)
+        for row0, row1 in blocks(live, sq, rows):
+            queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
+            state = _RowState(queries)
+            for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
+                s = torch.bmm(queries, keys[:, col0 - lo : col1 - lo].transpose(1, 2))
+                tile = chunk.tile(row0, row1, col0, col1)
+                rule.cap_(s)
+                rule.bias_and_mask_(chunk.by_head(s, row1 - row0), tile, sq, sk)
+                dropped = None if dropout is None else dropout.dropped(streams, tile)
+                state.absorb_(s, values[:, col0 - lo : col1 - lo], dropped)
+            block_out, block_lse = state.finish(1.0 if dropout is None else dropout.scale)
+            chunk.store_rows(out, row0, row1, block_out)
+            chunk.store_row_values(lse, row0, row1, block_lse)
+
+
+class _RowState:
+    """Running maximum, sum and weighted values of the online softmax for one block of rows."""
+
+    def __init__(self, queries: torch.Tensor):
+        column = (*queries.shape[:2], 1)
+        self.maximum = queries.new_full(column, -math.inf)
+        self.total = queries.new_zeros(column)
+        self.weighted = torch.zeros_like(queries)
+
+    def absorb_(self, s: torch.Tensor, values: torch.Tensor, dropped: torch.Tensor | None) -> None:
+        """Take in one tile of base-2 logits (n, rows, cols); s is overwritten."""
+        maximum = torch.maximum(self.maximum, s.amax(-1, keepdim=True))
+        # A row that has seen no key yet has maximum -inf; a shift of 0 keeps its weights at 0 instead of NaN.
+        shift = maximum.masked_fill(maximum == -math.inf, 0.0)
+        s.sub_(shift).exp2_()
+        rescale = torch.exp2(self.maximum - shift)
+        self.total.mul_(rescale).add_(s.sum(-1, keepdim=True))
+        if dropped is not None:
+            s.masked_fill_(dropped.view(s.shape), 0.0)
+        self.weighted.mul_(rescale).baddbmm_(s, values)
+        self.maximum = maximum
+
+    def finish(self, keep_factor: float):
+        """Normalised output (n, rows, d) and natural-log LSE (n, rows, 1)."""
+        empty = self.total == 0
+        out = self.weighted.mul_(keep_factor / self.total.masked_fill(empty, 1.0))
+        lse = (self.maximum + self.total.log2()).mul_(LN2)
+        return out, lse.masked_fill_(empty, math.inf)
+
+
+def _fused_kernel_fits(q, k, rule: ScoreRule, dropout: Dropout | None) -> bool:
+    """Whether torch's CPU flash kernel computes this: unmasked, or causal where its top-left alignment is ours too.
+
+    Its mask is applied before the scale, so a scale of zero or below would turn -inf into NaN or +inf.
+    """
+    sq, sk = q.shape[1], k.shape[1]
+    mask_fits = rule.sees_everything(sq, sk) or rule.is_square_causal(sq, sk)
+    scores_fit = rule.scale > 0 and not rule.softcap and rule.slopes is None
+    return mask_fits and scores_fit and dropout is None and q.shape[-1] > 0
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x in the one layout for which the matrix products of equal values are bitwise equal."""
+    if x.is_contiguous() and x.data_ptr() % _CACHE_LINE_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _attend_fused(q, k, v, out, lse, rule: ScoreRule) -> None:
+    """Run torch's kernel without repeating K and V for the query heads that share them.
+
+    Without a mask the heads of a group are stacked as rows of one call; under a causal mask each member is a call.
+    """
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    sq, sk, kv_heads = q.shape[1], k.shape[1], k.shape[2]
+    groups = (kv_heads, q.shape[2] // kv_heads)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    q, out, lse = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
+    if rule.sees_everything(sq, sk):
+        stacked = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        part_out, part_lse = _FUSED_KERNEL(stacked, keys, values, 0.0, False, scale=rule.scale)
+        out.copy_(part_out.unflatten(2, (groups[1], sq)).permute(0, 3, 1, 2, 4))
+        lse.copy_(part_lse.unflatten(2, (groups[1], sq)))
+        return
+    for member in range(groups[1]):
+        queries = q[:, :, :, member].transpose(1, 2)
+        part_out, part_lse = _FUSED_KERNEL(queries, keys, values, 0.0, True, scale=rule.scale)
+        out[:, :, :, member].copy_(part_out.transpose(1, 2))
+        lse[:, :, member].copy_(part_lse)
+
+
+def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.Tensor) -> None:
+    """Normalised probabilities (b, h, sq, sk) in place, before the dropout scaling; dropped entries become negative.
+
+    A dropped probability P is stored as -max(P, smallest subnormal), so that the sign alone tells the mask. Scores that
+    lie outside s_dmask (whose size the caller states) are left out.
+    """
+    sq, sk = q.shape[1], k.shape[1]
+    stop_row, stop_col = min(sq, s_dmask.shape[2]), min(sk, s_dmask.shape[3])
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    dtype = compute_dtype(q.dtype)
+    limits = torch.finfo(q.dtype)
+    smallest = limits.smallest_normal * limits.eps
+    group = q.shape[2] // k.shape[2]
+    rows, cols = tile_shape(sq, sk, group)
+    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
+        streams = dropout.streams(chunk)
+        keys = chunk.keys(k, 0, stop_col, dtype)
+        for row0, row1 in blocks(0, stop_row, rows):
+            queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
+            lse_rows = chunk.row_values(lse, row0, row1).to(dtype) * LOG2E
+            for col0, col1 in blocks(0, stop_col, cols):
+                tile = chunk.tile(row0, row1, col0, col1)
+                s = torch.bmm(queries, keys[:, col0:col1].transpose(1, 2))
+                rule.cap_(s)
+                rule.bias_and_mask_(chunk.by_head(s, row1 - row0), tile, sq, sk)
+                p = chunk.by_head(s.sub_(lse_rows).exp2_(), row1 - row0).to(q.dtype)
+                p = torch.where(dropout.dropped(streams, tile), -p.clamp(min=smallest), p)
+                s_dmask[tile.batches, tile.heads, row0:row1, col0:col1] = p
+
+
+@torch.no_grad()
+def fwd(
+    q,
+    k,
+    v,
+    out,
+    alibi_slopes,
+    p_dropout,
+    softmax_scale,
+    is_causal,
+    window_left,
+    window_right,
+    softcap,
+    return_softmax,
+    gen,
+):
+    """Forward attention of equally long sequences.
+
+    Arguments:
+        q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 256; k, v: (b, sk, h_k, d), h divisible by h_k.
+        out: None or a tensor like q (any strides) that is written and returned.
+        alibi_slopes: None or float32 (h) or (b, h): bias -slope * |i + sk - sq - j|.
+        p_dropout: drop probability in [0, 1); gen: None or the CPU generator that the seed is drawn from.
+        softmax_scale: factor of q·k; softcap: 0 for none, else logits are softcap * tanh(scaled / softcap).
+        is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
+        return_softmax: return S_dmask (only with dropout).
+
+    Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d); lse (b, h, sq), natural log, float32 (float64 for float64
+        inputs), +inf for a row that sees no key; S_dmask empty or (b, h, sq, sk) rounded up to 128, see write_s_dmask;
+        rng_state int64 (2,).
+
+    Raises RuntimeError naming the argument; nothing is written then.
+    """
+    _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap)
+    batch, sq, heads, _ = q.shape
+    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    dropout = new_dropout(p_dropout, gen)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
+    attend(q, k, v, out, lse, rule, dropout)
+    s_dmask = new_s_dmask(q, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
+    if s_dmask.numel():
+        write_s_dmask(q, k, lse, rule, dropout, s_dmask)
+    return [out, lse, s_dmask, rng_state_of(dropout)]
+
+
+def _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap) -> None:
+    checks.check_query(q, DENSE_Q_AXES)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    if out is not None:
+        checks.check_like_query("out", out, q, q.shape)
+    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
+    checks.check_numbers(p_dropout, softmax_scale, softcap)

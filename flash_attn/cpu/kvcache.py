@@ -1,0 +1,219 @@
+"""Inference with a K/V cache: append, rotate, attend."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import checks
+from .forward import DENSE_Q_AXES, attend
+from .scores import ScoreRule, compute_dtype
+from .varlen import PAGED_AXES, check_pages, gather_pages
+
+
+class CacheEntry(NamedTuple):
+    """One batch entry: its cache row, the first key in use, cached and total length; skipped when length < 0."""
+
+    index: int
+    row: int
+    start: int
+    cached: int
+    total: int
+
+    @property
+    def skipped(self) -> bool:
+        return self.cached < 0
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding (Su et al., "RoFormer", 2021) of x (s, heads, d) in its first 2 * cos.shape[-1] dimensions.
+
+    cos, sin: (s, rotary_dim / 2), or (1, rotary_dim / 2) for one angle for all rows. Pairs are (2i, 2i + 1) when
+    interleaved, else (i, i + rotary_dim / 2). Returns a new tensor of x's dtype.
+    """
+    dtype, half = compute_dtype(x.dtype), cos.shape[-1]
+    cos, sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b = x[..., first].to(dtype), x[..., second].to(dtype)
+    rotated = x.clone(memory_format=torch.contiguous_format)
+    rotated[..., first] = a * cos - b * sin
+    rotated[..., second] = a * sin + b * cos
+    return rotated
+
+
+def _rotate_at(x, row: int, count: int, cos, sin, interleaved: bool) -> torch.Tensor:
+    """Rotate x by the angles in rows [row, row + count) of the tables."""
+    return rotate(x, cos[row : row + count], sin[row : row + count], interleaved)
+
+
+class Cache(NamedTuple):
+    """K and V cache: (cache_batch, seqlen, h_k, d), or pages (blocks, page_size, h_k, d) with a block_table."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """Rows that one sequence can hold."""
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return pages * self.k.shape[1]
+
+    def read(self, entry: CacheEntry):
+        """Keys and values in use of one entry: (rows, h_k, d) each."""
+        if self.block_table is None:
+            return tuple(x[entry.row, entry.start : entry.total] for x in (self.k, self.v))
+        return tuple(gather_pages(x, self.block_table, entry.row, entry.start, entry.total) for x in (self.k, self.v))
+
+    def append(self, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the new rows (rows, h_k, d) after the cached ones."""
+        for cache, rows in ((self.k, k), (self.v, v)):
+            if self.block_table is None:
+                cache[entry.row, entry.cached : entry.total] = rows
+            else:
+                positions = torch.arange(entry.cached, entry.total)
+                pages = self.block_table[entry.row].long()[positions // cache.shape[1]]
+                cache[pages, positions % cache.shape[1]] = rows
+
+
+@torch.no_grad()
+def fwd_kvcache(
+    q,
+    kcache,
+    vcache,
+    k,
+    v,
+    seqlens_k,
+    rotary_cos,
+    rotary_sin,
+    cache_batch_idx,
+    leftpad_k,
+    block_table,
+    alibi_slopes,
+    out,
+    softmax_scale,
+    is_causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    num_splits,
+):
+    """Attention of new queries over a cache that is first extended, in place, by new keys and values.
+
+    The arguments that `fwd` has mean the same; masks are aligned to the end of the extended cache.
+
+    Arguments:
+        q: (b, sq, h, d).
+        kcache, vcache: (cache_batch, seqlen, h_k, d), or (blocks, page_size, h_k, d) with block_table.
+        k, v: None, or (b, s_new, h_k, d) that are written at rows seqlens_k .. of each sequence; need seqlens_k.
+        seqlens_k: None (the whole cache is in use) or int32 (b): rows in use before the append. A negative length skips
+            the entry: nothing is written for it, its out is 0 and its lse +inf.
+        rotary_cos, rotary_sin: None or (rows, rotary_dim / 2), q's dtype; need k and v. New keys are rotated by their
+            cache row; query i by row seqlens_k + i under a causal or window mask, else by row seqlens_k.
+        cache_batch_idx: None or int32 (b): the cache row of each batch entry (not with block_table).
+        leftpad_k: None or int32 (b): rows to skip at the start of each sequence.
+        block_table: None or int32 (b, max_blocks); only entries in use are read.
+        rotary_interleaved: rotate pairs (2i, 2i + 1) instead of halves.
+        num_splits: accepted and without effect.
+
+    Returns [out, lse] as in `fwd`.
+
+    Raises RuntimeError naming the argument as flash_attn_with_kvcache does, also when the cache has no room; nothing is
+    written then.
+    """
+    checks.check_query(q, DENSE_Q_AXES)
+    cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
+    checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
+    checks.check_numbers(0.0, softmax_scale, softcap)
+    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
+    if out is not None:
+        checks.check_like_query("out", out, q, q.shape)
+    cache = Cache(kcache, vcache, block_table)
+    _check_new_keys(q, cache, k, v, seqlens_k)
+    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k)
+    shared_angle = not is_causal and window_left < 0 and window_right < 0
+    _check_rotary(q, k, entries, rotary_cos, rotary_sin)
+
+    batch, sq, heads, _ = q.shape
+    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
+    for entry in entries:
+        i = entry.index
+        if entry.skipped:
+            out[i].zero_()
+            lse[i].fill_(math.inf)
+            continue
+        queries = q[i]
+        if k is not None:
+            new_k = k[i]
+            if rotary_cos is not None:
+                angles = (rotary_cos, rotary_sin, rotary_interleaved)
+                new_k = _rotate_at(new_k, entry.cached, k.shape[1], *angles)
+                queries = _rotate_at(queries, entry.cached, 1 if shared_angle else sq, *angles)
+            cache.append(entry, new_k, v[i])
+        keys, values = cache.read(entry)
+        operands = (queries, keys, values, out[i], lse[i])
+        attend(*(x.unsqueeze(0) for x in operands), rule.for_batch(i))
+    return [out, lse]
+
+
+def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
+    checks.check_lengths("cache_seqlens", seqlens_k, [q.shape[0]])
+    if k is None:
+        checks.require(v is None, "v", "None when k is None", "a tensor")
+        return
+    checks.require(v is not None, "v", "a tensor when k is given", None)
+    checks.require(seqlens_k is not None, "cache_seqlens", "cache lengths when k is given", None)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
+
+
+def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k) -> list:
+    """Resolve every batch entry to its cache row and lengths, and check that they fit."""
+    batch, paged = q.shape[0], cache.block_table is not None
+    checks.check_block_table(cache.block_table, batch)
+    checks.check_lengths("cache_leftpad", leftpad_k, [batch])
+    checks.check_lengths("cache_batch_idx", cache_batch_idx, [batch])
+    none_with_pages = not (paged and cache_batch_idx is not None)
+    checks.require(none_with_pages, "cache_batch_idx", "None when block_table is given", "a tensor")
+    rows = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
+    if not paged:
+        count = cache.k.shape[0]
+        if cache_batch_idx is None:
+            checks.require(count == batch, "k_cache", f"batch size {batch} (that of q) without cache_batch_idx", count)
+        for row in rows:
+            checks.require(0 <= row < count, "cache_batch_idx", f"entries in [0, {count})", row)
+    lengths = [cache.capacity] * batch if seqlens_k is None else seqlens_k.tolist()
+    padding = [0] * batch if leftpad_k is None else leftpad_k.tolist()
+    new = 0 if k is None else k.shape[1]
+    entries = []
+    for i, (row, cached) in enumerate(zip(rows, lengths)):
+        total = cached + new
+        fits = f"cache length plus {new} new rows of at most {cache.capacity}"
+        checks.require(cached < 0 or total <= cache.capacity, "cache_seqlens", fits, f"{cached} + {new}")
+        entry = CacheEntry(i, row, min(max(padding[i], 0), max(total, 0)), cached, total)
+        if paged and not entry.skipped:
+            pages, page_size = cache.k.shape[:2]
+            check_pages(cache.block_table, row, min(entry.start, cached), total, page_size, pages)
+        entries.append(entry)
+    return entries
+
+
+def _check_rotary(q, k, entries, cos, sin) -> None:
+    if cos is None:
+        checks.require(sin is None, "rotary_sin", "None when rotary_cos is None", "a tensor")
+        return
+    checks.require(sin is not None, "rotary_sin", "a tensor when rotary_cos is given", None)
+    checks.require(k is not None, "k", "new keys when rotary_cos is given", None)
+    checks.check_rank("rotary_cos", cos, "rows, rotary_dim / 2")
+    checks.check_like_query("rotary_cos", cos, q, cos.shape)
+    checks.check_like_query("rotary_sin", sin, q, cos.shape)
+    fits = 2 * cos.shape[1] <= q.shape[3]
+    checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
+    needed = max([entry.cached + max(q.shape[1], k.shape[1]) for entry in entries if not entry.skipped], default=0)
+    checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])

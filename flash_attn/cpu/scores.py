@@ -1,0 +1,119 @@
+"""From q·k to attention logits on one tile: scale, softcap, ALiBi and the window mask.
+
+Logits are kept in base 2 (multiplied by log2 e), because exp2 is the cheaper exponential.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, accumulators and LSE: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of the score matrix: slices of batch and query heads, bounds of rows and columns."""
+
+    batches: slice
+    heads: slice
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How q·k becomes a logit, and which keys a query sees.
+
+    Query i of sq sees key j of sk iff -left <= j - (i + sk - sq) <= right; None is unbounded.
+    slopes: ALiBi slopes (b, h) in the compute dtype, or None.
+    """
+
+    scale: float
+    softcap: float
+    left: int | None
+    right: int | None
+    slopes: torch.Tensor | None
+
+    @staticmethod
+    def create(scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, dtype) -> ScoreRule:
+        left = None if window_left < 0 else window_left
+        right = None if window_right < 0 else window_right
+        if is_causal:
+            right = 0
+        slopes = alibi_slopes
+        if slopes is not None:
+            slopes = slopes.to(compute_dtype(dtype)).expand(batch, slopes.shape[-1])
+        return ScoreRule(float(scale), float(softcap), left, right, slopes)
+
+    def for_batch(self, index: int) -> ScoreRule:
+        """The rule of one batch entry (slopes (1, h))."""
+        slopes = None if self.slopes is None else self.slopes[index : index + 1]
+        return ScoreRule(self.scale, self.softcap, self.left, self.right, slopes)
+
+    @property
+    def query_factor(self) -> float:
+        """The factor folded into q before the product with k."""
+        return self.scale / self.softcap if self.softcap else self.scale * LOG2E
+
+    @property
+    def scale_over_query_factor(self) -> float:
+        """softmax scale / query_factor, exact also for a scale of zero."""
+        return self.softcap if self.softcap else LN2
+
+    def first_live_row(self, sq: int, sk: int) -> int:
+        """The rows before it see no key; every row from it on sees at least one."""
+        if sk == 0:
+            return sq
+        return 0 if self.right is None else min(sq, max(0, sq - sk - self.right))
+
+    def sees_everything(self, sq: int, sk: int) -> bool:
+        """Whether every row sees every key."""
+        return (self.left is None or self.left >= sk - 1) and (self.right is None or self.right >= sq - 1)
+
+    def is_square_causal(self, sq: int, sk: int) -> bool:
+        """Whether row i sees exactly the keys up to i of as many keys as rows."""
+        return sq == sk and self.right == 0 and (self.left is None or self.left >= sk - 1)
+
+    def key_range(self, row0: int, row1: int, sq: int, sk: int):
+        """The keys [lo, hi) that at least one of the rows [row0, row1) sees."""
+        lo = 0 if self.left is None else max(0, row0 + sk - sq - self.left)
+        hi = sk if self.right is None else min(sk, row1 + sk - sq + self.right)
+        return lo, max(lo, hi)
+
+    def cap_(self, s: torch.Tensor, with_derivative: bool = False):
+        """Apply softcap in place; on request return d(logit) / d(scaled product), None where that is 1."""
+        if not self.softcap:
+            return None
+        s.tanh_()
+        derivative = 1 - s * s if with_derivative else None
+        s.mul_(self.softcap * LOG2E)
+        return derivative
+
+    def bias_and_mask_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
+        """Add ALiBi and set invisible scores to -inf, in place; s: (batches, heads, rows, cols) of the tile."""
+        lowest = tile.col0 - (tile.row1 - 1 + sk - sq)
+        highest = tile.col1 - 1 - (tile.row0 + sk - sq)
+        left_edge = self.left is not None and lowest < -self.left
+        right_edge = self.right is not None and highest > self.right
+        if self.slopes is None and not left_edge and not right_edge:
+            return
+        rows = torch.arange(tile.row0, tile.row1)[:, None] + (sk - sq)
+        distance = torch.arange(tile.col0, tile.col1)[None, :] - rows
+        if self.slopes is not None:
+            slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
+            s.addcmul_(slopes, distance.abs().to(s.dtype), value=-LOG2E)
+        if right_edge:
+            s.masked_fill_(distance > self.right, -math.inf)
+        if left_edge:
+            s.masked_fill_(distance < -self.left, -math.inf)

@@ -1,0 +1,226 @@
+"""Attention over packed sequences of different lengths, with optional key lengths, left padding and paged K/V."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import checks
+from .backward import attend_backward, dropout_of_state
+from .forward import attend, new_dropout, new_s_dmask, rng_state_of, write_s_dmask
+from .scores import ScoreRule, compute_dtype
+
+PACKED_AXES = "total, heads, head_dim"
+PAGED_AXES = "blocks, page_size, heads, head_dim"
+# softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full row block.
+SOFTMAX_D_GAP = 128
+
+
+class Sequence(NamedTuple):
+    """Query rows [q0, q1) of the packed q; key rows [k0, k1) of the packed k, or of the sequence's own pages."""
+
+    index: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+def _spans(cu_seqlens: torch.Tensor, total: int):
+    """(start, stop) of every sequence, clamped to the rows that exist."""
+    bounds = [min(max(bound, 0), total) for bound in cu_seqlens.tolist()]
+    return [(start, max(start, stop)) for start, stop in zip(bounds, bounds[1:])]
+
+
+def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None):
+    """The rows of every sequence; a key length is clamped to the rows that the sequence has."""
+    q_spans = _spans(cu_seqlens_q, total_q)
+    if block_table is None:
+        k_spans = _spans(cu_seqlens_k, k.shape[0])
+    else:
+        capacity = block_table.shape[1] * k.shape[1]
+        lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).clamp(0, capacity)
+        k_spans = [(0, length if seqused_k is None else capacity) for length in lengths.tolist()]
+    used = [stop - start for start, stop in k_spans] if seqused_k is None else seqused_k.tolist()
+    padding = [0] * len(used) if leftpad_k is None else leftpad_k.tolist()
+    result = []
+    for index, ((q0, q1), (k0, k1)) in enumerate(zip(q_spans, k_spans)):
+        stop = min(k1, k0 + max(0, used[index]))
+        start = min(stop, k0 + max(0, padding[index]))
+        result.append(Sequence(index, q0, q1, start, stop))
+    return result
+
+
+def check_pages(block_table: torch.Tensor, row: int, start: int, stop: int, page_size: int, pages: int) -> None:
+    """The table entries that rows [start, stop) of a sequence use must name existing pages."""
+    if start >= stop:
+        return
+    used = block_table[row, start // page_size : -(-stop // page_size)]
+    lowest, highest = used.min().item(), used.max().item()
+    wrong = lowest if lowest < 0 else highest
+    valid = lowest >= 0 and highest < pages
+    checks.require(valid, "block_table", f"entries in [0, {pages}) for the pages in use", f"{wrong} for sequence {row}")
+
+
+def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of a sequence from its pages: (stop - start, h_k, d)."""
+    page_size = cache.shape[1]
+    if start >= stop:
+        return cache.new_empty(0, *cache.shape[2:])
+    first = start // page_size
+    pages = block_table[row, first : -(-stop // page_size)].long()
+    return cache[pages].flatten(0, 1)[start - first * page_size : stop - first * page_size]
+
+
+def _sequence_keys(x: torch.Tensor, block_table: torch.Tensor | None, sequence: Sequence) -> torch.Tensor:
+    """The keys or values of one sequence as a batch of one: (1, sk, h_k, d)."""
+    if block_table is None:
+        return x[sequence.k0 : sequence.k1].unsqueeze(0)
+    return gather_pages(x, block_table, sequence.index, sequence.k0, sequence.k1).unsqueeze(0)
+
+
+@torch.no_grad()
+def varlen_fwd(
+    q,
+    k,
+    v,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    alibi_slopes,
+    max_seqlen_q,
+    max_seqlen_k,
+    p_dropout,
+    softmax_scale,
+    zero_tensors,
+    is_causal,
+    window_left,
+    window_right,
+    softcap,
+    return_softmax,
+    gen,
+    num_splits=0,
+):
+    """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
+
+    Arguments:
+        q: (total_q, h, d); k, v: (total_k, h_k, d), or (blocks, page_size, h_k, d) with a block_table.
+        cu_seqlens_q, cu_seqlens_k: int32 (b + 1), cumulative lengths.
+        seqused_k: None or int32 (b): key rows in use of each sequence; leftpad_k: None or int32 (b): key rows to skip
+            at its start. The keys are rows leftpad .. seqused. Lengths are clamped to the rows that exist.
+        block_table: None or int32 (b, max_blocks): the pages of each sequence; only entries in use are read.
+        max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
+        zero_tensors, num_splits: accepted and without effect (padding rows are always written; there are no splits).
+
+    Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d), lse (h, total_q), S_dmask as in `fwd` with b sequences
+        of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
+
+    Raises RuntimeError naming the argument; nothing is written then.
+    """
+    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k)
+    checks.check_lengths("seqused_k", seqused_k, [batch])
+    checks.check_lengths("leftpad_k", leftpad_k, [batch])
+    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    if out is not None:
+        checks.check_like_query("out", out, q, q.shape)
+    layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    if block_table is not None:
+        for sequence in layout:
+            check_pages(block_table, sequence.index, sequence.k0, sequence.k1, k.shape[1], k.shape[0])
+
+    total_q, heads, _ = q.shape
+    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    dropout = new_dropout(p_dropout, gen)
+    out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out.zero_()
+    lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
+    s_dmask = new_s_dmask(q, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
+    for sequence in layout:
+        i, rows = sequence.index, slice(sequence.q0, sequence.q1)
+        if sequence.q0 == sequence.q1:
+            continue
+        keys, values = _sequence_keys(k, block_table, sequence), _sequence_keys(v, block_table, sequence)
+        queries, row_lse = q[rows].unsqueeze(0), lse[:, rows].unsqueeze(0)
+        rule_i = rule.for_batch(i)
+        dropout_i = None if dropout is None else dropout.for_batch(i)
+        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i)
+        if s_dmask.numel():
+            write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
+    return [out, lse, s_dmask, rng_state_of(dropout)]
+
+
+def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k) -> int:
+    """The checks that forward and backward share; returns the number of sequences."""
+    checks.check_query(q, PACKED_AXES)
+    checks.check_key_value(q, k, v, PACKED_AXES if block_table is None else PAGED_AXES)
+    batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
+    checks.check_block_table(block_table, batch)
+    checks.check_alibi(alibi_slopes, batch, q.shape[1])
+    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    return batch
+
+
+@torch.no_grad()
+def varlen_bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    alibi_slopes,
+    max_seqlen_q,
+    max_seqlen_k,
+    p_dropout,
+    softmax_scale,
+    zero_tensors,
+    is_causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    gen,
+    rng_state,
+):
+    """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
+
+    Returns [dq, dk, dv, softmax_d]: dq like q, dk and dv like k; rows that belong to no sequence are 0; softmax_d
+        (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
+    """
+    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, max_seqlen_q, max_seqlen_k)
+    total_q, heads, _ = q.shape
+    checks.check_gradients(dout, q, k, out, dq, dk, dv)
+    checks.check_lse(softmax_lse, q, [heads, total_q])
+    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_rng_state(rng_state, p_dropout)
+
+    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    dropout = dropout_of_state(p_dropout, rng_state)
+    grads = [
+        torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dq, q), (dk, k), (dv, v))
+    ]
+    softmax_d = torch.zeros(heads, total_q + SOFTMAX_D_GAP * batch, dtype=compute_dtype(q.dtype))
+    for sequence in sequences(total_q, k, cu_seqlens_q, cu_seqlens_k):
+        i, rows, cols = sequence.index, slice(sequence.q0, sequence.q1), slice(sequence.k0, sequence.k1)
+        d0 = sequence.q0 + SOFTMAX_D_GAP * i
+        attend_backward(
+            *(x[rows].unsqueeze(0) for x in (dout, q)),
+            *(x[cols].unsqueeze(0) for x in (k, v)),
+            out[rows].unsqueeze(0),
+            softmax_lse[:, rows].unsqueeze(0),
+            *(grad[part].unsqueeze(0) for grad, part in zip(grads, (rows, cols, cols))),
+            softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0),
+            rule.for_batch(i),
+            None if dropout is None else dropout.for_batch(i),
+        )
+    return [*grads, softmax_d]

@@ -1,0 +1,389 @@
+"""The public attention functions: one signature, one docstring, one call each.
+
+All compute exact attention, softmax(softmax_scale * Q K^T + bias + mask) V, by the tiled online-softmax algorithm of
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691), whose memory grows linearly with the sequence length; gradients
+recompute the probabilities from Q, K and the log-sum-exp.
+
+Common to all of them:
+
+dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
+             float32 (float64 for float64 inputs).
+heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
+head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
+strides      any; a head dim with a stride other than 1 costs a copy.
+positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
+masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf.
+gradients    of out and softmax_lse with respect to q, k, v; not with respect to alibi_slopes. A gradient of softmax_lse
+             costs padded copies, and needs head_dim <= 248. Not twice differentiable.
+
+Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
+and what it was; nothing is computed then.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn import backends
+from flash_attn.ops import arguments, library
+from flash_attn.ops.public import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+flash_attn_gpu = backends.cuda_extension() or backends.get("cpu")
+
+_OPTIONS_DOC = """
+        dropout_p: float in [0, 1). Probability of dropping an entry of the attention matrix; kept entries are scaled
+            by 1 / (1 - dropout_p). The mask is that of `flash_attn.dropout_mask`. Pass 0.0 in evaluation.
+        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
+        causal: bool. A query at position p sees the keys j <= p (positions as above: aligned bottom right).
+        window_size: (left, right), in keys. A query at position p sees the keys p - left <= j <= p + right; a
+            negative value is unbounded on its side. causal caps right at 0.
+        softcap: float >= 0. If > 0, scores become softcap * tanh(softmax_scale * Q K^T / softcap).
+        alibi_slopes: float32 (nheads,) or (batch, nheads). Subtracts slope * |p - j| from the score of a query at
+            position p and key j.
+        deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
+        return_attn_probs: bool. Also return softmax_lse and S_dmask.
+"""
+
+_RESULT_DOC = """
+    Returns:
+        out: {out}, contiguous.
+        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, float32
+            (float64 for float64 inputs).
+        S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
+            (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
+            probabilities before dropout, dropped entries negative.
+"""
+
+
+def _documented(out, lse):
+    """Fill the shared sections into a docstring, so that each stands in one place."""
+
+    def fill(function):
+        if function.__doc__ is not None:  # None under python -OO
+            result = _RESULT_DOC.format(out=out, lse=lse).strip()
+            function.__doc__ = function.__doc__.replace("<options>", _OPTIONS_DOC.strip()).replace("<result>", result)
+        return function
+
+    return fill
+
+
+@_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention over a batch of sequences of one length; MHA, GQA and MQA.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim)
+        k: (batch, seqlen_k, nheads_k, head_dim)
+        v: (batch, seqlen_k, nheads_k, head_dim)
+        <options>
+
+    <result>
+    """
+    return _attend(
+        (q, k, v), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@_documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, nheads, head_dim)
+        <options>
+
+    <result>
+    """
+    arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
+    return _attend(
+        (qkv,), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim)
+        kv: (batch, seqlen_k, 2, nheads_k, head_dim)
+        <options>
+
+    <result>
+    """
+    arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
+    return _attend(
+        (q, kv), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    *,
+    seqused_k=None,
+    leftpad_k=None,
+):
+    """Attention over sequences of different lengths, concatenated without padding.
+
+    Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
+    are allowed. Nothing here synchronises with the GPU.
+
+    Arguments:
+        q: (total_q, nheads, head_dim), total_q the number of queries of all sequences.
+        k: (total_k, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with block_table.
+        v: like k.
+        cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
+        cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
+        max_seqlen_q: int, or integer tensor of one element: an upper bound of the query lengths. It sizes S_dmask;
+            no query is skipped if it is too small.
+        max_seqlen_k: the same for the key lengths.
+        <options>
+        block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
+        seqused_k: int32 (batch,). Number of keys used of each sequence, instead of all; keyword only. Forward only.
+        leftpad_k: int32 (batch,). Number of keys skipped at the start of each sequence; they count in its length and
+            in seqused_k; keyword only. Forward only.
+
+    <result>
+    """
+    varlen = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k,
+        "block_table": block_table,
+    }
+    return _attend(
+        (q, k, v), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@_documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
+
+    Arguments:
+        qkv: (total, 3, nheads, head_dim), total the number of tokens of all sequences.
+        cu_seqlens: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1].
+        max_seqlen: int, or integer tensor of one element: an upper bound of the lengths.
+        <options>
+
+    <result>
+    """
+    arguments.check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)", 4)
+    varlen = {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+    }
+    return _attend(
+        (qkv,), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
+
+    Arguments:
+        q: (total_q, nheads, head_dim)
+        kv: (total_k, 2, nheads_k, head_dim)
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+        <options>
+
+    <result>
+    """
+    arguments.check_packed("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
+    varlen = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return _attend(
+        (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+
+    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim)
+        k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
+            block_table. Any strides with a contiguous last dimension; never copied.
+        v_cache: like k_cache.
+        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
+        v: like k.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
+            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
+        rotary_sin: like rotary_cos.
+        cache_seqlens: int, or int32 or int64 (batch,). Keys in the cache before the new ones. Default: the capacity.
+        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1.
+        cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence.
+        block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache.
+        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
+        causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        num_splits: int. Number of parts the keys are split into; 0 chooses by a heuristic.
+        return_softmax_lse: bool. Also return the LSE.
+
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim), contiguous.
+        softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
+    """
+    arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    arguments.check_cache("k_cache", k_cache)
+    arguments.check_cache("v_cache", v_cache)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    left, right = arguments.window(window_size)
+    scale = arguments.scale(softmax_scale, q)
+    out, lse = library.kvcache_attention(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def _attend(
+    inputs, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs,
+):  # fmt: skip
+    """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,), varlen is empty for dense sequences."""
+    names = (("qkv",), ("q", "kv"), ("q", "k", "v"))[len(inputs) - 1]
+    arguments.check_tensors(names, inputs)
+    if varlen:
+        arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
+    scale = arguments.scale(softmax_scale, inputs[0])
+    left, right = arguments.window(window_size)
+    dropout_p = float(dropout_p)
+    want_dmask = bool(return_attn_probs) and dropout_p > 0
+    head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
+    padded = inputs[0].is_cuda and head_dim % 8 != 0
+    if padded:
+        inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
+    lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
+    out, lse, dmask, _ = library.attention(
+        *inputs, *(None,) * (3 - len(inputs)), varlen.get("cu_seqlens_q"), varlen.get("cu_seqlens_k"),
+        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, *lengths, dropout_p,
+        scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
+    )  # fmt: skip
+    if padded:
+        out = out[..., :head_dim]
+    return (out, lse, dmask) if return_attn_probs else out

@@ -1,0 +1,1 @@
+"""Layers built around attention."""

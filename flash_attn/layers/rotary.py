@@ -1,0 +1,230 @@
+"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), with the xPos scaling of Sun et al. (2022,
+arXiv:2212.10554), as functions and as a module. Differentiable with respect to the rotated tensor, not to cos and sin.
+"""
+
+import torch
+
+from flash_attn.ops.triton.rotary import apply_rotary
+
+
+class _Rotate(torch.autograd.Function):
+    """`apply_rotary` with a gradient: the rotation by the negative angle. The options are its keyword arguments."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, inplace, options):
+        ctx.tables, ctx.options = (cos, sin), options
+        if inplace:
+            _mark_dirty(ctx, x)
+        return apply_rotary(x, cos, sin, inplace=inplace, **options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Rotate.apply(grad, *ctx.tables, False, _reversed(ctx.options)), None, None, None, None
+
+
+class _RotateParts(torch.autograd.Function):
+    """Rotation in place of the views `parts(x)` of a packed tensor, each by its own (cos, sin) of `tables`."""
+
+    @staticmethod
+    def forward(ctx, x, parts, tables, options):
+        ctx.parts, ctx.tables, ctx.options = parts, tables, options
+        _mark_dirty(ctx, x)
+        return _rotate_parts(x, parts, tables, options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _RotateParts.apply(grad.clone(), ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
+
+
+def _mark_dirty(ctx, x):
+    """Let later uses of x carry the rotation's history. Autograd forbids it on leaves and on some views."""
+    if not x.is_leaf and not x._is_view():
+        ctx.mark_dirty(x)
+
+
+def _reversed(options):
+    return {**options, "conjugate": not options["conjugate"]}
+
+
+def _rotate_parts(x, parts, tables, options):
+    for part, (cos, sin) in zip(parts(x), tables):
+        apply_rotary(part, cos, sin, inplace=True, **options)
+    return x
+
+
+def _rotate_packed(x, parts, tables, options):
+    # Compiled, autograd goes through the operations themselves, which fuse.
+    rotate = _rotate_parts if torch.compiler.is_compiling() else _RotateParts.apply
+    return rotate(x, parts, tables, options)
+
+
+def _key_of_kv(kv):
+    return (kv[:, :, 0],)
+
+
+def _query_and_key(num_heads_q, joint):
+    """The function that gives the views of q and k in qkv: one view of both if `joint`, else two."""
+
+    def parts(qkv):
+        if qkv.dim() == 5:
+            q, k = qkv[:, :, 0], qkv[:, :, 1]
+            mergeable = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+            return (qkv[:, :, :2].flatten(2, 3),) if joint and mergeable else (q, k)
+        num_heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
+        return (qkv[:, :, : num_heads_q + num_heads_k],) if joint else (q, k)
+
+    return parts
+
+
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    """Rotate the first rotary_dim features of every head of x by the angles of its positions.
+
+    Arguments:
+        x: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens. Any floating point dtype.
+        cos, sin: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim. Any floating point dtype.
+        interleaved: bool. Pairs are features (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        inplace: bool. Write the result into x.
+        seqlen_offsets: int, or integer tensor (batch,). Position of the first row of each sequence.
+        cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] of x.
+        max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
+
+    Returns a tensor of x's shape and dtype; sums are taken in float32. Raises RuntimeError naming the argument that
+    does not fit.
+    """
+    options = {
+        "seqlen_offsets": seqlen_offsets,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
+        "interleaved": interleaved,
+        "conjugate": False,
+    }
+    if torch.compiler.is_compiling():
+        return apply_rotary(x, cos, sin, inplace=inplace, **options)
+    return _Rotate.apply(x, cos, sin, inplace, options)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+    """Rotate q and k of a packed tensor in place, and return it.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim) with
+            num_heads_q.
+        cos, sin: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim.
+        cos_k, sin_k: like cos and sin, for k; default: cos and sin (xPos has its own).
+        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+        num_heads_q: int, needed with the second shape of qkv.
+    """
+    if qkv.dim() == 5:
+        if qkv.shape[2] != 3:
+            raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, heads, head_dim), got {list(qkv.shape)}")
+    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0:
+        raise RuntimeError(
+            "qkv: expected shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * "
+            f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
+        )
+    joint = cos_k is None and sin_k is None
+    parts = _query_and_key(num_heads_q, joint)
+    key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
+    return _rotate_packed(qkv, parts, ((cos, sin), key_tables), options)
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place, and return kv. Arguments: `apply_rotary_emb`."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
+    options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
+    return _rotate_packed(kv, _key_of_kv, ((cos, sin),), options)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding of packed projections, with a table of cosines and sines that grows on demand.
+
+    Angle i of position p is p * base^(-2 i / dim). With scale_base (xPos; 512 is usual), q is scaled by
+    scale^((p - seqlen // 2) / scale_base) and k by its inverse, seqlen being the length of the table.
+
+    Arguments:
+        dim: int, the rotary_dim: number of features rotated, even and at most head_dim.
+        base: float.
+        interleaved: bool. Pairs are features (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        scale_base: float or None.
+        device: of the buffers.
+    """
+
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        scale = None if scale_base is None else (exponents + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached = None
+        self._sin_cached = None
+        self._cos_k_cached = None
+        self._sin_k_cached = None
+
+    def _compute_inv_freq(self, device=None):
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        return 1.0 / self.base**exponents
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        """Make the tables cover positions 0 .. seqlen - 1 on `device` in `dtype`."""
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and cached.device == device
+            and cached.dtype == dtype
+            and not (self.training and cached.is_inference())  # autograd refuses to save inference tensors
+        ):
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        # A module cast to half precision has rounded inv_freq too far for large positions.
+        exact = self.inv_freq.dtype == torch.float32
+        inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)
+        angles = torch.outer(positions, inv_freq)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (positions - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        """Rotate q and k in place.
+
+        Arguments:
+            qkv: as in `apply_rotary_emb_qkv_`; or, with kv, only q (batch, seqlen, nheads, head_dim).
+            kv: (batch, seqlen, 2, nheads_k, head_dim) or None.
+            seqlen_offset: int, or integer tensor (batch,). Position of the first row. With a tensor give max_seqlen,
+                for the tables cannot know how far to reach.
+            max_seqlen: int, an upper bound of the positions in use.
+            num_heads_q: as in `apply_rotary_emb_qkv_`.
+
+        Returns qkv, or (q, kv) with kv.
+        """
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+        elif self._cos_cached is None:
+            raise RuntimeError("max_seqlen: expected an int with a tensor seqlen_offset, got None")
+        cos, sin = self._cos_cached, self._sin_cached
+        options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        xpos = self.scale is not None
+        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if xpos else (None, None)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
+        return q, apply_rotary_emb_kv_(kv, cos_k if xpos else cos, sin_k if xpos else sin, **options)

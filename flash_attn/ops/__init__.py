@@ -1,0 +1,1 @@
+"""Operators: torch.library registrations and Triton kernels."""

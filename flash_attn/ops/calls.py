@@ -1,0 +1,193 @@
+"""One call per pass: normalise the arguments, call the backend of the device; and the same as fakes.
+
+Dense and varlen attention share each function: `cu_seqlens_q is None` means dense.
+Packed inputs share them too: (qkv, None, None) with qkv (..., 3, heads, head_dim), or (q, kv, None) with
+kv (..., 2, heads_k, head_dim). Gradients come back in the packing of the inputs.
+"""
+
+import torch
+
+from flash_attn import backends
+
+_BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
+_MAX_HEAD_DIM = 256
+_LSE_FEATURES = 8  # keeps the head dim a multiple of 8, which the GPU needs
+
+
+def round_up(x, multiple):
+    return (x + multiple - 1) // multiple * multiple
+
+
+def unpack(q, k, v):
+    """Views (q, k, v) of the inputs in any packing."""
+    if k is None:
+        return q.unbind(-3)
+    if v is None:
+        return (q, *k.unbind(-3))
+    return q, k, v
+
+
+def _rows_contiguous(x):
+    """x with a contiguous last dimension, copied if it has to be."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _index(x):
+    """An index tensor as the backends want it: contiguous, int64 narrowed to int32. None passes."""
+    if x is None:
+        return None
+    return (x.to(torch.int32) if x.dtype == torch.int64 else x).contiguous()
+
+
+def forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+):  # fmt: skip
+    """Attention forward -> (out, lse, S_dmask, rng_state). `deterministic` matters to the backward alone."""
+    backend = backends.get(q.device.type)
+    q, k, v = (_rows_contiguous(x) for x in unpack(q, k, v))
+    if cu_seqlens_q is None:
+        result = backend.fwd(
+            q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
+            return_softmax, None,
+        )  # fmt: skip
+    else:
+        result = backend.varlen_fwd(
+            q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
+            _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
+            window_left, window_right, softcap, return_softmax, None,
+        )  # fmt: skip
+    return tuple(result)
+
+
+def forward_fake(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+):  # fmt: skip
+    """Outputs of `forward` by shape, dtype, strides and device alone."""
+    q, k, v = unpack(q, k, v)
+    if cu_seqlens_q is None:
+        batch, max_seqlen_q, heads = q.shape[:3]
+        max_seqlen_k = k.shape[1]
+        lse_shape = (batch, heads, max_seqlen_q)
+    else:
+        batch = cu_seqlens_q.shape[0] - 1
+        heads = q.shape[1]
+        lse_shape = (heads, q.shape[0])
+    dmask_shape = (0,)
+    if return_softmax and dropout_p > 0:
+        dmask_shape = (batch, heads, round_up(max_seqlen_q, _BLOCK), round_up(max_seqlen_k, _BLOCK))
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(lse_shape, dtype=_accumulator(q)),
+        q.new_empty(dmask_shape),
+        q.new_empty((2,), dtype=torch.int64),
+    )
+
+
+def backward(
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
+):  # fmt: skip
+    """Attention backward -> the gradients of those of (q, k, v) that are given, each a new contiguous tensor."""
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
+    targets = unpack(*grads, *[None] * (3 - len(grads)))
+    tensors = (dout, *unpack(q, k, v), out)
+    results = targets
+    if dlse is not None:
+        tensors = _with_lse_gradient(*tensors, dlse.masked_fill(lse.isinf(), 0.0))
+        results = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
+    backward_into(
+        *tensors, lse, *results, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+    )  # fmt: skip
+    if dlse is not None:
+        for target, result in zip(targets, results):
+            target.copy_(result[..., : target.shape[-1]])
+    return grads
+
+
+def _with_lse_gradient(dout, q, k, v, out, dlse):
+    """(dout, q, k, v, out) with extra features that carry the gradient of the LSE through an unchanged backward.
+
+    That gradient enters the backward only as delta = rowsum(dout * out) - dlse. Extra features with q = k = v = 0,
+    out = 1 and dout = -dlse change delta by just that, and nothing else. Three of them hold dlse as a sum of values of
+    dout's dtype, each the remainder of those before, so that no digit of float32 is lost.
+    """
+    head_dim = q.shape[-1]
+    limit = _MAX_HEAD_DIM - _LSE_FEATURES
+    if head_dim > limit:
+        raise NotImplementedError(f"softmax_lse: expected a head dim of at most {limit} for a gradient, got {head_dim}")
+    remainder = -dlse.transpose(-1, -2)
+    q, k, v, out, dout = (torch.nn.functional.pad(x, (0, _LSE_FEATURES)) for x in (q, k, v, out, dout))
+    for feature in range(head_dim, head_dim + 3):
+        out[..., feature] = 1.0
+        dout[..., feature] = remainder
+        remainder = remainder - dout[..., feature]
+    return dout, q, k, v, out
+
+
+def backward_fake(dout, dlse, q, k, v, *rest):
+    """Outputs of `backward` by shape, dtype, strides and device alone."""
+    return [x.new_empty(x.shape) for x in (q, k, v) if x is not None]
+
+
+def backward_into(
+    dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+):  # fmt: skip
+    """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
+    backend = backends.get(q.device.type)
+    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
+    wanted = (dq, dk, dv)
+    written = [x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+               for x in wanted]  # fmt: skip
+    if cu_seqlens_q is None:
+        result = backend.bwd(
+            dout, q, k, v, out, lse.contiguous(), *written, alibi_slopes, dropout_p, softmax_scale, causal, window_left,
+            window_right, softcap, deterministic, None, rng_state,
+        )  # fmt: skip
+    else:
+        result = backend.varlen_bwd(
+            dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
+            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
+            deterministic, None, rng_state,
+        )  # fmt: skip
+    for target, source in zip(wanted, written):
+        if target is not source:
+            target.copy_(source)
+    return result[3]
+
+
+def softmax_d_fake(q, cu_seqlens_q):
+    """The fourth result of a backend's backward by shape, dtype and device alone."""
+    if cu_seqlens_q is None:
+        shape = (q.shape[0], q.shape[2], round_up(q.shape[1], _BLOCK))
+    else:
+        shape = (q.shape[1], q.shape[0] + _BLOCK * (cu_seqlens_q.shape[0] - 1))
+    return q.new_empty(shape, dtype=_accumulator(q))
+
+
+def kvcache_forward(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    alibi_slopes, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits,
+):  # fmt: skip
+    """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
+    q, k, v, rotary_cos, rotary_sin = (
+        x if x is None else _rows_contiguous(x) for x in (q, k, v, rotary_cos, rotary_sin)
+    )
+    result = backends.get(q.device.type).fwd_kvcache(
+        q, k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin, _index(cache_batch_idx),
+        _index(cache_leftpad), _index(block_table), alibi_slopes, None, softmax_scale, causal, window_left,
+        window_right, softcap, rotary_interleaved, num_splits,
+    )  # fmt: skip
+    return tuple(result)
+
+
+def kvcache_forward_fake(q, *rest):
+    """Outputs of `kvcache_forward` by shape, dtype, strides and device alone."""
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
+
+
+def _accumulator(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,0 +1,175 @@
+"""The operators behind the public functions, in a namespace of our own, and the way the functions reach them.
+
+`flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd` and `::kvcache_append_fwd` the
+KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew, so nothing here
+depends on them. Eager calls on plain tensors skip the dispatcher, which costs more than a small kernel.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn.ops import calls
+
+_FORWARD_SCHEMA = (
+    "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
+    "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+    "bool deterministic, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = (
+    "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, Tensor rng_state, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+    "bool deterministic) -> Tensor[]"
+)
+_KVCACHE_SCHEMA = (
+    "(Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+    "Tensor? alibi_slopes, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+    "bool rotary_interleaved, SymInt num_splits) -> (Tensor, Tensor)"
+)
+
+_library = torch.library.Library("flash_attn_core", "DEF")
+_forward_op = _backward_op = None  # set by _register_attention
+
+
+def attention(*args):
+    """`calls.forward` with gradients for q, k, v and the LSE, whatever is tracing or transforming the call."""
+    tensors = [x for x in args[:3] if x is not None]
+    if _needs_dispatch(tensors):
+        return _forward_op(*args)
+    if _transformed():
+        return _TransformedAttention.apply(*args)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Attention.apply(*args)
+    return calls.forward(*args)
+
+
+def kvcache_attention(*args):
+    """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
+    tensors = [x for x in args[:5] if x is not None]
+    differentiating = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if differentiating or _needs_dispatch(tensors) or _transformed():
+        return (_kvcache_op if args[3] is None else _kvcache_append_op)(*args)
+    return calls.kvcache_forward(*args)
+
+
+def _needs_dispatch(tensors):
+    """Whether something other than eager execution on plain tensors must see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or any(type(x) is not Tensor for x in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _transformed():
+    """Whether a torch.func transform is active, whose tensors no backend can read."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _setup_context(ctx, inputs, output):
+    out, lse, dmask, rng_state = output
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *key_layout, alibi_slopes = inputs[:9]
+    ctx.save_for_backward(q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    ctx.config = inputs[9:18]
+    ctx.key_layout = [
+        name for name, x in zip(("seqused_k", "leftpad_k", "block_table"), key_layout) if x is not None
+    ]  # fmt: skip
+    ctx.mark_non_differentiable(dmask, rng_state)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse, *_):
+    if ctx.key_layout:
+        raise NotImplementedError(f"{ctx.key_layout[0]}: expected None in training, got a tensor: it has no backward")
+    saved = ctx.saved_tensors
+    q, k, v, out = saved[:4]
+    if dout is None and dlse is None:
+        return (None,) * 19
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = iter(_attention_backward(dout, dlse, *saved, *ctx.config))
+    dq, dk, dv = (None if x is None else next(grads) for x in (q, k, v))
+    return (dq, dk, dv, *(None,) * 16)
+
+
+def _attention_backward(*args):
+    if _needs_dispatch([x for x in args[:5] if x is not None]):
+        return _backward_op(*args)
+    if torch.is_grad_enabled():
+        return _AttentionBackward.apply(*args)
+    return calls.backward(*args)
+
+
+class _Attention(torch.autograd.Function):
+    """The eager path: what the registered operator does, without its dispatch."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        output = calls.forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The same for torch.func, which needs setup_context; that costs eager calls 15 us of argument binding."""
+
+    @staticmethod
+    def forward(*args):
+        return calls.forward(*args)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward under create_graph: gradients that refuse to be differentiated once more."""
+
+    @staticmethod
+    def forward(*args):
+        return tuple(calls.backward(*args))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _refuse_double_backward(ctx, *grads)
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
+
+
+def _register_attention():
+    global _forward_op, _backward_op
+    # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+    _library.define(_FORWARD_SCHEMA, tags=tags)
+    _library.define(_BACKWARD_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl("fwd", calls.forward, "CompositeExplicitAutograd")
+    _library.impl("bwd", calls.backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("flash_attn_core::fwd", calls.forward_fake, lib=_library)
+    torch.library.register_fake("flash_attn_core::bwd", calls.backward_fake, lib=_library)
+    torch.library.register_autograd("flash_attn_core::fwd", _backward, setup_context=_setup_context, lib=_library)
+    torch.library.register_autograd("flash_attn_core::bwd", _refuse_double_backward, lib=_library)
+    _forward_op = torch.ops.flash_attn_core.fwd.default
+    _backward_op = torch.ops.flash_attn_core.bwd.default
+
+
+def _register_kvcache(name, mutates):
+    marks = ("(a!)", "(b!)") if mutates else ("", "")
+    op = torch.library.custom_op(
+        f"flash_attn_core::{name}", calls.kvcache_forward, mutates_args=mutates, schema=_KVCACHE_SCHEMA.format(*marks)
+    )
+    op.register_fake(calls.kvcache_forward_fake)
+    return getattr(torch.ops.flash_attn_core, name).default
+
+
+_register_attention()
+_kvcache_op = _register_kvcache("kvcache_fwd", ())
+_kvcache_append_op = _register_kvcache("kvcache_append_fwd", ("k_cache", "v_cache"))

@@ -1,0 +1,1 @@
+"""Operators with a Triton kernel on CUDA and a PyTorch composition elsewhere."""

@@ -1,0 +1,151 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) : a Triton kernel on CUDA, PyTorch elsewhere.
+
+Importing this module needs neither triton nor a GPU.
+"""
+
+import contextlib
+import importlib.util
+from functools import cache
+
+import torch
+
+
+def apply_rotary(
+    x,
+    cos,
+    sin,
+    seqlen_offsets=0,
+    cu_seqlens=None,
+    max_seqlen=None,
+    interleaved=False,
+    inplace=False,
+    conjugate=False,
+):
+    """Rotate the first rotary_dim features of every head by the angle of its row's position. No gradients on CUDA.
+
+    Arguments:
+        x: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens. Any floating point dtype.
+        cos: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim. Any floating point dtype.
+        sin: like cos.
+        seqlen_offsets: int, or integer tensor (batch,): the position of the first row of each sequence. Positions
+            beyond seqlen_rotary are not rotated when they come from a tensor, and an error when from an int.
+        cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; rows beyond the
+            last are not rotated.
+        max_seqlen: int, the longest sequence; checked against seqlen_rotary with cu_seqlens, and may be omitted.
+        interleaved: pairs are features (0, 1), (2, 3), ... (GPT-J); else the two halves of rotary_dim (GPT-NeoX).
+        inplace: write the result into x and return x.
+        conjugate: rotate by the negative angle (the gradient of the rotation).
+
+    Returns a tensor like x. Sums are taken in float32 (float64 for float64 x).
+    Raises RuntimeError naming the argument that does not fit.
+    """
+    _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    rotary_dim = 2 * cos.shape[1]
+    if x.is_cuda and x.dtype != torch.float64 and _has_triton() and not torch.compiler.is_compiling():
+        out = x if inplace else torch.empty_like(x)
+        if not inplace and rotary_dim < x.shape[-1]:
+            out[..., rotary_dim:].copy_(x[..., rotary_dim:])
+        _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
+        return out
+    rotated = rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
+    if inplace:
+        x[..., :rotary_dim].copy_(rotated)
+        return x
+    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
+
+
+@cache
+def _has_triton():
+    return importlib.util.find_spec("triton") is not None
+
+
+def rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
+    """The rotated features (..., rotary_dim) of x by differentiable PyTorch operations; arguments of `apply_rotary`."""
+    half = cos.shape[1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table.to(dtype) for table in _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens))
+    if conjugate:
+        sin = -sin
+    features = x[..., : 2 * half].to(dtype)
+    x0, x1 = (features[..., 0::2], features[..., 1::2]) if interleaved else features.split(half, dim=-1)
+    parts = (x0 * cos - x1 * sin, x0 * sin + x1 * cos)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
+    """cos and sin at the position of every row, shaped to broadcast against x."""
+    if cu_seqlens is None and not isinstance(seqlen_offsets, torch.Tensor):
+        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+        return cos[rows, None], sin[rows, None]
+    if cu_seqlens is None:
+        positions = seqlen_offsets[:, None] + torch.arange(x.shape[1], device=x.device)
+    else:
+        row = torch.arange(x.shape[0], device=x.device)
+        starts = cu_seqlens.long()
+        sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+        inside = sequence < starts.shape[0] - 1
+        sequence = sequence.clamp(max=starts.shape[0] - 2)
+        shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        positions = torch.where(inside, row - starts[sequence] + shift, -1)
+    known = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
+    positions = torch.where(known[..., 0], positions, 0)
+    cos, sin = torch.where(known, cos[positions], 1.0), torch.where(known, sin[positions], 0.0)
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
+    dims = 4 if cu_seqlens is None else 3
+    axes = "(batch, seqlen, heads, head_dim)" if cu_seqlens is None else "(total, heads, head_dim)"
+    if x.dim() != dims:
+        raise RuntimeError(f"x: expected {dims} dimensions {axes}, got {x.dim()}")
+    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        expected = f"(seqlen_rotary, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
+        raise RuntimeError(f"cos: expected shape {expected}, got {list(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise RuntimeError(f"sin: expected shape {list(cos.shape)}, got {list(sin.shape)}")
+    for name, tensor in (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
+        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
+            raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {tensor.device}")
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, torch.Tensor):
+        if tuple(seqlen_offsets.shape) != (batch,):
+            raise RuntimeError(f"seqlen_offsets: expected shape [{batch}], got {list(seqlen_offsets.shape)}")
+        return
+    if seqlen_offsets < 0:
+        raise RuntimeError(f"seqlen_offsets: expected a value >= 0, got {seqlen_offsets}")
+    longest = x.shape[1] if cu_seqlens is None else (max_seqlen or 0)
+    if longest + seqlen_offsets > cos.shape[0]:
+        raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
+
+
+def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
+    from flash_attn.ops.triton.rotary_kernel import rotary_kernel
+
+    if out.numel() == 0 or cos.shape[1] == 0:
+        return
+    if x.stride(-1) != 1 or out.stride(-1) != 1:
+        source = x.contiguous()
+        target = torch.empty_like(source)
+        _launch(target, source, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
+        rotary_dim = 2 * cos.shape[1]
+        out[..., :rotary_dim].copy_(target[..., :rotary_dim])
+        return
+    varlen, shifted = cu_seqlens is not None, isinstance(seqlen_offsets, torch.Tensor)
+    x4, out4 = (x[None], out[None]) if varlen else (x, out)
+    batches, seqlen, heads, _ = x4.shape
+    batch = cu_seqlens.shape[0] - 1 if varlen else batches
+    half = cos.shape[1]
+    block_half = max(1 << (half - 1).bit_length(), 2)
+    block_heads = 2 if heads > 1 else 1
+    block_rows = max(1, 2048 // (block_half * block_heads))
+    grid = (-(-batches * seqlen // block_rows), -(-heads // block_heads))
+    # Triton launches on the current device, which need not be x's.
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        rotary_kernel[grid](
+            out4, x4, cos.contiguous(), sin.contiguous(), cu_seqlens.contiguous() if varlen else None,
+            seqlen_offsets.contiguous() if shifted else None, batches * seqlen, seqlen, heads, half, batch,
+            cos.shape[0], 0 if shifted else seqlen_offsets, *out4.stride()[:3], *x4.stride()[:3], IS_VARLEN=varlen,
+            HAS_OFFSETS=shifted, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=bool(interleaved),
+            CONJUGATE=bool(conjugate), BLOCK_ROWS=block_rows, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Builds and installs flash_attn. Knobs: docs/build.md. The work is done by the modules in tools/."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+ROOT = Path(__file__).resolve().parent
+SOURCE_DIR = ROOT / "csrc" / "flash_attn"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from binding_build import MODULE, build_binding
+from errors import BuildError
+from kernel_build import build_from_environment, default_archs
+from kernel_manifest import archive_info, parse_archs
+from machine import commit_of
+from report import log_to, say
+from target_env import TargetTorch, find_target_torch
+from toolchain import CudaToolkit, cuda_header_dirs, find_toolkit
+
+# dist_info builds nothing, but pip runs it before it downloads dependencies: a missing torch is best reported then.
+BUILD_COMMANDS = {"bdist_wheel", "editable_wheel", "build", "build_ext", "install", "develop", "dist_info"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this build makes. torch None: the CPU backend only, for the reason given."""
+
+    torch: TargetTorch | None = None
+    toolkit: CudaToolkit | None = None
+    archive: Path | None = None  # given ready-made
+    cpu_only_reason: str = ""
+
+
+def is_set(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def make_plan() -> Plan:
+    """Decide between the CUDA extension and a CPU-only install, before anything is compiled."""
+    for name in ("FLASH_ATTN_CPU_ONLY", "FLASH_ATTENTION_SKIP_CUDA_BUILD"):
+        if is_set(name):
+            return Plan(cpu_only_reason=f"{name} is set")
+    torch = find_target_torch(ROOT)
+    toolkit = find_toolkit([*sys.path, *(torch.site_dirs if torch else [])])
+    given = os.environ.get("FLASH_ATTN_KERNEL_ARCHIVE")
+    if not given and toolkit is None:
+        return Plan(cpu_only_reason="no nvcc in CUDA_HOME, on PATH or among the pip packages")
+    if torch is None:
+        raise BuildError(
+            f"torch: not found in the environment of {sys.executable}, and the CUDA extension is built against it.\n"
+            "Install it first (pip install torch), then repeat this install; or set FLASH_ATTN_PYTHON to the\n"
+            "interpreter of the environment meant, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
+        )
+    if torch.cuda is None:
+        return Plan(cpu_only_reason=f"torch {torch.version} is a CPU build")
+    archive = Path(given) if given else None
+    if archive is not None and not archive.is_file():
+        raise BuildError(f"FLASH_ATTN_KERNEL_ARCHIVE: expected a file, got {archive}")
+    cuda = archive_info(archive, SOURCE_DIR)["cuda"] if archive else toolkit.version
+    if cuda.split(".")[0] != torch.cuda.split(".")[0]:
+        raise BuildError(
+            f"CUDA: the kernels' CUDA is {cuda} ({archive or toolkit.nvcc}), torch {torch.version} is built for "
+            f"{torch.cuda}; the major versions must agree.\nSet CUDA_HOME to a CUDA {torch.cuda} toolkit, install "
+            f"another torch, or set FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
+        )
+    return Plan(torch, toolkit, archive)
+
+
+class PlannedDistribution(Distribution):
+    """A distribution that has an extension module only if the plan says so: a CPU-only wheel is a pure one."""
+
+    plan: Plan | None = None
+
+    def has_ext_modules(self) -> bool:
+        return self.plan is not None and self.plan.torch is not None
+
+
+class BuildPython(build_py):
+    """Copies the package into an empty folder (an old one may hold removed files) and writes the build's identity."""
+
+    def run(self) -> None:
+        editable = getattr(self, "editable_mode", False)
+        if not editable:
+            shutil.rmtree(Path(self.build_lib, "flash_attn"), ignore_errors=True)
+        super().run()
+        plan = self.distribution.plan
+        folder = ROOT / "flash_attn" if editable else Path(self.build_lib, "flash_attn")
+        folder.mkdir(parents=True, exist_ok=True)
+        identity = {
+            "commit": commit_of(ROOT),
+            "torch": plan.torch.version if plan.torch else None,
+            "backends": ["cuda", "cpu"] if plan.torch else ["cpu"],
+        }
+        (folder / "_build_info.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+
+
+class BuildBinding(build_ext):
+    """Builds the kernel archive, unless one is given, and the module."""
+
+    def build_extension(self, extension: Extension) -> None:
+        plan = self.distribution.plan
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        site_dirs = [*sys.path, *plan.torch.site_dirs]
+        try:
+            if plan.archive is not None:
+                archive = plan.archive
+                say(f"kernels: {archive} (FLASH_ATTN_KERNEL_ARCHIVE)")
+            else:
+                knob = os.environ.get("FLASH_ATTN_CUDA_ARCHS")
+                archs = parse_archs(knob) if knob else default_archs()
+                archive = build_from_environment(site_dirs, plan.toolkit, archs)
+            headers = (
+                [plan.toolkit.include] if plan.toolkit else cuda_header_dirs(site_dirs, plan.torch.cuda.split(".")[0])
+            )
+            module = ROOT / "build" / "binding" / target.name
+            module.parent.mkdir(parents=True, exist_ok=True)
+            info = build_binding(plan.torch, SOURCE_DIR, archive, headers, commit_of(ROOT), module)
+        except BuildError as error:
+            sys.exit(f"error: {error}")
+        shutil.copy2(module, target)
+        say(f"built {MODULE}: {info}")
+
+
+def main() -> None:
+    building = BUILD_COMMANDS.intersection(sys.argv[1:])
+    if building:
+        log_to(ROOT / "build" / "build.log")
+        try:
+            PlannedDistribution.plan = make_plan()
+        except BuildError as error:
+            sys.exit(f"error: {error}")
+        plan = PlannedDistribution.plan
+        if plan.torch is None:
+            say(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
+            say("        CUDA tensors will be refused. What a GPU install needs: docs/build.md.")
+        else:
+            say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda}) of {plan.torch.executable}")
+    setup(
+        license="BSD-3-Clause",
+        distclass=PlannedDistribution,
+        ext_modules=[Extension(MODULE, sources=["csrc/flash_attn/flash_api.cpp"])],
+        cmdclass={"build_py": BuildPython, "build_ext": BuildBinding},
+    )
+
+
+main()

@@ -1,0 +1,164 @@
+"""The one table of attention problems, shared by the tests and the benchmarks (no torch here).
+
+``BENCH_CELLS`` are the 36 benchmark cells. ``pairwise_cases`` covers every pair of feature values with few
+problems, ``full_cases`` is the whole product of a reduced set of values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 256)
+GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
+PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
+SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
+DTYPES = {"cpu": ("float16", "bfloat16", "float32", "float64"), "cuda": ("float16", "bfloat16")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    ``kind`` says how sequences lie in memory: ``dense`` (batch, seqlen, ...), or concatenated rows: ``packed``
+    (no gaps), ``padded`` (rows after the last sequence), ``seqused`` (fewer keys used than stored) and ``leftpad``
+    (unused rows before the keys). ``page_size`` 0 means K/V are not paged. ``alibi``: ``none``, ``heads`` for
+    slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = "none"
+    dropout: float = 0.0
+    kind: str = "dense"
+    page_size: int = 0
+
+    @property
+    def id(self) -> str:
+        """Short unique text of the case, used as the pytest parameter name."""
+        parts = [f"b{self.batch}", f"q{self.seqlen_q}", f"k{self.seqlen_k}", f"h{self.nheads}x{self.nheads_k}"]
+        parts += [f"d{self.head_dim}", self.dtype]
+        parts += ["causal"] * self.causal
+        parts += [f"w{self.window[0]}x{self.window[1]}"] * (self.window != (-1, -1))
+        parts += [f"cap{self.softcap:g}"] * (self.softcap > 0)
+        parts += [f"alibi_{self.alibi}"] * (self.alibi != "none")
+        parts += [f"p{self.dropout:g}"] * (self.dropout > 0)
+        parts += [self.kind]
+        parts += [f"page{self.page_size}"] * (self.page_size > 0)
+        return "-".join(parts)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass: 4 * b * h * sq * sk * d, half of it when causal."""
+        full = 4 * self.batch * self.nheads * self.seqlen_q * self.seqlen_k * self.head_dim
+        return full // 2 if self.causal else full
+
+
+def bench_cells(dtype: str = "bfloat16") -> list[Case]:
+    """Head dim 64/128/256 x causal x seqlen 512..16384 with batch * seqlen = 16384 and heads * head_dim = 2048."""
+    return [
+        Case(16384 // s, s, s, 2048 // d, 2048 // d, d, dtype, causal=causal)
+        for d in (64, 128, 256)
+        for causal in (False, True)
+        for s in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+
+
+BENCH_CELLS = bench_cells()
+
+# Every pair of values of two of these features occurs in some pairwise case.
+FEATURES: dict[str, tuple] = {
+    "head_dim": HEAD_DIMS + (37,),
+    "lengths": ((1, 1), (1, 257), (63, 64), (64, 65), (65, 129), (127, 128), (128, 300), (129, 127), (200, 73)),
+    "heads": ((1, 1), (2, 2), (3, 1), (8, 2), (5, 1), (7, 1), (8, 1), (12, 1)),
+    "page_size": (0,) + PAGE_SIZES,
+    "window": ((-1, -1), (0, 0), (17, -1), (-1, 5), (30, 40), (400, 2)),
+    "kind": ("dense", "packed", "padded", "seqused", "leftpad"),
+    "dtype": DTYPES["cpu"],
+    "alibi": ("none", "heads", "batch"),
+    "causal": (False, True),
+    "softcap": (0.0, 15.0),
+    "dropout": (0.0, 0.17),
+}
+
+FULL_FEATURES: dict[str, tuple] = {
+    "head_dim": (64, 80, 256),
+    "lengths": ((1, 257), (129, 127), (200, 300)),
+    "heads": ((2, 2), (6, 2)),
+    "page_size": (0, 7),
+    "window": ((-1, -1), (17, -1), (30, 40)),
+    "kind": ("dense", "packed", "leftpad"),
+    "dtype": DTYPES["cuda"],
+    "alibi": ("none", "batch"),
+    "causal": (False, True),
+    "softcap": (0.0, 15.0),
+    "dropout": (0.0, 0.17),
+}
+
+
+def _allowed(row: dict) -> bool:
+    """Pages exist only for K/V of sequences that are addressed one by one."""
+    return not (row.get("kind") == "dense" and row.get("page_size", 0) > 0)
+
+
+def pairwise(features: dict[str, tuple], allowed=_allowed) -> list[dict]:
+    """Rows that together hold every allowed pair of values of two features.
+
+    Greedy and deterministic: each row starts from the first pair not yet covered; every other feature then takes
+    the value that covers most uncovered pairs with the values already chosen (the least used one on a tie).
+    """
+    names = list(features)
+    uncovered = {
+        (a, x, b, y): None
+        for a, b in itertools.combinations(names, 2)
+        for x in features[a]
+        for y in features[b]
+        if allowed({a: x, b: y})
+    }
+    used = {(n, x): 0 for n in names for x in features[n]}
+    order = {n: i for i, n in enumerate(names)}
+    rows = []
+    while uncovered:
+        a, x, b, y = next(iter(uncovered))
+        row = {a: x, b: y}
+        for name in names:
+            if name in row:
+                continue
+            candidates = [value for value in features[name] if allowed({**row, name: value})]
+
+            def gain(value, name=name, row=row):
+                pairs = ((o, w, name, value) if order[o] < order[name] else (name, value, o, w) for o, w in row.items())
+                return sum(pair in uncovered for pair in pairs), -used[name, value]
+
+            row[name] = max(candidates, key=gain)
+        for (m, v), (n, w) in itertools.combinations(sorted(row.items(), key=lambda item: order[item[0]]), 2):
+            uncovered.pop((m, v, n, w), None)
+        for item in row.items():
+            used[item] += 1
+        rows.append(row)
+    return rows
+
+
+def _case(row: dict, batch: int = 4) -> Case:
+    rest = {key: value for key, value in row.items() if key not in ("lengths", "heads")}
+    (sq, sk), (h, h_k) = row["lengths"], row["heads"]
+    return Case(batch=batch, seqlen_q=sq, seqlen_k=sk, nheads=h, nheads_k=h_k, **rest)
+
+
+def pairwise_cases(device: str) -> list[Case]:
+    """Cases that hold every pair of feature values, for ``cpu`` or ``cuda`` (which differ in dtypes)."""
+    return [_case(row) for row in pairwise({**FEATURES, "dtype": DTYPES[device]})]
+
+
+def full_cases() -> list[Case]:
+    """The whole product of FULL_FEATURES."""
+    rows = (dict(zip(FULL_FEATURES, values)) for values in itertools.product(*FULL_FEATURES.values()))
+    return [_case(row) for row in rows if _allowed(row)]

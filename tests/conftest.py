@@ -1,0 +1,105 @@
+"""Devices, seeds and command line options of the whole suite."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import sys
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import pytest
+import torch
+from cases import full_cases, pairwise_cases
+
+SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("flash_attn")
+    group.addoption("--device", choices=("cpu", "cuda", "all"), default="all", help="run the tests of one device only")
+    group.addoption("--full", action="store_true", help="run the full product of features, not only pairs of them")
+    group.addoption("--test-seed", type=int, default=None, help=f"seed of all random inputs (or set {SEED_VARIABLE})")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
+    config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
+    workerinput = getattr(config, "workerinput", None)
+    if workerinput is not None:
+        config.attn_seed = workerinput["attn_seed"]
+    elif config.getoption("--test-seed") is not None:
+        config.attn_seed = config.getoption("--test-seed")
+    else:
+        config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or (1 if workerinput is not None else 2)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["attn_seed"] = node.config.attn_seed
+
+
+def pytest_report_header(config):
+    return f"flash_attn inputs: {SEED_VARIABLE}={config.attn_seed}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"repeat with the same inputs: {SEED_VARIABLE}={terminalreporter.config.attn_seed}")
+
+
+def _devices(config) -> list[str]:
+    chosen = config.getoption("--device")
+    return ["cpu", "cuda"] if chosen == "all" else [chosen]
+
+
+def pytest_generate_tests(metafunc):
+    devices = _devices(metafunc.config)
+    marker = metafunc.definition.get_closest_marker("devices")
+    if marker is not None:
+        devices = [device for device in devices if device in marker.args]
+    if "case" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        pairs = [(d, c) for d in devices for c in pairwise_cases(d) + (full_cases() if full else [])]
+        metafunc.parametrize("device,case", pairs, ids=[f"{d}-{c.id}" for d, c in pairs], indirect=["device"])
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", devices, indirect=True)
+
+
+@pytest.fixture
+def device(request) -> str:
+    """``cpu`` or ``cuda``; skips where the GPU or the CUDA extension is missing."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("torch.cuda is not available")
+        if importlib.util.find_spec("flash_attn_2_cuda") is None:
+            pytest.skip("the extension flash_attn_2_cuda is not installed")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed_everything(request):
+    """Every test has its own stream, so that its inputs depend neither on the order nor on the worker."""
+    seed = (request.config.attn_seed * 0x9E3779B1 + zlib.crc32(request.node.nodeid.encode())) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    yield
+    if request.node.get_closest_marker("big"):
+        free_gpu_memory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_gpu_memory_after_module():
+    yield
+    free_gpu_memory()
+
+
+def free_gpu_memory():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,131 @@
+// Brute force of the block-range arithmetic over every small problem, and of its sums near 2^31.
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "src/common/block_range.h"
+
+namespace {
+
+using flash::BlockRange;
+using flash::kUnbounded;
+using flash::Visibility;
+using flash::Window;
+
+bool sees(int64_t row, int64_t key, int64_t seqlen_q, int64_t seqlen_k, Window window) {
+  const int64_t position = row + seqlen_k - seqlen_q;
+  return key >= 0 && key < seqlen_k && (window.left == kUnbounded || key >= position - window.left) &&
+         (window.right == kUnbounded || key <= position + window.right);
+}
+
+void check_rows(const Visibility& visibility) {
+  for (int row = 0; row < visibility.seqlen_q; ++row) {
+    const int begin = visibility.key_begin(row), end = visibility.key_end(row);
+    check::that(begin >= 0 && begin <= visibility.seqlen_k && end >= 0 && end <= visibility.seqlen_k,
+                "key limits within the sequence", row, begin, end, visibility.seqlen_q, visibility.seqlen_k);
+    for (int key = 0; key < visibility.seqlen_k; ++key) {
+      const bool expected = sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
+      check::that((key >= begin && key < end) == expected, "row visibility", row, key, visibility.seqlen_q,
+                  visibility.seqlen_k, visibility.window.left, visibility.window.right);
+    }
+  }
+}
+
+struct BlockFacts {
+  bool needed = false;   // some row sees some key of the block
+  bool interior = true;  // every row sees every key of the block
+};
+
+BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end, int block, int block_n) {
+  BlockFacts facts;
+  for (int row = row_begin; row < row_end; ++row) {
+    for (int key = block * block_n; key < (block + 1) * block_n; ++key) {
+      const bool seen = sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
+      facts.needed |= seen;
+      facts.interior &= seen;
+    }
+  }
+  return facts;
+}
+
+void check_row_block(const Visibility& visibility, int row_begin, int row_end, int block_n) {
+  const BlockRange range = flash::block_range(visibility, row_begin, row_end, block_n);
+  const int blocks = (visibility.seqlen_k + block_n - 1) / block_n;
+  std::vector<int> visits(blocks + 1, 0);
+  bool in_interior = false;
+  for (int step = 0; step < std::max(range.count(), 0); ++step) {
+    const int block = range.block_at(step);
+    check::that(block >= 0 && block < blocks, "visited block exists", block, blocks);
+    if (block < 0 || block >= blocks) continue;
+    ++visits[block];
+    const bool interior = block >= range.interior_begin && block < range.interior_end;
+    check::that(interior == (step >= range.edge_count()), "edges come before the interior", step, block);
+    check::that(interior || !in_interior, "no edge after the interior", step, block);
+    in_interior |= interior;
+  }
+  for (int block = 0; block < blocks; ++block) {
+    const BlockFacts facts = block_facts(visibility, row_begin, row_end, block, block_n);
+    check::that(visits[block] == (facts.needed ? 1 : 0), "needed blocks visited once, others never", block,
+                visits[block], visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
+                visibility.window.right, row_begin, row_end, block_n);
+    const bool interior = visits[block] && block >= range.interior_begin && block < range.interior_end;
+    check::that(interior == facts.interior, "interior is exactly the wholly visible blocks", block, visibility.seqlen_q,
+                visibility.seqlen_k, visibility.window.left, visibility.window.right, row_begin, row_end, block_n);
+  }
+}
+
+void check_all_small_problems() {
+  const int windows[] = {kUnbounded, kUnbounded - 1, 0, 1, 2, 3, 5, 8, 20};
+  for (int seqlen_q = 1; seqlen_q <= 9; ++seqlen_q) {
+    for (int seqlen_k = 0; seqlen_k <= 11; ++seqlen_k) {
+      for (int left : windows) {
+        for (int right : windows) {
+          const Visibility visibility{seqlen_q, seqlen_k, Window{left, right}};
+          check_rows(visibility);
+          for (int block_m : {1, 2, 3, 4, 16}) {
+            for (int block_n : {1, 2, 3, 4, 16}) {
+              for (int row = 0; row < seqlen_q; row += block_m) {
+                check_row_block(visibility, row, std::min(row + block_m, seqlen_q), block_n);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Built with -fsanitize=undefined: a 32-bit overflow ends the program.
+void check_large_problems() {
+  const int longest = (1 << 30) - 1;  // what checks.h admits
+  const int lengths[] = {1, 128, 1 << 20, longest - 128, longest};
+  const int windows[] = {kUnbounded, kUnbounded - 1, 2000000000, 1 << 30, 1000, 0};
+  for (int seqlen_q : lengths) {
+    for (int seqlen_k : lengths) {
+      for (int left : windows) {
+        for (int right : windows) {
+          const Visibility visibility{seqlen_q, seqlen_k, Window{left, right}};
+          for (int row : {0, seqlen_q / 2, seqlen_q - 1}) {
+            const int64_t position = int64_t{row} + seqlen_k - seqlen_q, limit = seqlen_k;
+            const int64_t begin = left == kUnbounded ? 0 : std::clamp<int64_t>(position - left, 0, limit);
+            const int64_t end = right == kUnbounded ? limit : std::clamp<int64_t>(position + right + 1, 0, limit);
+            check::that(visibility.key_begin(row) == begin, "large key_begin", row, seqlen_q, seqlen_k, left, right);
+            check::that(visibility.key_end(row) == end, "large key_end", row, seqlen_q, seqlen_k, left, right);
+            const int row_end = static_cast<int>(std::min<int64_t>(int64_t{row} + 128, seqlen_q));
+            const BlockRange range = flash::block_range(visibility, row, row_end, 128);
+            check::that(range.count() >= 0 && range.begin >= 0 && range.end <= (limit + 127) / 128, "large range", row,
+                        seqlen_q, seqlen_k, left, right);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_all_small_problems();
+  check_large_problems();
+  return check::report();
+}

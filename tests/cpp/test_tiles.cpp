@@ -1,0 +1,52 @@
+// The tile table against the limits of the hardware and of the kernels.
+#include "check.h"
+#include "plan/tiles.h"
+
+namespace {
+
+using flash::plan::FwdTile;
+
+constexpr int kSmallestSmemBytes = 99 * 1024;  // a thread block's limit on sm_86, sm_89 and sm_120
+
+void check_tile(const FwdTile& tile) {
+  const int d = tile.head_dim;
+  check::that(tile.block_n > 0 && tile.block_n % 16 == 0, "block_n is a multiple of the MMA depth", d, tile.block_n);
+  check::that(tile.warps > 0 && tile.block_m % (16 * tile.warps) == 0, "each warp owns whole MMA rows", d, tile.block_m,
+              tile.warps);
+  check::that(tile.warps * 32 <= 1024, "threads", d, tile.warps);
+  check::that(tile.kv_stages >= 1 && tile.blocks_per_sm >= 1, "stages and blocks", d);
+  check::that(flash::plan::fwd_smem_bytes(tile) <= kSmallestSmemBytes, "shared memory", d,
+              flash::plan::fwd_smem_bytes(tile));
+  check::that(tile.blocks_per_sm * tile.warps * 32 * 255 <= 65536 * 2, "register file", d, tile.blocks_per_sm);
+  check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
+}
+
+void check_head_dim_choice(bool dropout) {
+  for (int head_dim = 1; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
+    const FwdTile chosen = flash::plan::fwd_tile(head_dim, dropout);
+    check::that(chosen.head_dim >= head_dim, "the tile holds the head dim", head_dim, chosen.head_dim);
+    for (const FwdTile& other : flash::plan::kFwdTiles[dropout]) {
+      check::that(other.head_dim < head_dim || other.head_dim >= chosen.head_dim, "no smaller tile would do", head_dim,
+                  chosen.head_dim, other.head_dim);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (bool dropout : {false, true}) {
+    int previous = 0;
+    for (const FwdTile& tile : flash::plan::kFwdTiles[dropout]) {
+      check_tile(tile);
+      check::that(tile.head_dim > previous, "head dims grow", tile.head_dim, previous);
+      previous = tile.head_dim;
+    }
+    check::that(previous == flash::plan::kMaxHeadDim, "the last tile serves the largest head dim", previous);
+    check_head_dim_choice(dropout);
+  }
+  for (int i = 0; i < flash::plan::kNumHeadDims; ++i) {
+    check::that(flash::plan::kFwdTiles[0][i].head_dim == flash::plan::kFwdTiles[1][i].head_dim, "same head dims", i);
+  }
+  return check::report();
+}

@@ -1,0 +1,218 @@
+"""Turns a Case into tensors, into a call of the public functions, and into the reference of the same tensors.
+
+Every K/V row that no query may see (tails of pages, unused pages, rows before the left padding, rows beyond the used
+length, rows after the last sequence) is NaN, and so are the query rows of no sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cases import Case
+from reference import Attention, Varlen, assert_accurate, attention, attention_varlen
+
+from flash_attn import backends, flash_attn_func, flash_attn_varlen_func
+from flash_attn.dropout import dropout_threshold
+
+NAN = float("nan")
+FP64_SLACK = 1e-10
+
+
+def exact_keep_scale(p: float) -> float:
+    return 2.0**32 / (2**32 - dropout_threshold(p))
+
+
+def slack_of(dtype: torch.dtype) -> float:
+    return FP64_SLACK if dtype == torch.float64 else 1e-5
+
+
+@dataclass
+class Problem:
+    """The tensors of one case. Dense cases have no layout."""
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    alibi_slopes: torch.Tensor | None = None
+    layout: Varlen | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    seqused_k: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments that the public functions and the reference share."""
+        c = self.case
+        return {"causal": c.causal, "window": c.window, "softcap": c.softcap, "alibi_slopes": self.alibi_slopes}
+
+
+def alibi_slopes(case: Case, device: str) -> torch.Tensor | None:
+    shape = {"none": None, "heads": (case.nheads,), "batch": (case.batch, case.nheads)}[case.alibi]
+    return None if shape is None else torch.rand(shape, device=device) * 0.3
+
+
+def make_problem(case: Case, device: str, lengths=None) -> Problem:
+    """Random tensors of a case. lengths: (seqlen_q, seqlen_k) of each sequence, of concatenated cases."""
+    dtype = getattr(torch, case.dtype)
+    if case.kind == "dense":
+        q = torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, device=device, dtype=dtype)
+        shape = (case.batch, case.seqlen_k, case.nheads_k, case.head_dim)
+        k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in "kv")
+        return Problem(case, q, k, v, alibi_slopes(case, device))
+    return _concatenated(case, device, dtype, default_lengths(case) if lengths is None else lengths)
+
+
+def default_lengths(case: Case) -> list[tuple[int, int]]:
+    """The case's own lengths, an empty query, an empty key sequence, shorter ones, and so on in turn."""
+    sq, sk = case.seqlen_q, case.seqlen_k
+    turn = [(sq, sk), (0, sk // 2), (sq // 2 + 1, 0), (sq // 3 + 1, sk // 2 + 1)]
+    return [turn[i % 4] for i in range(case.batch)]
+
+
+def _int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _starts(lengths) -> list[int]:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def _concatenated(case: Case, device, dtype, lengths) -> Problem:
+    lens_q, lens_k = [q for q, _ in lengths], [k for _, k in lengths]
+    leftpad = [(3 * i + 5) % 11 if case.kind == "leftpad" else 0 for i in range(len(lengths))]
+    used = [n + pad for n, pad in zip(lens_k, leftpad)]
+    stored = [n + (4 + 7 * i if case.kind == "seqused" else 0) for i, n in enumerate(used)]
+    cu_q, cu_k = _starts(lens_q), _starts(stored)
+    total_q = cu_q[-1] + (13 if case.kind == "padded" else 0)
+    q = torch.full((total_q, case.nheads, case.head_dim), NAN, device=device, dtype=dtype)
+    q[: cu_q[-1]] = torch.randn(cu_q[-1], case.nheads, case.head_dim, device=device, dtype=dtype)
+    problem = Problem(
+        case, q, q, q, alibi_slopes(case, device),
+        Varlen(cu_q[:-1], lens_q, [s + pad for s, pad in zip(cu_k, leftpad)], lens_k, total_q),
+        _int32(cu_q, device), _int32(cu_k, device), max(lens_q, default=0), max(stored, default=0),
+    )  # fmt: skip
+    problem.seqused_k = _int32(used, device) if case.kind == "seqused" else None
+    problem.leftpad_k = _int32(leftpad, device) if case.kind == "leftpad" else None
+    if case.page_size:
+        _page_keys(problem, leftpad, used)
+    else:
+        shape = (cu_k[-1] + 9, case.nheads_k, case.head_dim)
+        problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for _ in "kv")
+        for start, n in zip(problem.layout.starts_k, lens_k):
+            problem.k[start : start + n] = torch.randn(n, *shape[1:], device=device, dtype=dtype)
+            problem.v[start : start + n] = torch.randn(n, *shape[1:], device=device, dtype=dtype)
+    return problem
+
+
+def _page_keys(problem: Problem, leftpad, used):
+    """Scatter the keys of each sequence over random pages of a pool; unused table slots hold invalid page numbers."""
+    case, page_size, device, dtype = problem.case, problem.case.page_size, problem.q.device, problem.q.dtype
+    counts = [-(-n // page_size) for n in used]
+    pool = torch.randperm(sum(counts) + 2)
+    shape = (len(pool), page_size, case.nheads_k, case.head_dim)
+    problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for _ in "kv")
+    table = torch.full((len(used), max(counts, default=0) + 2), -1, dtype=torch.int32)
+    table[:, 1::2] = 10**6
+    taken = 0
+    for i, (count, pad, n) in enumerate(zip(counts, leftpad, used)):
+        pages = pool[taken : taken + count]
+        taken += count
+        table[i, :count] = pages.int()
+        for pages_of in (problem.k, problem.v):
+            rows = torch.full((count * page_size, *shape[2:]), NAN, device=device, dtype=dtype)
+            rows[pad:n] = torch.randn(n - pad, *shape[2:], device=device, dtype=dtype)
+            pages_of[pages.to(device)] = rows.view(count, *shape[1:])
+    problem.block_table = table.to(device)
+    problem.layout.starts_k = list(leftpad)
+
+
+def run(problem: Problem, **overrides):
+    """Call the public function of a problem -> (out, lse, S_dmask)."""
+    case, options = problem.case, problem.options
+    window = options.pop("window")
+    arguments = dict(options, window_size=window, dropout_p=case.dropout, return_attn_probs=True)
+    if problem.layout is None:
+        return flash_attn_func(problem.q, problem.k, problem.v, **{**arguments, **overrides})
+    arguments.update(
+        cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, max_seqlen_q=problem.max_seqlen_q,
+        max_seqlen_k=problem.max_seqlen_k, block_table=problem.block_table, seqused_k=problem.seqused_k,
+        leftpad_k=problem.leftpad_k,
+    )  # fmt: skip
+    return flash_attn_varlen_func(problem.q, problem.k, problem.v, **{**arguments, **overrides})
+
+
+def expected(problem: Problem, dtype=torch.float64, keep=None, q=None, k=None, v=None, **overrides) -> Attention:
+    """The reference of a problem in a dtype. keep: bool (b, h, >= sq, >= sk), of dropout."""
+    q, k, v = (own if given is None else given for own, given in zip((problem.q, problem.k, problem.v), (q, k, v)))
+    options = {**problem.options, "dtype": dtype, "rp_dropout": exact_keep_scale(problem.case.dropout), **overrides}
+    if problem.layout is not None:
+        return attention_varlen(q, k, v, problem.layout, block_table=problem.block_table, keep=keep, **options)
+    if keep is not None:
+        keep = keep[:, :, : q.shape[1], : k.shape[1]]
+    return attention(q, k, v, keep=keep, **options)
+
+
+def check_forward(problem: Problem, out, lse, keep=None, **overrides):
+    """out and LSE against the float64 reference by the error criterion. Returns the reference."""
+    dtype = problem.q.dtype
+    reference = expected(problem, keep=keep, **overrides)
+    plain = expected(problem, dtype, keep, **overrides)
+    assert out.dtype == dtype and out.device == problem.q.device
+    assert_accurate(out, reference.out, plain.out, "out", slack=slack_of(dtype))
+    check_lse(problem, lse, reference.lse, plain.lse)
+    return reference
+
+
+def check_lse(problem: Problem, lse, reference, plain):
+    """LSE against the float64 reference; it is float32 also for half precision inputs, and accurate as such.
+
+    An absolute error of LSE is a relative error of every probability that the backward recomputes from it: 1e-4 is a
+    fifth of half a unit in the last place of float16. 1e-6 relative are eight float32 units.
+    """
+    dtype = problem.q.dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_accurate(lse, reference, plain, "lse", slack=slack_of(dtype))
+    if dtype in (torch.float16, torch.bfloat16):
+        finite = torch.isfinite(reference)
+        excess = (lse.double() - reference).abs() - 1e-6 * reference.abs()
+        assert (excess[finite] <= 1e-4).all(), f"lse: error {excess[finite].max().item():.3e} as a float32 value"
+
+
+def check_public_call(problem: Problem, **overrides):
+    """Run a problem without dropout and check out and LSE."""
+    out, lse, dmask = run(problem, **overrides)
+    assert dmask.shape == (0,)
+    check_forward(problem, out, lse)
+    return out, lse
+
+
+def backend_forward(q, k, v, out=None, alibi=None, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0,
+                    return_softmax=False):  # fmt: skip
+    """`fwd` of the backend of q's device, positionally, as the extension's clients call it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return backends.get(q.device.type).fwd(
+        q, k, v, out, alibi, p, scale, causal, window[0], window[1], softcap, return_softmax, None
+    )
+
+
+def backend_varlen_forward(problem: Problem, q=None, k=None, v=None, out=None, scale=None, return_softmax=False,
+                           **replaced):  # fmt: skip
+    """`varlen_fwd` of the backend of q's device, positionally; replaced: cu_seqlens_q, max_seqlen_q, ..."""
+    q, k, v = (own if given is None else given for own, given in zip((problem.q, problem.k, problem.v), (q, k, v)))
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "alibi_slopes",
+             "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+    c = problem.case
+    return backends.get(q.device.type).varlen_fwd(
+        q, k, v, out, *(replaced.get(n, getattr(problem, n)) for n in names), replaced.get("p", c.dropout),
+        q.shape[-1] ** -0.5 if scale is None else scale, False, c.causal, c.window[0], c.window[1],
+        replaced.get("softcap", c.softcap), return_softmax, None,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Attention by its definition, in plain differentiable PyTorch, and the error criterion.
+
+Every tensor operation runs in the dtype asked for: float64 gives the reference, the inputs' own dtype gives "plain
+attention", whose error is the yardstick. Definition: Vaswani et al. 2017 (softmax(Q K^T) V), Press et al. 2022
+(ALiBi), with masks aligned to the bottom right corner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Attention:
+    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    probs: torch.Tensor
+
+
+def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), device=None) -> torch.Tensor:
+    """Bool (sq, sk): query i sees key j iff i + sk - sq - L <= j <= i + sk - sq + R; causal makes R = 0."""
+    left, right = window
+    if causal:
+        right = 0
+    position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left >= 0:
+        seen &= key >= position - left
+    if right >= 0:
+        seen &= key <= position + right
+    return seen
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    scale=None,
+    keep=None,
+    rp_dropout=1.0,
+    dtype=torch.float64,
+) -> Attention:
+    """Dense attention. q (b, sq, h, d), k/v (b, sk, h_k, d), alibi_slopes (h) or (b, h), keep bool (b, h, sq, sk)."""
+    sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        position = torch.arange(sq, device=q.device)[:, None] + sk - sq
+        distance = (position - torch.arange(sk, device=q.device)[None, :]).abs()
+        scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(dtype)
+    seen = visible(sq, sk, causal, window, q.device)
+    dead_row = ~seen.any(dim=-1)
+    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(dead_row[:, None], 0.0)
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(dead_row, float("inf"))
+    probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
+    dropped = probs if keep is None else (probs * rp_dropout).masked_fill(~keep, 0.0)
+    return Attention((dropped @ v).transpose(1, 2), lse, probs)
+
+
+def gather_pages(pages, table_row, length) -> torch.Tensor:
+    """The first ``length`` rows (length, h_k, d) of the sequence whose pages are listed in ``table_row``."""
+    page_size = pages.shape[1]
+    used = table_row[: (length + page_size - 1) // page_size].long()
+    return pages[used].flatten(0, 1)[:length]
+
+
+@dataclass
+class Varlen:
+    """How a concatenated batch is laid out: Python ints, so that nothing has to be read back from a device."""
+
+    starts_q: list[int]
+    lens_q: list[int]
+    starts_k: list[int]  # first key row used, after left padding; within the sequence's own pages when paged
+    lens_k: list[int]
+    total_q: int
+
+
+def attention_varlen(
+    q, k, v, layout: Varlen, *, block_table=None, alibi_slopes=None, keep=None, **options
+) -> Attention:
+    """Concatenated sequences, one at a time: out (total_q, h, d), lse (h, total_q); probs is None.
+
+    Rows of no sequence have out 0 and LSE +inf. keep: bool (b, h, >= sq, >= sk).
+    """
+    dtype = options.get("dtype", torch.float64)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=dtype, device=q.device)
+    for i, (sq0, sq, sk0, sk) in enumerate(zip(layout.starts_q, layout.lens_q, layout.starts_k, layout.lens_k)):
+        if block_table is None:
+            k_i, v_i = k[sk0 : sk0 + sk], v[sk0 : sk0 + sk]
+        else:
+            k_i, v_i = (gather_pages(x, block_table[i], sk0 + sk)[sk0:] for x in (k, v))
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[i : i + 1]
+        keep_i = None if keep is None else keep[i : i + 1, :, :sq, :sk]
+        q_i = q[sq0 : sq0 + sq]
+        part = attention(q_i[None], k_i[None], v_i[None], alibi_slopes=slopes, keep=keep_i, **options)
+        out[sq0 : sq0 + sq] = part.out[0]
+        lse[:, sq0 : sq0 + sq] = part.lse[0]
+    return Attention(out, lse, None)
+
+
+def assert_same_places(predicate, ours, expected, name):
+    ours_at, expected_at = predicate(ours), predicate(expected)
+    wrong = ours_at ^ expected_at
+    assert not wrong.any(), (
+        f"{name}: {predicate.__name__} at {int(ours_at.sum())} places, expected at {int(expected_at.sum())}; "
+        f"first difference at {wrong.nonzero()[0].tolist()}"
+    )
+
+
+def assert_accurate(ours, expected, plain, name="out", factor=2.0, slack=1e-5):
+    """max |ours - expected| <= factor * max |plain - expected| + slack; NaN and infinities at the same places."""
+    assert ours.shape == expected.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(expected.shape)}"
+    ours, expected, plain = (x.detach().double() for x in (ours, expected, plain))
+    assert_same_places(torch.isnan, ours, expected, name)
+    assert_same_places(torch.isposinf, ours, expected, name)
+    assert_same_places(torch.isneginf, ours, expected, name)
+    if ours.numel() == 0:
+        return
+    finite = torch.isfinite(expected)
+    error = (ours - expected).abs().masked_fill(~finite, 0.0)
+    plain_error = (plain - expected).abs().masked_fill(~(finite & torch.isfinite(plain)), 0.0)
+    bound = factor * plain_error.max().item() + slack
+    worst = error.max().item()
+    assert worst <= bound, (
+        f"{name}: error {worst:.3e} > {factor:g} * {plain_error.max().item():.3e} + {slack:g} "
+        f"at {list(map(int, torch.unravel_index(error.argmax(), error.shape)))}"
+    )
+
+
+def assert_gradient_accurate(ours, expected, plain, name):
+    assert_accurate(ours, expected, plain, name, factor=3.0, slack=1e-4)

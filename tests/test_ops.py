@@ -1,0 +1,375 @@
+"""The registered operators: schemas, fakes, opcheck, torch.compile, and names that clients may replace."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn import flash_attn_interface as interface
+from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
+from flash_attn.ops import library
+
+BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_K, HEAD_DIM = 2, 9, 11, 4, 2, 16
+CORE = torch.ops.flash_attn_core
+OPTIONS = (0.0, 0.25, True, -1, -1, 0.0)  # dropout_p, softmax_scale, causal, window left and right, softcap
+
+
+def tensor(device, *shape, grad=False):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+
+def dense_inputs(device, grad=False):
+    q = tensor(device, BATCH, SEQLEN_Q, HEADS, HEAD_DIM, grad=grad)
+    return q, *(tensor(device, BATCH, SEQLEN_K, HEADS_K, HEAD_DIM, grad=grad) for _ in "kv")
+
+
+def varlen_inputs(device, grad=False):
+    q = tensor(device, 14, HEADS, HEAD_DIM, grad=grad)
+    k, v = (tensor(device, 17, HEADS_K, HEAD_DIM, grad=grad) for _ in "kv")
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 5, 5, 14], [0, 6, 8, 17]))
+    return q, k, v, cu_q, cu_k
+
+
+def dense_arguments(tensors, grad=False):
+    return (*tensors, *(None,) * (9 - len(tensors)), 0, 0, *OPTIONS, False, False)
+
+
+def varlen_arguments(q, k, v, cu_q, cu_k):
+    return (q, k, v, cu_q, cu_k, None, None, None, None, 9, 9, *OPTIONS, False, False)
+
+
+def test_opcheck_forward(device):
+    opcheck(CORE.fwd.default, dense_arguments(dense_inputs(device)))
+    opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device)))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("packing", (1, 2, 3))
+def test_opcheck_forward_with_gradient(device, packing):
+    if packing == 1:
+        tensors = (tensor(device, BATCH, SEQLEN_Q, 3, HEADS, HEAD_DIM, grad=True),)
+    elif packing == 2:
+        q, k, _ = dense_inputs(device, grad=True)
+        tensors = (q, torch.stack([k, k], dim=2).detach().requires_grad_())
+    else:
+        tensors = dense_inputs(device, grad=True)
+    opcheck(CORE.fwd.default, dense_arguments(tensors))
+
+
+@pytest.mark.devices("cpu")
+def test_opcheck_varlen_forward_with_gradient(device):
+    opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device, grad=True)))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("with_dlse", (False, True))
+def test_opcheck_backward(device, with_dlse):
+    q, k, v = dense_inputs(device)
+    out, lse, _, rng_state = CORE.fwd(*dense_arguments((q, k, v)))
+    dlse = torch.randn_like(lse) if with_dlse else None
+    arguments = (torch.randn_like(out), dlse, q, k, v, out, lse, rng_state, None, None, None, 0, 0, *OPTIONS, False)
+    opcheck(CORE.bwd.default, arguments)
+
+
+def test_opcheck_public_forward(device):
+    q, k, v = dense_inputs(device)
+    opcheck(interface._flash_attn_forward, (q, k, v, *OPTIONS, None, False))
+    tensors = varlen_inputs(device)
+    opcheck(interface._flash_attn_varlen_forward, (*tensors, 9, 9, *OPTIONS[:3]), {"window_size_left": 3})
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("given", (False, True))
+def test_opcheck_public_backward(device, given):
+    q, k, v = dense_inputs(device)
+    out, lse, _, rng_state = interface._flash_attn_forward(q, k, v, *OPTIONS, None, False)
+    grads = [torch.empty_like(x) if given else None for x in (q, k, v)]
+    arguments = (torch.randn_like(out), q, k, v, out, lse, *grads, *OPTIONS, None, False, rng_state)
+    opcheck(interface._flash_attn_backward, arguments)
+
+    q, k, v, cu_q, cu_k = varlen_inputs(device)
+    forward = interface._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, 9, 9, *OPTIONS)
+    grads = [torch.empty_like(x) if given else None for x in (q, k, v)]
+    arguments = (torch.randn_like(q), q, k, v, *forward[:2], *grads, cu_q, cu_k, 9, 9, *OPTIONS, None, False)
+    opcheck(interface._flash_attn_varlen_backward, arguments)
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("append", (False, True))
+def test_opcheck_kvcache(device, append):
+    q, k_cache, v_cache = dense_inputs(device)
+    new = [tensor(device, BATCH, 2, HEADS_K, HEAD_DIM) for _ in "kv"] if append else [None, None]
+    seqlens = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    op = CORE.kvcache_append_fwd if append else CORE.kvcache_fwd
+    arguments = (q, k_cache, v_cache, *new, None, None, seqlens, *(None,) * 4, *OPTIONS[1:], True, 0)
+    opcheck(op.default, arguments)
+
+
+def written_arguments(op):
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def test_schemas_tell_what_is_written():
+    public = torch.ops.flash_attn
+    assert written_arguments(public._flash_attn_backward.default) == ["dq", "dk", "dv"]
+    assert written_arguments(public._flash_attn_varlen_backward.default) == ["dq", "dk", "dv"]
+    assert written_arguments(CORE.kvcache_append_fwd.default) == ["k_cache", "v_cache"]
+    for op in (public._flash_attn_forward, public._flash_attn_varlen_forward, CORE.fwd, CORE.bwd, CORE.kvcache_fwd):
+        assert written_arguments(op.default) == []
+
+
+PUBLIC_PARAMETERS = {
+    "_flash_attn_forward": "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap "
+    "alibi_slopes return_softmax",
+    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+    "causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None return_softmax=False "
+    "block_table=None leftpad_k=None seqused_k=None zero_tensors=False num_splits=0",
+    "_flash_attn_backward": "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal window_size_left "
+    "window_size_right softcap alibi_slopes deterministic rng_state=None",
+    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q "
+    "max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+    "deterministic rng_state=None zero_tensors=False",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC_PARAMETERS)
+def test_public_operator_parameters(name):
+    op = getattr(interface, name)
+    parameters = inspect.signature(op._init_fn).parameters.values()
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert " ".join(shown) == PUBLIC_PARAMETERS[name]
+    assert getattr(interface, f"_wrapped{name}") is op
+
+
+def test_public_forward_equals_the_function(device):
+    q, k, v = dense_inputs(device)
+    expected = flash_attn_func(q, k, v, softmax_scale=0.25, causal=True, return_attn_probs=True)
+    out, lse, dmask, rng_state = interface._flash_attn_forward(
+        q=q, k=k, v=v, dropout_p=0.0, softmax_scale=0.25, causal=True, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, return_softmax=False,
+    )  # fmt: skip
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert dmask.shape == (0,) and rng_state.dtype == torch.int64 and rng_state.shape == (2,)
+
+
+@pytest.mark.devices("cpu")
+def test_public_backward_writes_any_strides(device):
+    """Gradients land in strided slices, in transposed memory, from a transposed LSE and an expanded dout."""
+    q, k, v = dense_inputs(device)
+    out, lse, _, rng_state = interface._flash_attn_forward(q, k, v, *OPTIONS, None, False)
+    dout = tensor(device, 1, 1, 1, HEAD_DIM).expand(out.shape)
+    plain = [torch.empty_like(x) for x in (q, k, v)]
+    tail = (*OPTIONS, None, False, rng_state)
+    softmax_d = interface._flash_attn_backward(dout, q, k, v, out, lse, *plain, *tail)
+
+    dq = torch.empty(BATCH, HEADS, HEAD_DIM, SEQLEN_Q, device=device, dtype=q.dtype).permute(0, 3, 1, 2)
+    dkv = torch.full((BATCH, SEQLEN_K, 3, HEADS_K, HEAD_DIM), 7.0, device=device, dtype=q.dtype)
+    lse_t = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    interface._flash_attn_backward(dout, q, k, v, out, lse_t, dq, dkv[:, :, 0], dkv[:, :, 2], *tail)
+    assert torch.equal(dq, plain[0])
+    assert torch.equal(dkv[:, :, 0], plain[1]) and torch.equal(dkv[:, :, 2], plain[2])
+    assert (dkv[:, :, 1] == 7).all()
+    assert softmax_d.shape == (BATCH, HEADS, 128) and softmax_d.dtype == torch.float32
+
+
+@pytest.mark.devices("cpu")
+def test_public_varlen_backward_equals_autograd(device):
+    q, k, v, cu_q, cu_k = varlen_inputs(device, grad=True)
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=0.25, causal=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse, _, rng_state = interface._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, 9, 9, *OPTIONS)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        tail = (cu_q, cu_k, 9, 9, *OPTIONS, None, False, rng_state)
+        softmax_d = interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *tail)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected))
+    assert softmax_d.shape == (HEADS, 14 + 128 * 3)
+
+
+def test_public_operators_are_not_used_by_the_functions(device):
+    """Clients register flash_attn::_flash_attn_forward anew; the public functions must not notice."""
+    q, k, v = dense_inputs(device)
+    expected = flash_attn_func(q, k, v)
+    original = interface._flash_attn_forward
+
+    def broken(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise AssertionError("called")
+
+    broken.__annotations__ = typing.get_type_hints(broken)
+    try:
+        torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())(broken)
+        assert torch.equal(flash_attn_func(q, k, v), expected)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)(q, k, v), expected)
+    finally:
+        restored = torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())(original._init_fn)
+        restored.register_fake(original._abstract_fn)
+
+
+def test_fakes_size_s_dmask(device):
+    q, k, v = dense_inputs("meta")
+    out, lse, dmask, rng_state = CORE.fwd(*dense_arguments((q, k, v))[:11], 0.1, *OPTIONS[1:], False, True)
+    assert dmask.shape == (BATCH, HEADS, 128, 128) and dmask.dtype == q.dtype
+    assert lse.shape == (BATCH, HEADS, SEQLEN_Q) and lse.dtype == torch.float32
+    assert out.shape == q.shape and rng_state.dtype == torch.int64
+    real = flash_attn_func(*dense_inputs(device), dropout_p=0.1, return_attn_probs=True)
+    assert [x.shape for x in real] == [out.shape, lse.shape, dmask.shape]
+
+
+def compiled(function, backend, dynamic=None):
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+
+
+def assert_same(function, inputs, backend, dynamic=None):
+    """Compiled equals eager bitwise: outputs, and gradients of the inputs that require them."""
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def run(call):
+        outputs = call(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not leaves:
+            return outputs
+        torch.manual_seed(1)
+        weights = [torch.randn_like(x) for x in outputs if x.requires_grad]
+        return *outputs, *torch.autograd.grad([x for x in outputs if x.requires_grad], leaves, weights)
+
+    expected, actual = run(function), run(compiled(function, backend, dynamic))
+    assert len(expected) == len(actual)
+    for a, b in zip(actual, expected):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+BACKENDS = ("aot_eager", "inductor")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiled_forward(device, backend, dynamic):
+    assert_same(lambda q, k, v: flash_attn_func(q, k, v, causal=True) * 2, dense_inputs(device), backend, dynamic)
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiled_gradients(device, backend, dynamic):
+    def dense(q, k, v):
+        return flash_attn_func(q, k, v, window_size=(3, 1), softcap=5.0, return_attn_probs=True)[:2]
+
+    assert_same(dense, dense_inputs(device, grad=True), backend, dynamic)
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_packed_gradients(device, backend):
+    qkv = tensor(device, BATCH, SEQLEN_Q, 3, HEADS, HEAD_DIM, grad=True)
+    assert_same(lambda x: flash_attn_qkvpacked_func(x, causal=True), (qkv,), backend)
+    q = tensor(device, BATCH, SEQLEN_Q, HEADS, HEAD_DIM, grad=True)
+    kv = tensor(device, BATCH, SEQLEN_K, 2, HEADS_K, HEAD_DIM, grad=True)
+    assert_same(lambda q, kv: flash_attn_kvpacked_func(q, kv), (q, kv), backend)
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_varlen_with_one_cu_seqlens_tensor(device, backend):
+    """q and k share cu_seqlens, which an autograd.Function could not take twice under torch.compile."""
+    q, k, v = (tensor(device, 14, HEADS, HEAD_DIM, grad=True) for _ in "qkv")
+    cu_seqlens = torch.tensor([0, 5, 5, 14], dtype=torch.int32, device=device)
+
+    def varlen(q, k, v, cu_seqlens):
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 9, 9, causal=True)
+
+    assert_same(varlen, (q, k, v, cu_seqlens), backend)
+    assert_same(lambda x, cu: flash_attn_varlen_func(x, x, x, cu, cu, 9, 9), (q, cu_seqlens), backend)
+    qkv = tensor(device, 14, 3, HEADS, HEAD_DIM, grad=True)
+    assert_same(lambda x, cu: flash_attn_varlen_qkvpacked_func(x, cu, 9), (qkv, cu_seqlens), backend)
+
+
+def test_compiled_varlen_with_tensor_max_seqlen(device):
+    q, k, v, cu_q, cu_k = varlen_inputs(device)
+    longest = torch.tensor(9, device=device, dtype=torch.int32)
+    assert_same(flash_attn_varlen_func, (q, k, v, cu_q.long(), cu_k.long(), longest, longest), "aot_eager")
+
+
+@pytest.mark.devices("cpu")
+def test_compiled_dynamic_shapes_do_not_recompile(device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(flash_attn_func, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for seqlen in (7, 12, 33):
+        q, k, v = (tensor(device, 2, seqlen, HEADS, HEAD_DIM) for _ in "qkv")
+        assert torch.equal(function(q, k, v), flash_attn_func(q, k, v))
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_dropout_draws_from_the_default_generator(device, backend):
+    q, k, v = dense_inputs(device)
+
+    def call(function):
+        torch.manual_seed(5)
+        return function(q, k, v, dropout_p=0.3), function(q, k, v, dropout_p=0.3)
+
+    expected, actual = call(flash_attn_func), call(compiled(flash_attn_func, backend))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+    assert not torch.equal(actual[0], actual[1])
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_kvcache_updates_the_cache(device, backend):
+    q, k_cache, v_cache = dense_inputs(device)
+    k, v = (tensor(device, BATCH, 2, HEADS_K, HEAD_DIM) for _ in "kv")
+    seqlens = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def step(function):
+        caches = k_cache.clone(), v_cache.clone()
+        return function(q, *caches, k, v, cache_seqlens=seqlens, causal=True), *caches
+
+    for a, b in zip(step(compiled(flash_attn_with_kvcache, backend)), step(flash_attn_with_kvcache)):
+        assert torch.equal(a, b)
+
+
+def test_export(device):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flash_attn_func(q, k, v, causal=True)
+
+    inputs = dense_inputs(device)
+    program = torch.export.export(Attention(), inputs)
+    assert any(node.target is CORE.fwd.default for node in program.graph.nodes)
+    assert torch.equal(program.module()(*inputs), flash_attn_func(*inputs, causal=True))
+
+
+def test_dispatch_modes_see_the_operator(device):
+    """Selective checkpointing, FLOP counters and fake tensors work on operators, so they must get them."""
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder() as recorder:
+        flash_attn_func(*dense_inputs(device))
+    assert library._forward_op in recorder.seen
+
+    with torch._subclasses.FakeTensorMode():
+        out, lse, _ = flash_attn_func(*dense_inputs(device), return_attn_probs=True)
+    assert isinstance(out, torch._subclasses.FakeTensor) and lse.shape == (BATCH, HEADS, SEQLEN_Q)

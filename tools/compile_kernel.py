@@ -1,0 +1,133 @@
+"""Compiles one .cu file and judges it: called by ninja for every kernel file (see kernel_build.py).
+
+Next to the object it leaves <object>.log (what nvcc and ptxas said) and <object>.json (key of the inputs, seconds,
+resources of each kernel). If the inputs have the contents of the last run, the object is kept as it is.
+Exit status 1 without an object: nvcc failed, a fatal ptxas diagnostic, or spills beyond the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from resources import fatal_diagnostics, load_budget, over_budget, parse_ptxas_log, spill_bytes
+
+
+def dependencies(depfile: Path) -> list[str]:
+    """Prerequisites that a make-style dependency file lists."""
+    text = depfile.read_text(encoding="utf-8").replace("\\\n", " ")
+    _, _, files = text.partition(" : " if " : " in text else ": ")
+    return [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", files.strip()) if name]
+
+
+def inputs_key(command: list[str], toolkit: str, depfile: Path) -> str | None:
+    """Digest of the command, the compiler version and the contents of all files read; None if one is missing."""
+    digest = hashlib.sha256("\0".join([toolkit, *command]).encode())
+    try:
+        for name in dependencies(depfile):
+            digest.update(hashlib.sha256(Path(name).read_bytes()).digest())
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def demangled(names: list[str]) -> list[str]:
+    """C++ names of mangled ones, by binutils' c++filt; the mangled ones where it is missing."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return names
+    result = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=False)
+    lines = result.stdout.splitlines()
+    return lines if result.returncode == 0 and len(lines) == len(names) else names
+
+
+def compile_source(command: list[str], log_file: Path) -> dict:
+    """Run nvcc; exits with its output if it fails. Returns seconds, CPU seconds and kernels, and keeps the log."""
+    start = time.monotonic()
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    seconds = time.monotonic() - start
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    log_file.write_text(result.stdout, encoding="utf-8")
+    if result.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{result.stdout}nvcc exited with status {result.returncode}")
+    kernels = parse_ptxas_log(result.stdout)
+    for kernel, name in zip(kernels, demangled([k["name"] for k in kernels])):
+        kernel["name"] = name
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    peak_mb = usage.ru_maxrss // 1024
+    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1), "peak_mb": peak_mb, "kernels": kernels}
+
+
+def judge(log: str, stem: str, kernels: list[dict], budget_file: Path) -> list[str]:
+    """Reasons to refuse the object, none if it is good."""
+    reasons = [f"{stem}: ptxas: {line}" for line in fatal_diagnostics(log)]
+    excess = over_budget(load_budget(budget_file), stem, kernels)
+    if excess:
+        excess.append(f"(budgets: {budget_file.name})")
+    return reasons + excess
+
+
+def other_warnings(log: str) -> list[str]:
+    return [line for line in log.splitlines() if "warning" in line.lower()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--object", type=Path, required=True)
+    parser.add_argument("--depfile", type=Path, required=True)
+    parser.add_argument("--budget", type=Path, required=True)
+    parser.add_argument("--toolkit", required=True, help="version of nvcc, a part of the inputs' key")
+    parser.add_argument("compiler", nargs="+", help="nvcc and its flags, after --")
+    arguments = parser.parse_args()
+
+    output = ["-MD", "-MF", str(arguments.depfile), "-MT", str(arguments.object), "-c", str(arguments.source)]
+    command = [*arguments.compiler, *output, "-o", str(arguments.object)]
+    record_file = Path(f"{arguments.object}.json")
+    log_file = Path(f"{arguments.object}.log")
+    kept_depfile = Path(f"{arguments.object}.deps")  # ninja deletes the depfile once it has read it
+
+    if arguments.object.exists() and record_file.exists() and kept_depfile.exists():
+        record = json.loads(record_file.read_text(encoding="utf-8"))
+        unchanged = inputs_key(command, arguments.toolkit, kept_depfile) == record["key"]
+    else:
+        unchanged = False
+    if unchanged:
+        shutil.copyfile(kept_depfile, arguments.depfile)
+        os.utime(arguments.object)
+    else:
+        record_file.unlink(missing_ok=True)
+        record = {"file": arguments.source.name, **compile_source(command, log_file)}
+        shutil.copyfile(arguments.depfile, kept_depfile)
+        record["key"] = inputs_key(command, arguments.toolkit, kept_depfile)
+
+    log = log_file.read_text(encoding="utf-8")
+    reasons = judge(log, arguments.source.stem, record["kernels"], arguments.budget)
+    if reasons:
+        arguments.object.unlink(missing_ok=True)
+        sys.exit("\n".join(reasons))
+    record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    result = {
+        "file": record["file"],
+        "seconds": 0.0 if unchanged else record["seconds"],
+        "unchanged": unchanged,
+        "registers": max((k["registers"] for k in record["kernels"]), default=0),
+        "spill_bytes": max((spill_bytes(k) for k in record["kernels"]), default=0),
+        "warnings": [] if unchanged else other_warnings(log),
+    }
+    print("@result " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Checks the package on a GPU machine that reaches no package registry.
+#
+#   tools/gpu_check.sh OUTDIR [tests|sanitize|bench|demo ...]        (default: all stages)
+#
+# Needs Python with torch, pytest, pytest-xdist, einops and setuptools. Installs the package into a temporary folder:
+# with FLASH_ATTN_KERNEL_ARCHIVE set only the binding is compiled. Every stage has its own time limit (seconds, by
+# INSTALL_LIMIT, TESTS_LIMIT, SANITIZE_LIMIT (per tool), BENCH_LIMIT, DEMO_LIMIT); a failing stage does not stop the
+# next one. The last lines are a table of stages; the exit status is the number of stages that did not pass.
+set -u
+
+[ $# -ge 1 ] || { sed -n '2,10p' "$0"; exit 64; }
+mkdir -p "$1" || exit 64
+out=$(cd "$1" && pwd)
+shift
+stages=${*:-tests sanitize bench demo}
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+summary=$out/summary.txt
+printf '%-18s %-8s %7s  %s\n' stage result seconds figures >"$summary"
+failed=0
+
+# limited NAME SECONDS LOG COMMAND...: runs the command, appends its output to LOG, sets `status` and `seconds`.
+limited() {
+    local name=$1 limit=$2 log=$3 begin=$SECONDS
+    shift 3
+    echo "== $name (limit $limit s)"
+    timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+    status=$?
+    seconds=$((SECONDS - begin))
+}
+
+# record NAME FIGURES [LOG]: writes the summary line of the stage that just ran; shows the end of LOG if it failed.
+record() {
+    local result=passed
+    [ "$status" -eq 0 ] || { result="rc $status"; failed=$((failed + 1)); }
+    [ "$status" -eq 124 ] && result=timeout
+    printf '%-18s %-8s %7s  %s\n' "$1" "$result" "$seconds" "$2" | tee -a "$summary"
+    [ "$status" -eq 0 ] || [ -z "${3:-}" ] || tail -n 20 "$3" | cut -c1-300
+}
+
+last_lines() { tail -n "$2" "$1" | paste -sd ';' | cut -c1-300; }
+
+stage_install() {
+    local log=$out/install.log
+    : >"$log"
+    limited install "${INSTALL_LIMIT:-80}" "$log" \
+        "$python" -m pip install "$root" --no-build-isolation --no-deps --target "$site" --quiet --disable-pip-version-check
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+    local built
+    built=$(cd / && "$python" -c 'import flash_attn; print(flash_attn.__build__)' 2>>"$log" | tail -n 1)
+    case $built in
+    *cuda*) ;;
+    *) [ "$status" -eq 0 ] && status=1 ;;
+    esac
+    record install "$built" "$log"
+    return "$status"
+}
+
+# -P keeps the source tree off Python's path: the installed package is tested.
+stage_tests() {
+    local log=$out/tests.log
+    : >"$log"
+    limited tests "${TESTS_LIMIT:-170}" "$log" \
+        "$python" -P -m pytest "$root/tests" --ignore "$root/tests/test_build.py" -n "${TEST_WORKERS:-8}" -q --device cuda \
+        --junitxml "$out/tests.xml" -p no:cacheprovider
+    record tests "$(last_lines "$log" 1)" "$log"
+}
+
+find_sanitizer() {
+    local candidate
+    for candidate in "$(command -v compute-sanitizer)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
+        [ -x "$candidate" ] && { echo "$candidate"; return; }
+    done
+    return 1
+}
+
+# Every tensor gets its own allocation, so that an access beyond it is seen. racecheck looks at our kernels only: it is
+# slow, while initcheck has to follow the writes of all kernels. torch probes driver functions that may be missing, so
+# memcheck is told not to count refused API calls; our own launches are checked by our code.
+stage_sanitize() {
+    local log=$out/sanitize.log tool sanitizer
+    : >"$log"
+    if ! sanitizer=$(find_sanitizer); then
+        status=1 seconds=0
+        record sanitize "compute-sanitizer not found"
+        return
+    fi
+    for tool in memcheck racecheck initcheck; do
+        local options=(--tool "$tool" --error-exitcode 3 --print-limit 20)
+        [ "$tool" = racecheck ] && options+=(--kernel-name kernel_substring=flash)
+        [ "$tool" = memcheck ] && options+=(--report-api-errors no)
+        local before
+        before=$(wc -l <"$log")
+        limited "$tool" "${SANITIZE_LIMIT:-50}" "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py"
+        record "$tool" "$(tail -n +$((before + 1)) "$log" | grep -E 'SUMMARY|wrong results|rror:' | tail -n 3 | paste -sd ';' | cut -c1-300)" "$log"
+    done
+}
+
+stage_bench() {
+    local log=$out/bench.log
+    : >"$log"
+    limited bench "${BENCH_LIMIT:-90}" "$log" "$python" "$root/benchmarks/run.py" --out "$out" --name bench
+    record bench "$(grep -E '^cells ' "$log" | paste -sd ';')" "$log"
+    sed -n '/^ms, TFLOPS/,$p' "$log"
+}
+
+stage_demo() {
+    local log=$out/demo.log
+    : >"$log"
+    limited demo "${DEMO_LIMIT:-40}" "$log" "$python" "$root/examples/demo.py"
+    record demo "$(last_lines "$log" 4)" "$log"
+}
+
+if stage_install; then
+    for stage in $stages; do
+        if declare -F "stage_$stage" >/dev/null; then
+            "stage_$stage"
+        else
+            status=64 seconds=0
+            record "$stage" "no such stage"
+        fi
+    done
+fi
+echo
+cat "$summary"
+exit "$failed"

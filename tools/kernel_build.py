@@ -1,0 +1,236 @@
+"""Builds libflash_attn_kernels.a: all CUDA kernels, needing neither torch nor Python.
+
+    python tools/kernel_build.py --archs 80,90 --head-dims 64,128 --dtypes fp16,bf16 --out build/kernels/dev
+
+An incremental build: ninja decides by file times, compile_kernel.py by file contents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from errors import BuildError
+from kernel_manifest import (
+    SUPPORTED_ARCHS,
+    KernelFile,
+    build_info,
+    interface_digest,
+    kernel_files,
+    manifest_source,
+    parse_archs,
+    select,
+    words,
+)
+from machine import parallel_jobs, visible_gpu_archs
+from ninja_file import escaped, run_ninja, shell
+from report import say
+from toolchain import CudaToolkit, find_cutlass, find_toolkit
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHIVE = "libflash_attn_kernels.a"
+REPORT = "build_report.json"
+COMPILE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "--use_fast_math",
+    "--expt-relaxed-constexpr",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+)
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """What to build from where to where. head_dims and dtypes: a development subset; None means all."""
+
+    source_dir: Path  # csrc/flash_attn
+    out_dir: Path
+    archs: list[str]
+    head_dims: list[str] | None = None
+    dtypes: list[str] | None = None
+    jobs: int = 1
+    budget: Path = ROOT / "tools" / "resource_budget.json"
+
+    @property
+    def archive(self) -> Path:
+        return self.out_dir / ARCHIVE
+
+
+def default_archs() -> list[str]:
+    """Architectures of the visible GPUs, as far as they are supported, else all supported ones."""
+    visible = [arch for arch in visible_gpu_archs() if int(arch) >= int(SUPPORTED_ARCHS[0])]
+    return visible or list(SUPPORTED_ARCHS)
+
+
+def gencode_flags(archs: list[str]) -> list[str]:
+    """Machine code for each arch; when building for all supported ones, PTX of the highest for newer GPUs too."""
+    targets = {arch: f"sm_{arch}" for arch in archs}
+    if set(archs) >= set(SUPPORTED_ARCHS):
+        targets[archs[-1]] = f"[sm_{archs[-1]},compute_{archs[-1]}]"
+    return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in targets.items()]
+
+
+def check_archs(toolkit: CudaToolkit, archs: list[str]) -> None:
+    listing = subprocess.run([str(toolkit.nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    known = listing.stdout.split()
+    unknown = [arch for arch in archs if f"compute_{arch}" not in known]
+    if listing.returncode == 0 and unknown:
+        raise BuildError(
+            f"FLASH_ATTN_CUDA_ARCHS: nvcc {toolkit.version} does not know {';'.join(unknown)}; "
+            f"it knows {' '.join(known)}"
+        )
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: list[Path]) -> str:
+    """Text of build.ninja: one edge per kernel file, one for the manifest, one for the archive."""
+    tools = Path(__file__).resolve().parent
+    source_dir = build.source_dir.resolve()
+    includes = [f"-I{source_dir / 'src'}", f"-I{source_dir}"]
+    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *gencode_flags(build.archs), *includes, f"-I{cutlass_include}"]
+    script = tools / "compile_kernel.py"
+    compiler = [sys.executable, str(script), "--source", "$in", "--object", "$out", "--depfile", "$depfile"]
+    checked = [*compiler, "--budget", str(build.budget), "--toolkit", toolkit.full_version, "--", *nvcc]
+    host = [str(toolkit.nvcc), "-std=c++17", "-O2", "-Xcompiler=-fPIC,-fvisibility=hidden", *includes]
+    rules = [
+        f"rule kernel\n  command = {shell(checked)}\n  depfile = $out.d\n  deps = gcc\n  description = $in",
+        f"rule host\n  command = {shell([*host, '-c', '$in', '-o', '$out'])}\n  description = $in",
+        "rule archive\n  command = rm -f $out && ar crs $out $in\n  description = $out",
+    ]
+    judges = " ".join(escaped(path) for path in (script, tools / "resources.py", build.budget))
+    edges = [f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n  depfile = {s.stem}.o.d" for s in sources]
+    edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'src' / 'flash.h')}")
+    objects = " ".join([f"{s.stem}.o" for s in sources] + ["kernel_manifest.o"])
+    edges.append(f"build {ARCHIVE}: archive {objects}\ndefault {ARCHIVE}")
+    return "\n".join(["ninja_required_version = 1.8", *rules, *edges]) + "\n"
+
+
+def report_line(finished: int, total: int, result: dict) -> str:
+    if result["unchanged"]:
+        return f"[{finished}/{total}] {result['file']} unchanged"
+    numbers = f"max {result['registers']} registers, {result['spill_bytes']} B spills"
+    return f"[{finished}/{total}] {result['file']} {result['seconds']:.1f} s, {numbers}"
+
+
+def run(build: KernelBuild) -> tuple[list[dict], float]:
+    """Run ninja with progress lines. Returns the results of the files it visited and the CPU seconds used."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    results = []
+    for finished, total, line in run_ninja(build.out_dir, build.jobs):
+        if line.startswith("@result "):
+            result = json.loads(line[len("@result ") :])
+            results.append(result)
+            say(report_line(finished, total, result))
+            for warning in result["warnings"]:
+                say(f"    {warning}")
+        elif line:
+            say(line)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return results, (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+
+
+def summary(results: list[dict], files: int, wall: float, cpu: float, archive: Path) -> list[str]:
+    compiled = [r for r in results if not r["unchanged"]]
+    megabytes = archive.stat().st_size / 1e6
+    lines = [
+        f"{files} kernel files, {len(compiled)} compiled: {wall:.0f} s, {cpu:.0f} CPU seconds, "
+        f"{ARCHIVE} {megabytes:.1f} MB"
+    ]
+    if compiled:
+        slowest = max(compiled, key=lambda r: r["seconds"])
+        lines.append(f"slowest: {slowest['file']} {slowest['seconds']:.1f} s")
+    return lines
+
+
+def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
+    """Build the archive. Returns its build info; also writes build_report.json beside it."""
+    check_archs(toolkit, build.archs)
+    files = kernel_files(build.source_dir)
+    selected = select(files, build.head_dims, build.dtypes)
+    passes = sorted((build.source_dir / "src" / "passes").glob("*.cu"))
+    cutlass = find_cutlass(ROOT, site_dirs, ROOT / "build" / "cutlass")
+    build.out_dir.mkdir(parents=True, exist_ok=True)
+
+    info = build_info(selected, build.archs, toolkit.version)
+    digest = interface_digest(build.source_dir)
+    left_out = [f for f in files if f not in selected]
+    write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, left_out))
+    largest_first: list[KernelFile] = sorted(selected, key=lambda f: f.head_dim, reverse=True)
+    sources = [f.path.resolve() for f in largest_first] + [p.resolve() for p in passes]
+    write_if_changed(build.out_dir / "build.ninja", build_file(build, toolkit, cutlass.include, sources))
+
+    say(
+        f"kernels: {len(sources)} files for sm {';'.join(build.archs)}, {build.jobs} at a time, "
+        f"nvcc {toolkit.full_version}, CUTLASS {cutlass.version}"
+    )
+    start = time.monotonic()
+    results, cpu = run(build)
+    for line in summary(results, len(sources), time.monotonic() - start, cpu, build.archive):
+        say(line)
+    records = [json.loads((build.out_dir / f"{s.stem}.o.json").read_text(encoding="utf-8")) for s in sources]
+    report = {"info": info, "archive_bytes": build.archive.stat().st_size, "files": records}
+    (build.out_dir / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return info
+
+
+def out_dir_for(archs: list[str]) -> Path:
+    """Where an install keeps objects: one folder per set of architectures, so that changing it back costs nothing."""
+    return ROOT / "build" / "kernels" / "-".join(f"sm{arch}" for arch in archs)
+
+
+def build_from_environment(site_dirs: list[str], toolkit: CudaToolkit, archs: list[str], environ=os.environ) -> Path:
+    """The archive that the knobs of the environment ask for, built in the source tree's build folder."""
+    build = KernelBuild(
+        source_dir=ROOT / "csrc" / "flash_attn",
+        out_dir=out_dir_for(archs),
+        archs=archs,
+        head_dims=words(environ.get("FLASH_ATTN_HEAD_DIMS", "")) or None,
+        dtypes=words(environ.get("FLASH_ATTN_DTYPES", "")) or None,
+        jobs=parallel_jobs(environ),
+    )
+    build_kernels(build, toolkit, site_dirs)
+    return build.archive
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", help="like 80,90; default: of the visible GPUs, else all supported")
+    parser.add_argument("--head-dims", default="", help="development subset, like 64,128; default: all")
+    parser.add_argument("--dtypes", default="", help="development subset of fp16,bf16; default: all")
+    parser.add_argument("--out", type=Path, required=True, help="folder of objects and archive")
+    parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
+    parser.add_argument("--source", type=Path, default=ROOT / "csrc" / "flash_attn")
+    arguments = parser.parse_args()
+    try:
+        toolkit = find_toolkit(sys.path)
+        if toolkit is None:
+            raise BuildError("nvcc: not found; set CUDA_HOME, put it on PATH, or pip install 'cuda-toolkit[nvcc]'")
+        build = KernelBuild(
+            source_dir=arguments.source,
+            out_dir=arguments.out,
+            archs=parse_archs(arguments.archs) if arguments.archs else default_archs(),
+            head_dims=words(arguments.head_dims) or None,
+            dtypes=words(arguments.dtypes) or None,
+            jobs=arguments.jobs or parallel_jobs(),
+        )
+        build_kernels(build, toolkit, sys.path)
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

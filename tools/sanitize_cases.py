@@ -1,0 +1,77 @@
+"""Small forward problems that cover the kernels' code paths, each checked: the program to run under compute-sanitizer.
+
+compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT]
+
+The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN. The
+exit status is 1 when a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from cases import Case
+from harness import check_forward, make_problem, run
+
+import flash_attn
+
+CASES = (
+    Case(1, 65, 129, 2, 2, 40, "float16"),
+    Case(2, 129, 129, 2, 1, 64, "bfloat16", causal=True),
+    Case(1, 200, 73, 2, 2, 96, "float16", causal=True),
+    Case(1, 130, 257, 3, 1, 128, "bfloat16", window=(30, 40), softcap=15.0),
+    Case(1, 128, 300, 2, 2, 128, "float16", causal=True, window=(100, -1), alibi="batch"),
+    Case(1, 65, 130, 2, 2, 192, "bfloat16", causal=True, alibi="heads"),
+    Case(1, 63, 129, 2, 1, 256, "float16"),
+    Case(3, 65, 129, 4, 2, 64, "bfloat16", causal=True, kind="padded"),
+    Case(3, 70, 150, 2, 2, 128, "float16", causal=True, kind="seqused"),
+    Case(3, 40, 100, 2, 1, 96, "bfloat16", kind="leftpad", page_size=7),
+    Case(3, 65, 300, 4, 1, 128, "bfloat16", causal=True, kind="packed", page_size=16),
+    Case(2, 33, 500, 2, 2, 256, "float16", kind="seqused", page_size=256),
+    Case(1, 129, 100, 2, 1, 64, "float16", causal=True, dropout=0.17),
+    Case(2, 65, 130, 2, 2, 128, "bfloat16", dropout=0.5, kind="packed"),
+)
+
+
+def on_cpu(problem):
+    """The problem with its tensors on the CPU: the reference then adds no GPU kernels of other libraries to the run."""
+    tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(problem, **tensors)
+
+
+def check(case, device):
+    problem = make_problem(case, device)
+    out, lse, dmask = run(problem)
+    keep = dmask.cpu() >= 0 if case.dropout else None
+    check_forward(on_cpu(problem), out.cpu(), lse.cpu(), keep)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--only", default="", help="run the cases whose id contains this text")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
+    wrong = 0
+    for case in CASES:
+        if options.only not in case.id:
+            continue
+        try:
+            check(case, options.device)
+            print(f"ok      {case.id}", flush=True)
+        except AssertionError as error:
+            wrong += 1
+            print(f"WRONG   {case.id}: {error}", flush=True)
+    print(f"{wrong} wrong results")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

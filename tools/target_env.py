@@ -1,0 +1,151 @@
+"""Facts about the torch of the environment that the package is installed into.
+
+torch is no build requirement: an isolated build would then compile against another torch than the one it runs with.
+So the build asks the target environment's interpreter. Under pip that is this interpreter without pip's overlay;
+other front ends run the build in an environment of their own, and the target is the one that was active around them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import BuildError
+from toolchain import clean_environment
+
+_PROBE = """
+import importlib.util, json, sys
+facts = {"python": "%d.%d" % sys.version_info[:2], "site_dirs": [p for p in sys.path if p], "torch": None}
+if importlib.util.find_spec("torch") is not None:
+    import torch
+    maps = open("/proc/self/maps").read().split() if sys.platform == "linux" else []
+    cudart = [word for word in maps if "/libcudart" in word and ".so" in word]
+    abi = {n: getattr(torch._C, "_PYBIND11_" + n, None) for n in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
+    facts.update(
+        torch=torch.__version__,
+        torch_dir=torch.__path__[0],
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        cxx11_abi=int(torch._C._GLIBCXX_USE_CXX11_ABI),
+        cudart=cudart[0] if cudart else None,
+        pybind11_abi={n: v for n, v in abi.items() if v is not None},
+    )
+print("@facts " + json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True)
+class TargetTorch:
+    """What one interpreter's torch is built from. cuda is None for a CPU build."""
+
+    executable: str
+    version: str
+    torch_dir: Path
+    cuda: str | None
+    cxx11_abi: int
+    cudart: Path | None
+    pybind11_abi: dict[str, str]
+    site_dirs: list[str]
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        include = self.torch_dir / "include"
+        return [include, include / "torch" / "csrc" / "api" / "include"]
+
+    @property
+    def lib_dir(self) -> Path:
+        return self.torch_dir / "lib"
+
+
+def target_environment() -> dict[str, str]:
+    """Environment in which the target's interpreter sees what it will see after the install."""
+    environment = clean_environment()
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    return environment
+
+
+def probe(executable: str) -> dict | None:
+    """Facts of one interpreter, run away from this source tree; None if it does not run."""
+    command = [executable, "-c", _PROBE]
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=target_environment(),
+            cwd=tempfile.gettempdir(),
+        )
+    except OSError:
+        return None
+    for line in result.stdout.splitlines():
+        if line.startswith("@facts "):
+            return json.loads(line[len("@facts ") :])
+    if result.returncode != 0 and "torch" in result.stderr:
+        raise BuildError(f"torch: importing it with {executable} fails:\n{result.stderr.strip()[-1500:]}")
+    return None
+
+
+def _ancestor_environments() -> list[dict[str, str]]:
+    """Environments of this process's ancestors, nearest first: a front end changes VIRTUAL_ENV for the build."""
+    environments = []
+    pid = os.getpid()
+    try:
+        while pid > 1:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            environments.append(dict(entry.split("=", 1) for entry in entries if "=" in entry))
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        pass
+    return environments
+
+
+def is_throwaway(prefix: Path) -> bool:
+    """Whether `prefix` is an environment that a front end made for this build alone."""
+    if sys.prefix == sys.base_prefix:
+        return False
+    names = prefix.parts
+    return prefix.is_relative_to(tempfile.gettempdir()) or any(n.startswith(("builds-v", "build-env-")) for n in names)
+
+
+def candidate_interpreters(root: Path) -> list[str]:
+    """Interpreters to ask, the target's most likely one first."""
+    chosen = os.environ.get("FLASH_ATTN_PYTHON")
+    if chosen:
+        return [chosen]
+    candidates = [sys.executable]
+    if is_throwaway(Path(sys.prefix)):
+        prefixes = [
+            environment[name]
+            for environment in [dict(os.environ), *_ancestor_environments()]
+            for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
+            if environment.get(name)
+        ]
+        prefixes.append(str(root / ".venv"))
+        candidates += [os.path.join(prefix, "bin", "python") for prefix in prefixes]
+    return list(dict.fromkeys(candidates))
+
+
+def find_target_torch(root: Path) -> TargetTorch | None:
+    """The torch of the target environment, None if it has none (or only one for other hardware)."""
+    own_python = "{}.{}".format(*sys.version_info[:2])
+    for executable in candidate_interpreters(root):
+        facts = probe(executable)
+        if facts is None or facts["torch"] is None or facts["python"] != own_python or facts["hip"]:
+            continue
+        return TargetTorch(
+            executable=executable,
+            version=facts["torch"],
+            torch_dir=Path(facts["torch_dir"]),
+            cuda=facts["cuda"],
+            cxx11_abi=facts["cxx11_abi"],
+            cudart=Path(facts["cudart"]) if facts["cudart"] else None,
+            pybind11_abi=facts["pybind11_abi"],
+            site_dirs=facts["site_dirs"],
+        )
+    return None

@@ -1,0 +1,190 @@
+"""Finds what compiles the kernels: nvcc, the CUDA headers and the CUTLASS headers."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import BuildError
+
+CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
+CUTLASS_WHEEL_SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6"
+CUTLASS_WHEEL_INCLUDE = "cutlass_library/source/include"
+
+# How NVIDIA's pip packages lay out a toolkit: one folder per CUDA major version, or one per component (CUDA 12).
+PIP_TOOLKIT_PATTERNS = ("nvidia/cu[0-9]*", "nvidia/cuda_nvcc", "nvidia/cuda_runtime")
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    nvcc: Path
+    root: Path
+    version: str  # "13.0"
+    full_version: str  # "13.0.88"
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+
+@dataclass(frozen=True)
+class CutlassHeaders:
+    include: Path
+    version: str  # "4.2.0"
+
+
+def pip_toolkit_roots(site_dirs: list[str]) -> list[Path]:
+    """Toolkit folders of NVIDIA's pip packages under `site_dirs`, newest CUDA first."""
+    found = []
+    for pattern in PIP_TOOLKIT_PATTERNS:
+        for site in dict.fromkeys(site_dirs):
+            found += sorted(map(Path, glob.glob(os.path.join(glob.escape(site), pattern))), reverse=True)
+    return found
+
+
+def _nvcc_candidates(site_dirs: list[str]) -> list[Path]:
+    candidates = [Path(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(Path(on_path))
+    candidates += [root / "bin" / "nvcc" for root in pip_toolkit_roots(site_dirs)]
+    return [*candidates, Path("/usr/local/cuda/bin/nvcc")]
+
+
+def find_toolkit(site_dirs: list[str]) -> CudaToolkit | None:
+    """The first working nvcc of CUDA_HOME, PATH, NVIDIA's pip packages, the toolkit's default folder; else None."""
+    for nvcc in _nvcc_candidates(site_dirs):
+        if os.access(nvcc, os.X_OK):
+            return describe_toolkit(nvcc)
+    return None
+
+
+def describe_toolkit(nvcc: Path) -> CudaToolkit:
+    """Version and root of `nvcc`. The root is asked of nvcc itself: what stands on PATH may be a link or a wrapper."""
+    version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+\.\d+), V([\d.]+)", version.stdout)
+    if version.returncode != 0 or release is None:
+        raise BuildError(f"nvcc: {nvcc} --version failed: {(version.stderr or version.stdout).strip()}")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cu")
+        source.touch()
+        dry_run = subprocess.run(
+            [str(nvcc), "--dryrun", "-c", str(source), "-o", str(Path(folder, "probe.o"))],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
+    root = Path(top.group(1).strip()) if top else nvcc.parent.parent
+    return CudaToolkit(nvcc, root.resolve(), release.group(1), release.group(2))
+
+
+def cuda_header_dirs(site_dirs: list[str], cuda_major: str) -> list[Path]:
+    """Include folders that together hold the CUDA runtime headers of `cuda_major`, without asking for nvcc."""
+    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    roots += [*pip_toolkit_roots(site_dirs), Path("/usr/local/cuda")]
+    includes = [root / "include" for root in roots if (root / "include").is_dir()]
+    runtime = [d for d in includes if _runtime_major(d) == cuda_major]
+    compiler = [d for d in includes if (d / "crt" / "host_defines.h").is_file()]
+    if runtime and (runtime[0] / "crt" / "host_defines.h").is_file():
+        return runtime[:1]
+    if runtime and compiler:
+        return [runtime[0], compiler[0]]
+    packages = {
+        "12": "nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12",
+    }.get(cuda_major, f"'nvidia-cuda-runtime=={cuda_major}.*' 'nvidia-cuda-crt=={cuda_major}.*'")
+    raise BuildError(
+        f"CUDA headers: expected cuda_runtime_api.h and crt/host_defines.h of CUDA {cuda_major}, found not all.\n"
+        f"Install them (pip install {packages}) or set CUDA_HOME to a CUDA {cuda_major} toolkit."
+    )
+
+
+def _runtime_major(include: Path) -> str | None:
+    header = include / "cuda_runtime_api.h"
+    if not header.is_file():
+        return None
+    version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))
+    return str(int(version.group(1)) // 1000) if version else None
+
+
+def find_cutlass(root: Path, site_dirs: list[str], download_dir: Path) -> CutlassHeaders:
+    """CUTLASS headers: CUTLASS_PATH, third_party/cutlass, the installed wheel, else the pinned wheel, downloaded."""
+    chosen = os.environ.get("CUTLASS_PATH")
+    if chosen:
+        for include in (Path(chosen, "include"), Path(chosen)):
+            if (include / "cutlass" / "version.h").is_file():
+                return _describe_cutlass(include)
+        raise BuildError(f"CUTLASS_PATH: expected a folder with include/cutlass/version.h, got {chosen}")
+    places = [root / "third_party" / "cutlass" / "include"]
+    places += [Path(site, CUTLASS_WHEEL_INCLUDE) for site in site_dirs]
+    unpacked = download_dir / CUTLASS_WHEEL_INCLUDE
+    for include in [*places, unpacked]:
+        if (include / "cutlass" / "version.h").is_file():
+            return _describe_cutlass(include)
+    _download_cutlass(download_dir)
+    return _describe_cutlass(unpacked)
+
+
+def _describe_cutlass(include: Path) -> CutlassHeaders:
+    text = (include / "cutlass" / "version.h").read_text(encoding="utf-8")
+    numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    if not all(numbers):
+        raise BuildError(f"CUTLASS: expected version numbers in {include}/cutlass/version.h, found none")
+    return CutlassHeaders(include.resolve(), ".".join(n.group(1) for n in numbers))
+
+
+def _download_cutlass(folder: Path) -> None:
+    """Fetch the pinned wheel with pip (or uv, where there is no pip), check its hash, unpack the headers only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    requirement = folder / "requirement.txt"
+    requirement.write_text(f"{CUTLASS_REQUIREMENT} --hash=sha256:{CUTLASS_WHEEL_SHA256}\n", encoding="utf-8")
+    arguments = ["--quiet", "--no-deps", "--require-hashes", "-r", str(requirement)]
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *arguments, "-d", str(folder)]
+    attempts = [(pip, clean_environment())]
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv:
+        attempts.append(([uv, "pip", "install", *arguments, "--target", str(folder)], dict(os.environ)))
+    failures = []
+    for command, environment in attempts:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if result.returncode == 0:
+            for wheel in folder.glob("nvidia_cutlass-*.whl"):
+                _unpack_headers(wheel, folder)
+            return
+        failures.append(result.stderr.strip()[-400:])
+    raise BuildError(
+        "CUTLASS headers: found none, and the download failed. Give them in one of these ways:\n"
+        "  1. CUTLASS_PATH=/folder/of/a/cutlass/checkout (4.2 or newer)\n"
+        "  2. a checkout (or a link to one) at third_party/cutlass\n"
+        f"  3. pip install --no-deps {CUTLASS_REQUIREMENT}\n"
+        f"  4. a package index that pip reaches, for the download of {CUTLASS_REQUIREMENT}\n"
+        + "\n".join(f"The download said: {failure}" for failure in failures)
+    )
+
+
+def _unpack_headers(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        headers = [n for n in archive.namelist() if n.startswith(CUTLASS_WHEEL_INCLUDE + "/") or "LICENSE" in n]
+        archive.extractall(folder, headers)
+    wheel.unlink()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without the overlay that pip's build isolation puts on PYTHONPATH."""
+    environment = dict(os.environ)
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and "pip-build-env-" not in entry]
+    if len(kept) != len([entry for entry in entries if entry]):
+        environment.pop("PYTHONNOUSERSITE", None)
+    environment.pop("PYTHONPATH", None)
+    if kept:
+        environment["PYTHONPATH"] = os.pathsep.join(kept)
+    return environment
