@@ -13,9 +13,13 @@ from timing import read_nvidia_smi
 
 
 def git_state():
-    """(commit, dirty): of this checkout, else of the variable FLASH_ATTN_BUILD_COMMIT, else (None, None)."""
+    """(commit, dirty): the variable FLASH_ATTN_BUILD_COMMIT where the tree travels without its history, else of this
+    checkout, else (None, None)."""
+    stated = os.environ.get("FLASH_ATTN_BUILD_COMMIT")
+    if stated:
+        return stated, None
     if not (ROOT / ".git").exists():  # an unpacked archive inside another checkout has no commit of its own
-        return os.environ.get("FLASH_ATTN_BUILD_COMMIT"), None
+        return None, None
     try:
         commit = run_git("rev-parse", "HEAD")
         return commit, bool(run_git("status", "--porcelain", "--untracked-files=no"))

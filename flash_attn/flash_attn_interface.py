@@ -375,7 +375,7 @@ def _attend(
     dropout_p = float(dropout_p)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
     head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
-    padded = inputs[0].is_cuda and head_dim % 8 != 0
+    padded = inputs[0].is_cuda and head_dim % 8 != 0 and head_dim < 256
     if padded:
         inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
     lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
@@ -385,5 +385,5 @@ def _attend(
         scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
     )  # fmt: skip
     if padded:
-        out = out[..., :head_dim]
+        out = out[..., :head_dim].contiguous()
     return (out, lse, dmask) if return_attn_probs else out

@@ -65,6 +65,8 @@ def link_command(torch: TargetTorch, archive: Path, run_paths: list[str]) -> lis
         str(archive),
         *map(str, libraries),
         str(torch.cudart),
+        # Some toolchains have no libstdc++.so beside the compiler and would link a second, static copy into the module.
+        *([str(torch.libstdcxx)] if torch.libstdcxx else []),
         *(f"-Wl,-rpath,{path}" for path in run_paths),
         "-o",
         "$out",

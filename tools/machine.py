@@ -57,7 +57,10 @@ def visible_gpu_archs() -> list[str]:
 
 
 def commit_of(root: Path) -> str:
-    """The commit checked out at `root`, with "-dirty" if files differ from it; "unknown" outside a checkout."""
+    """FLASH_ATTN_BUILD_COMMIT if set (a tree that travels without its history), else the commit checked out at `root`,
+    with "-dirty" if files differ from it; "unknown" outside a checkout."""
+    if os.environ.get("FLASH_ATTN_BUILD_COMMIT"):
+        return os.environ["FLASH_ATTN_BUILD_COMMIT"]
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(root), *arguments]

@@ -24,7 +24,7 @@ facts = {"python": "%d.%d" % sys.version_info[:2], "site_dirs": [p for p in sys.
 if importlib.util.find_spec("torch") is not None:
     import torch
     maps = open("/proc/self/maps").read().split() if sys.platform == "linux" else []
-    cudart = [word for word in maps if "/libcudart" in word and ".so" in word]
+    loaded = lambda name: next((word for word in maps if "/" + name in word and ".so" in word), None)
     abi = {n: getattr(torch._C, "_PYBIND11_" + n, None) for n in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     facts.update(
         torch=torch.__version__,
@@ -32,7 +32,8 @@ if importlib.util.find_spec("torch") is not None:
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         cxx11_abi=int(torch._C._GLIBCXX_USE_CXX11_ABI),
-        cudart=cudart[0] if cudart else None,
+        cudart=loaded("libcudart"),
+        libstdcxx=loaded("libstdc++"),
         pybind11_abi={n: v for n, v in abi.items() if v is not None},
     )
 print("@facts " + json.dumps(facts))
@@ -49,6 +50,7 @@ class TargetTorch:
     cuda: str | None
     cxx11_abi: int
     cudart: Path | None
+    libstdcxx: Path | None
     pybind11_abi: dict[str, str]
     site_dirs: list[str]
 
@@ -145,6 +147,7 @@ def find_target_torch(root: Path) -> TargetTorch | None:
             cuda=facts["cuda"],
             cxx11_abi=facts["cxx11_abi"],
             cudart=Path(facts["cudart"]) if facts["cudart"] else None,
+            libstdcxx=Path(facts["libstdcxx"]) if facts["libstdcxx"] else None,
             pybind11_abi=facts["pybind11_abi"],
             site_dirs=facts["site_dirs"],
         )

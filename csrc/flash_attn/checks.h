@@ -6,45 +6,58 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
+
+#include "src/flash.h"
 
 namespace flash {
 namespace checks {
 
-constexpr int64_t kMaxLength = 0x3fffffff;  // rows and keys are counted in 32 bits, with room for sums of two
-
+// As Python prints it, without "torch.".
 inline std::string dtype_name(at::ScalarType type) {
   switch (type) {
     case at::kHalf: return "float16";
     case at::kBFloat16: return "bfloat16";
     case at::kFloat: return "float32";
     case at::kDouble: return "float64";
+    case at::kByte: return "uint8";
+    case at::kChar: return "int8";
+    case at::kShort: return "int16";
     case at::kInt: return "int32";
     case at::kLong: return "int64";
     case at::kBool: return "bool";
-    case at::kByte: return "uint8";
+    case at::kComplexHalf: return "complex32";
+    case at::kComplexFloat: return "complex64";
+    case at::kComplexDouble: return "complex128";
+    case at::kFloat8_e4m3fn: return "float8_e4m3fn";
+    case at::kFloat8_e5m2: return "float8_e5m2";
     default: return c10::toString(type);
   }
 }
 
-inline std::string shape_text(at::IntArrayRef shape) {
-  std::ostringstream text;
-  text << '[';
-  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  text << ']';
-  return text.str();
+// Message parts as text, without streams: their number formatting breaks where a toolchain links libstdc++ statically
+// into a module of a process that has it as a shared library.
+inline std::string text(const char* part) { return part; }
+inline std::string text(const std::string& part) { return part; }
+inline std::string text(const c10::Device& part) { return part.str(); }
+inline std::string text(int64_t part) { return std::to_string(part); }
+inline std::string text(double part) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", part);
+  return buffer;
+}
+inline std::string text(at::IntArrayRef part) {
+  std::string result = "[";
+  for (size_t i = 0; i < part.size(); ++i) result += (i ? ", " : "") + std::to_string(part[i]);
+  return result + "]";
 }
 
 template <class... Parts>
 [[noreturn]] void fail(const char* name, const Parts&... parts) {
-  std::ostringstream text;
-  text << name << ": ";
-  (text << ... << parts);
-  TORCH_CHECK(false, text.str());
-  std::abort();  // unreachable: TORCH_CHECK(false) throws
+  throw c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, name + (": " + ... + text(parts)));
 }
 
 inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
@@ -59,7 +72,7 @@ inline void rank(const char* name, const at::Tensor& tensor, int64_t expected, c
 
 inline void shape(const char* name, const at::Tensor& tensor, at::IntArrayRef expected) {
   if (tensor.sizes() != expected) {
-    fail(name, "expected shape ", shape_text(expected), ", got ", shape_text(tensor.sizes()));
+    fail(name, "expected shape ", expected, ", got ", tensor.sizes());
   }
 }
 
@@ -82,7 +95,7 @@ inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType exp
 }
 
 inline void length(const char* name, int64_t value) {
-  if (value > kMaxLength) fail(name, "expected at most ", kMaxLength, " rows, got ", value);
+  if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " rows, got ", value);
 }
 
 inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
@@ -141,7 +154,7 @@ inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, 
   device(name, *slopes, q);
   dtype(name, *slopes, at::kFloat);
   if (slopes->sizes() != at::IntArrayRef({heads}) && slopes->sizes() != at::IntArrayRef({batch, heads})) {
-    fail(name, "expected shape [", heads, "] or [", batch, ", ", heads, "], got ", shape_text(slopes->sizes()));
+    fail(name, "expected shape [", heads, "] or [", batch, ", ", heads, "], got ", slopes->sizes());
   }
   last_stride(name, *slopes);
 }
@@ -153,14 +166,14 @@ inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, c
   dtype(name, *tensor, at::kInt);
   shape(name, *tensor, {size});
   if (!tensor->is_contiguous()) {
-    fail(name, "expected a contiguous tensor, got strides ", shape_text(tensor->strides()));
+    fail(name, "expected a contiguous tensor, got strides ", tensor->strides());
   }
 }
 
 // Returns the number of sequences.
 inline int64_t cu_seqlens(const at::Tensor& cu_q, const at::Tensor& cu_k, const at::Tensor& q) {
   if (cu_q.dim() != 1 || cu_q.numel() < 1) {
-    fail("cu_seqlens_q", "expected shape [b + 1], got ", shape_text(cu_q.sizes()));
+    fail("cu_seqlens_q", "expected shape [b + 1], got ", cu_q.sizes());
   }
   lengths("cu_seqlens_q", cu_q, q, cu_q.numel());
   lengths("cu_seqlens_k", cu_k, q, cu_q.numel());
@@ -173,7 +186,7 @@ inline void block_table(const std::optional<at::Tensor>& table, const at::Tensor
   device(name, *table, q);
   dtype(name, *table, at::kInt);
   if (table->dim() != 2 || table->size(0) != batch) {
-    fail(name, "expected shape [", batch, ", max_blocks], got ", shape_text(table->sizes()));
+    fail(name, "expected shape [", batch, ", max_blocks], got ", table->sizes());
   }
   last_stride(name, *table);
 }

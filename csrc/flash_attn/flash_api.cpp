@@ -44,7 +44,7 @@ int compute_capability(int device) {
 }
 
 void check_device_supported(const at::Tensor& q) {
-  const int capability = compute_capability(q.device().index());
+  const int64_t capability = compute_capability(q.device().index());
   if (capability < 80) {
     checks::fail("q", "expected a tensor on a GPU of compute capability 8.0 or higher, got one on ", q.device(),
                  " of compute capability ", capability / 10, ".", capability % 10);
@@ -53,23 +53,21 @@ void check_device_supported(const at::Tensor& q) {
 
 void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
   if (status == cudaSuccess) return;
-  const int head_dim = static_cast<int>(q.size(-1));
+  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
+  const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
   const std::string what =
       std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
-  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
+  const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
   if (status == cudaErrorNotSupported) {
-    const int tile = plan::fwd_tile(head_dim, false).head_dim;
-    TORCH_CHECK(false, what, ": this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
-                tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16",
-                " (this build: ", kernel_build_info(), ")");
+    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), false).head_dim;
+    checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
+                 tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16", build);
   }
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-    const int capability = compute_capability(q.device().index());
-    TORCH_CHECK(false, what, ": this build has no code for compute capability ", capability / 10, ".", capability % 10,
-                ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability,
-                " (this build: ", kernel_build_info(), ")");
+    checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,
+                 ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability, build);
   }
-  TORCH_CHECK(false, what, ": launch failed: ", cudaGetErrorString(status));
+  checks::fail(what.c_str(), "launch failed: ", cudaGetErrorString(status));
 }
 
 // ---- description of tensors --------------------------------------------------------------------------------------
@@ -197,10 +195,12 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   at::Tensor out = direct ? *out_ : at::empty(q.sizes(), q.options());
   at::Tensor lse = at::empty(lse_shape, q.options().dtype(at::kFloat));
   const bool returns_probabilities = return_softmax && p_dropout > 0.0;
-  at::Tensor probabilities = returns_probabilities
-                                 ? at::empty({params.b, q.size(-2), params.p_rows, params.p_cols}, q.options())
-                                 : at::empty({0}, q.options());
   const bool launches = q.numel() > 0;
+  at::Tensor probabilities = at::empty({0}, q.options());
+  if (returns_probabilities) {
+    const std::array<int64_t, 4> shape{params.b, q.size(-2), params.p_rows, params.p_cols};
+    probabilities = launches ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
+  }
   const at::TensorOptions rng_options = q.options().dtype(at::kLong);
   at::Tensor rng_state = p_dropout > 0.0 && launches ? at::empty({2}, rng_options) : at::zeros({2}, rng_options);
 

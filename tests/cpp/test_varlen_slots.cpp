@@ -7,21 +7,26 @@
 
 namespace {
 
-// Rows of sequence i are [offsets[i], offsets[i + 1]); the rows after the last sequence act as one more.
+// Rows of sequence i are [offsets[i], offsets[i + 1]); the rows before the first and after the last sequence are the
+// first and the last segment.
 void check_lengths(const std::vector<int>& offsets, int total_rows, int block_m) {
   const int batch = static_cast<int>(offsets.size()) - 1;
   const int slots = flash::varlen_slot_count(total_rows, batch, block_m);
   check::that(flash::plan::fwd_row_blocks(true, batch, total_rows, block_m) == slots, "the grid has every slot", slots);
+  std::vector<int> bounds{0};
+  bounds.insert(bounds.end(), offsets.begin(), offsets.end());
+  bounds.push_back(total_rows);
   int previous_end = 0;
-  for (int i = 0; i <= batch; ++i) {
-    const int row_begin = offsets[i], row_end = i < batch ? offsets[i + 1] : total_rows;
+  for (int i = 0; i <= batch + 1; ++i) {
+    const int row_begin = bounds[i], row_end = bounds[i + 1];
     const int first = flash::varlen_first_slot(row_begin, i, block_m);
-    const int end = i < batch ? flash::varlen_first_slot(row_end, i + 1, block_m) : slots;
+    const int end = i <= batch ? flash::varlen_first_slot(row_end, i + 1, block_m) : slots;
     check::that(first == previous_end, "slots are contiguous", i, first, previous_end);
     check::that((end - first) * block_m >= row_end - row_begin, "every row has a slot", i, first, end, row_begin,
                 row_end, block_m);
     previous_end = end;
   }
+  check::that(previous_end == slots, "the last segment ends the grid", previous_end, slots);
 }
 
 void check_all_lists(std::vector<int>& offsets, int sequences_left) {
@@ -54,8 +59,10 @@ void check_dense() {
 }  // namespace
 
 int main() {
-  std::vector<int> offsets{0};
-  check_all_lists(offsets, 4);
+  for (int first = 0; first <= 8; ++first) {
+    std::vector<int> offsets{first};
+    check_all_lists(offsets, first == 0 ? 4 : 3);
+  }
   check_dense();
   return check::report();
 }

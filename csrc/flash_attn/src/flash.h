@@ -10,6 +10,9 @@
 
 namespace flash {
 
+// Rows and keys are counted in 32 bits, with room for sums of two lengths.
+constexpr int kMaxLength = 0x3fffffff;
+
 enum class Dtype { kFp16, kBf16 };
 
 // Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.

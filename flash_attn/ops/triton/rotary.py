@@ -41,7 +41,7 @@ def apply_rotary(
     """
     _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[1]
-    if x.is_cuda and x.dtype != torch.float64 and _has_triton() and not torch.compiler.is_compiling():
+    if x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton():
         out = x if inplace else torch.empty_like(x)
         if not inplace and rotary_dim < x.shape[-1]:
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])

@@ -76,15 +76,15 @@ FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility,
   return range;
 }
 
-// Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes.
-// Sequence i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks;
-// rows beyond the last sequence form one more sequence, of index `batch`.
-FLASH_HOST_DEVICE constexpr int varlen_first_slot(int row_offset, int sequence, int block_m) {
-  return row_offset / block_m + sequence;
+// Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes. The
+// packed rows fall into batch + 2 segments: those before the first sequence, the sequences, and those after the last.
+// Segment i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks.
+FLASH_HOST_DEVICE constexpr int varlen_first_slot(int first_row, int segment, int block_m) {
+  return first_row / block_m + segment;
 }
 
 FLASH_HOST_DEVICE constexpr int varlen_slot_count(int total_rows, int batch, int block_m) {
-  return total_rows / block_m + batch + 1;
+  return total_rows / block_m + batch + 2;
 }
 
 }  // namespace flash

@@ -7,7 +7,7 @@
 namespace flash {
 
 struct RowBlock {
-  int batch = 0;  // sequence index; of the padding rows of a packed batch: params.b
+  int batch = 0;  // sequence index; 0 for rows that belong to no sequence, which have seqlen_k = 0
   int head = 0;
   int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
   int seqlen_q = 0;
@@ -21,16 +21,22 @@ struct RowBlock {
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
-// The last sequence i in [0, batch] with varlen_first_slot(cu[i], i) <= slot, found by all lanes of a warp together:
-// 32 probes a round, so that up to 32 sequences cost one memory latency.
-__device__ __forceinline__ int find_sequence(const int* cu_seqlens, int batch, int total_rows, int slot, int block_m) {
+// First row of a segment (see varlen_first_slot); segment batch + 2 is the end.
+__device__ __forceinline__ int segment_begin(const int* cu_seqlens, int batch, int total_rows, int segment) {
+  if (segment == 0) return 0;
+  return segment <= batch + 1 ? clamp(cu_seqlens[segment - 1], 0, total_rows) : total_rows;
+}
+
+// The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
+// cost one memory latency.
+__device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, int total_rows, int slot, int block_m) {
   const int lane = threadIdx.x % 32;
-  int low = 0, count = batch + 1;
+  int low = 0, count = batch + 2;
   while (count > 1) {
     const int stride = (count + 31) / 32;
     const int probe = lane * stride;
-    const bool reached =
-        probe < count && varlen_first_slot(clamp(cu_seqlens[low + probe], 0, total_rows), low + probe, block_m) <= slot;
+    const bool reached = probe < count && varlen_first_slot(segment_begin(cu_seqlens, batch, total_rows, low + probe),
+                                                            low + probe, block_m) <= slot;
     const int reached_probes = max(__popc(__ballot_sync(0xffffffffu, reached)), 1);
     low += (reached_probes - 1) * stride;
     count = min(stride, count - (reached_probes - 1) * stride);
@@ -43,8 +49,8 @@ __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_p
   const bool paged = params.paged.block_table != nullptr;
   const int begin = varlen.cu_seqlens_k[block.batch];
   const int length = max(varlen.cu_seqlens_k[block.batch + 1] - begin, 0);
-  const int64_t pool = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
-  const int capacity = paged ? static_cast<int>(min(pool, int64_t{0x7fffffff}))
+  const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
+  const int capacity = paged ? static_cast<int>(min(table, int64_t{kMaxLength}))
                              : min(length, params.seqlen_k - clamp(begin, 0, params.seqlen_k));
   const int used = varlen.seqused_k != nullptr ? varlen.seqused_k[block.batch] : length;
   const int leftpad = varlen.leftpad_k != nullptr ? max(varlen.leftpad_k[block.batch], 0) : 0;
@@ -56,16 +62,17 @@ __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& par
   const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m);
   const int slot = blockIdx.x % slots;
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
+  const int segment = find_segment(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
   RowBlock block;
   block.head = blockIdx.x / slots;
-  block.batch = find_sequence(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
-  block.q_begin = clamp(cu_seqlens_q[block.batch], 0, params.seqlen_q);
-  const bool padding = block.batch == params.b;
-  const int q_end = padding ? params.seqlen_q : clamp(cu_seqlens_q[block.batch + 1], 0, params.seqlen_q);
-  block.seqlen_q = max(q_end - block.q_begin, 0);
-  if (!padding) set_key_range(block, params);
+  block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
+  block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
+  if (segment >= 1 && segment <= params.b) {
+    block.batch = segment - 1;
+    set_key_range(block, params);
+  }
   // The last rows of a sequence see the most keys under a causal mask: they go first.
-  const int first_slot = varlen_first_slot(block.q_begin, block.batch, block_m);
+  const int first_slot = varlen_first_slot(block.q_begin, segment, block_m);
   const int row_blocks = (block.seqlen_q + block_m - 1) / block_m;
   block.row_begin = (row_blocks - 1 - (slot - first_slot)) * block_m;
   block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);

@@ -9,11 +9,12 @@ namespace flash {
 
 template <int kRows>
 struct Softmax {
-  static constexpr float kSlackLog2 =
-      8.0f;  // probabilities up to 2^8 are as exact as those up to 1 in fp32, fp16, bf16
+  static constexpr float kSlackLog2 = 8.0f;     // probabilities up to 2^8 are as exact as those up to 1
+  static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
-  float row_max[kRows];  // reference of the raw scores; -inf while nothing visible was met
-  float row_sum[kRows];  // this thread's share of the columns
+  float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
+  float row_sum[kRows];   // this thread's share of the columns
+  bool is_large = false;  // some reference of the warp is beyond kLargeLog2
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -41,25 +42,47 @@ struct Softmax {
       raise |= (new_max[mi] - row_max[mi]) * scale > kSlackLog2;
     }
     if (__any_sync(0xffffffffu, raise)) {
+      bool large = false;
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         const float reference = fmaxf(row_max[mi], new_max[mi]);
         const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
         row_max[mi] = reference;
         row_sum[mi] *= correction;
+        large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
 #pragma unroll
         for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
       }
+      is_large = __any_sync(0xffffffffu, large);
     }
+    float offset[kRows];  // of the exponents
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       // A row that has seen nothing yet has no reference; all its scores are -inf and become 0.
-      const float reference_scaled = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi] * scale;
+      offset[mi] = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi] * scale;
+    }
+    if (is_large) subtract_reference<kMasked>(scores, offset);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
-        scores(mi, ni) = exp2f(scores(mi, ni) * scale - reference_scaled);
+        scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset[mi]);
         row_sum[mi] += scores(mi, ni);
       }
+    }
+  }
+
+  // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is
+  // taken first, so that the score at the reference becomes exactly 1.
+  template <bool kMasked, class Scores>
+  __device__ __forceinline__ void subtract_reference(Scores& scores, float (&offset)[kRows]) const {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float reference = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
+      offset[mi] = 0.0f;
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) scores(mi, ni) -= reference;
     }
   }
 
