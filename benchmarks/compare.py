@@ -10,6 +10,7 @@ With --min-mean and --min-worst the exit status is 1 when a score is lower.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
 from report import environment_line, geometric_mean, load, modes, ratios, score_line
@@ -21,7 +22,7 @@ def parse(arguments):
     parser.add_argument("old", nargs="?")
     parser.add_argument("--name", default="ours", help="the implementation that is judged")
     parser.add_argument("--peer", help="the implementation it is judged against")
-    parser.add_argument("--group", default="cells", help="the group of rows (cells, gqa, window, varlen, features)")
+    parser.add_argument("--group", default="cells", help="the group of rows, or all")
     parser.add_argument("--min-mean", type=float, default=0.0, help="least geometric mean")
     parser.add_argument("--min-worst", type=float, default=0.0, help="least single ratio")
     parser.add_argument("--rows", action="store_true", help="print every row's ratio")
@@ -37,19 +38,19 @@ def main(arguments=None):
         print(f"new: {environment_line(new)}\nold: {environment_line(old)}")
     else:
         peers = [options.peer] if options.peer else [entry for entry in new["implementations"] if entry != options.name]
+    groups = new["groups"] if options.group == "all" else [options.group]
     compared, failed = 0, False
-    for mode in modes(new):
-        for peer in peers:
-            found = ratios(new, old, peer, mode, options.group, options.name)
-            if not found:
-                continue
-            compared += 1
-            if options.rows:
-                print("\n".join(f"{label:<44} {ratio:.3f}x" for label, ratio in found))
-            values = [ratio for _, ratio in found]
-            failed |= geometric_mean(values) < options.min_mean or min(values) < options.min_worst
-            against = f"{peer} of the old result" if options.old else peer
-            print(score_line(found, f"{options.group} {mode}, {options.name} vs {against}"))
+    for mode, group, peer in itertools.product(modes(new), groups, peers):
+        found = ratios(new, old, peer, mode, group, options.name)
+        if not found:
+            continue
+        compared += 1
+        if options.rows:
+            print("\n".join(f"{label:<44} {ratio:.3f}x" for label, ratio in found))
+        values = [ratio for _, ratio in found]
+        failed |= geometric_mean(values) < options.min_mean or min(values) < options.min_worst
+        against = f"{peer} of the old result" if options.old else peer
+        print(score_line(found, f"{group} {mode}, {options.name} vs {against}"))
     if not compared:
         print(f"no common rows of group {options.group} for {options.name} and {', '.join(peers)}")
     return 1 if failed or not compared else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 from shared import ROOT
 from timing import read_nvidia_smi
+
+PEER_PACKAGES = ("triton", "flash_attn_3", "flashinfer-python", "xformers")
 
 
 def git_state():
@@ -66,4 +69,15 @@ def describe_versions():
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
-    return versions, flash_attn.__build__
+    return {**versions, **peer_versions()}, flash_attn.__build__
+
+
+def peer_versions():
+    """Versions of the packages that some peers come from, where they are installed."""
+    found = {}
+    for package in PEER_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import importlib.util
 from dataclasses import dataclass
 from typing import Callable
 
+import package_peers
 import torch
-import torch.nn.functional as F
+import torch_peers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-NAIVE_SCORE_BYTES = 8 * 2**30
+DEFAULT_PEERS = ("sdpa_flash", "sdpa_cudnn")
+
+# What a row may need of an implementation (the names appear in the report).
+CPU, BACKWARD, GQA, PACKED, WINDOW = "CPU tensors", "backward", "GQA", "packed sequences", "window"
+SOFTCAP, ALIBI, DROPOUT, RECTANGULAR = "softcap", "ALiBi", "dropout", "causal with sq != sk"
+EVERYTHING = frozenset({CPU, BACKWARD, GQA, PACKED, WINDOW, SOFTCAP, ALIBI, DROPOUT, RECTANGULAR})
 
 
 @dataclass
@@ -50,14 +56,6 @@ def make_inputs(row, device, requires_grad=False, seed=0):
     return Inputs(q, k, v, dout, cu_seqlens, slopes)
 
 
-def windows(case):
-    """(left, right) of the case with causal folded in; negative is unbounded."""
-    left, right = case.window
-    if case.causal:
-        right = min(right, 0) if right >= 0 else 0
-    return left, right
-
-
 def ours(row, inputs):
     import flash_attn
 
@@ -71,135 +69,116 @@ def ours(row, inputs):
     return lambda: flash_attn.flash_attn_func(q, k, v, **options)
 
 
-def sdpa(row, inputs):
-    """torch's scaled_dot_product_attention on transposed views (the backend is chosen by the context)."""
+def needs(row, mode):
+    """What the row asks of an implementation wherever it runs, as names of EVERYTHING."""
     case = row.case
-    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
-    options = {"dropout_p": case.dropout, "is_causal": case.causal}
-    if case.nheads != case.nheads_k:
-        options["enable_gqa"] = True
-    return lambda: F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-
-
-def torch_flash_op(row, inputs):
-    """torch's FlashAttention-2, called below SDPA, which exposes neither windows, ALiBi nor packed sequences."""
-    case = row.case
-    q, k, v, cu, slopes = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.alibi_slopes
-    longest_q, longest_k = (max(row.seqlens),) * 2 if row.seqlens else (case.seqlen_q, case.seqlen_k)
-    left, right = windows(case)
-    extra = {"alibi_slopes": slopes}
-    if case.window != (-1, -1):
-        extra.update(window_size_left=left, window_size_right=right)
-    op = torch.ops.aten._flash_attention_forward
-    return lambda: op(q, k, v, cu, cu, longest_q, longest_k, case.dropout, case.causal, False, **extra)[0]
-
-
-def sdpa_flash(row, inputs):
-    return torch_flash_op(row, inputs) if needs_flash_op(row) else sdpa(row, inputs)
-
-
-def needs_flash_op(row):
-    return bool(row.seqlens) or row.case.window != (-1, -1) or row.case.alibi != "none"
-
-
-def naive(row, inputs):
-    """softmax(q k^T) v in plain tensor operations of the inputs' dtype, the score matrix in memory."""
-    case = row.case
-    ratio = case.nheads // case.nheads_k
-    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
-    left, right = windows(case)
-    diagonal = torch.arange(case.seqlen_q, device=q.device)[:, None] + (case.seqlen_k - case.seqlen_q)
-    distance = torch.arange(case.seqlen_k, device=q.device)[None, :] - diagonal
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    bias = None if inputs.alibi_slopes is None else -inputs.alibi_slopes[:, None, None] * distance.abs()
-    masked = left >= 0 or right >= 0
-
-    def call():
-        keys, values = (t.repeat_interleave(ratio, dim=1) if ratio > 1 else t for t in (k, v))
-        scores = (q @ keys.transpose(-1, -2)) / math.sqrt(case.head_dim)
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        if bias is not None:
-            scores = scores + bias.to(scores.dtype)
-        if masked:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2)
-
-    return call
-
-
-def sdpa_limits(row):
-    case = row.case
-    if case.softcap:
-        return "no softcap in SDPA"
-    if needs_flash_op(row):
-        return "no window, ALiBi or packed sequences in this SDPA backend"
-    return None
-
-
-def sdpa_flash_limits(row, device_type="cuda", mode="fwd"):
-    if row.case.softcap:
-        return "no softcap in torch's FlashAttention-2"
-    if needs_flash_op(row) and device_type != "cuda":
-        return "torch's FlashAttention-2 operator needs a GPU"
-    if needs_flash_op(row) and mode != "fwd":
-        return "forward only below SDPA"
-    return None
-
-
-def sdpa_cudnn_limits(row, device_type="cuda", mode="fwd"):
-    return "cuDNN needs a GPU" if device_type != "cuda" else sdpa_limits(row)
-
-
-def naive_limits(row, device_type="cuda", mode="fwd"):
-    case = row.case
-    if row.seqlens or case.dropout:
-        return "naive attention has neither packed sequences nor dropout here"
-    if 4 * case.batch * case.nheads * case.seqlen_q * case.seqlen_k > NAIVE_SCORE_BYTES:
-        return "score matrix too large"
-    return None
+    asked = {
+        BACKWARD: mode != "fwd",
+        GQA: case.nheads != case.nheads_k,
+        PACKED: bool(row.seqlens),
+        WINDOW: case.window != (-1, -1),
+        SOFTCAP: case.softcap > 0,
+        ALIBI: case.alibi != "none",
+        DROPOUT: case.dropout > 0,
+        RECTANGULAR: case.causal and case.seqlen_q != case.seqlen_k,
+    }
+    return [name for name, wanted in asked.items() if wanted]
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`build(row, inputs)` returns the call; `limits(row, device_type, mode)` why a row cannot run, or None."""
+    """`build(row, inputs)` returns the call, made and run within `context()`.
+
+    offers: what it can do; further_limits(row, device_type, mode): any other reason why a row cannot run, or None;
+    package: the module that must be installed; compiles: whether every shape costs it seconds of compilation.
+    """
 
     name: str
     title: str
     build: Callable
-    limits: Callable = lambda row, device_type="cuda", mode="fwd": None
+    offers: frozenset = EVERYTHING
+    further_limits: Callable = lambda row, device_type, mode: None
     context: Callable = contextlib.nullcontext
+    package: str = "torch"
+    compiles: bool = False
+
+    def limits(self, row, device_type="cuda", mode="fwd"):
+        """Why the row is not measured, or None."""
+        if device_type == "cpu" and CPU not in self.offers:
+            return "needs a GPU"
+        missing = [name for name in needs(row, mode) if name not in self.offers]
+        return f"no {', no '.join(missing)}" if missing else self.further_limits(row, device_type, mode)
+
+    @property
+    def installed(self):
+        return importlib.util.find_spec(self.package) is not None
 
 
 def backend(which):
     return lambda: sdpa_kernel(which)
 
 
+def sdpa_peer(name, what, which, build=torch_peers.sdpa, more=frozenset(), limits=None):
+    offers = frozenset({BACKWARD, GQA, DROPOUT}) | more
+    extra = {} if limits is None else {"further_limits": limits}
+    return Implementation(name, f"torch SDPA, {what}", build, offers, context=backend(which), **extra)
+
+
 IMPLEMENTATIONS = {
     impl.name: impl
     for impl in (
-        Implementation("ours", "flash_attn (this package)", ours),
-        Implementation(
-            "sdpa_flash",
-            "torch SDPA, flash backend (FlashAttention-2)",
-            sdpa_flash,
-            sdpa_flash_limits,
-            backend(SDPBackend.FLASH_ATTENTION),
+        Implementation("ours", "flash_attn (this package)", ours, package="flash_attn"),
+        sdpa_peer(
+            "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,
+            frozenset({CPU, PACKED, WINDOW, ALIBI}), torch_peers.sdpa_flash_limits,
+        ),
+        sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION),
+        sdpa_peer("sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION),
+        sdpa_peer(
+            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU}), limits=torch_peers.score_matrix_limits
         ),
         Implementation(
-            "sdpa_cudnn",
-            "torch SDPA, cuDNN backend",
-            sdpa,
-            sdpa_cudnn_limits,
-            backend(SDPBackend.CUDNN_ATTENTION),
+            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, EVERYTHING - {PACKED, DROPOUT},
+            torch_peers.score_matrix_limits,
         ),
-        Implementation("naive", "softmax(q k^T) v in torch operations", naive, naive_limits),
+        Implementation(
+            "flex", "torch FlexAttention, compiled", torch_peers.flex, EVERYTHING - {CPU, DROPOUT},
+            torch_peers.flex_limits, compiles=True,
+        ),
+        Implementation(
+            "triton", "our own Triton comparator", package_peers.triton_comparator, frozenset({GQA, RECTANGULAR}),
+            package="triton",
+        ),
+        Implementation(
+            "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, EVERYTHING - {CPU, ALIBI, DROPOUT},
+            package="flash_attn_interface",
+        ),
+        Implementation(
+            "flashinfer", "FlashInfer, ragged prefill", package_peers.flashinfer_prefill,
+            frozenset({GQA, PACKED, WINDOW, SOFTCAP, RECTANGULAR}), package_peers.flashinfer_limits,
+            package="flashinfer",
+        ),
+        Implementation(
+            "xformers", "xFormers memory_efficient_attention", package_peers.xformers_attention,
+            frozenset({BACKWARD, PACKED, DROPOUT}), package="xformers",
+        ),
     )
-}
+}  # fmt: skip
+
+
+def choose(names):
+    """The implementations for a list of peers, ours first; "all" stands for every one that is installed.
+
+    ValueError for a peer that is not known or not installed.
+    """
+    if "all" in names:
+        return [impl for impl in IMPLEMENTATIONS.values() if impl.name == "ours" or impl.installed]
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"{name}: expected one of all, {', '.join(IMPLEMENTATIONS)}")
+        if not IMPLEMENTATIONS[name].installed:
+            raise ValueError(f"{name}: the module {IMPLEMENTATIONS[name].package} is not installed")
+    return [IMPLEMENTATIONS[name] for name in dict.fromkeys(["ours", *names])]
 
 
 def timed_call(forward, inputs, mode):

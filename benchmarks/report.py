@@ -1,6 +1,7 @@
-"""Tables and scores of a benchmark result, and the figures block of the README.
+"""Tables, scores and plots of a benchmark result, and the figures block of the README.
 
 python benchmarks/report.py RESULT.json                 print the table and the scores
+python benchmarks/report.py --plots RESULT.json OUTDIR  draw the plots (needs matplotlib)
 python benchmarks/report.py --readme RESULT.json        rewrite the figures block of README.md from the result
 """
 
@@ -10,6 +11,8 @@ import argparse
 import json
 import math
 from pathlib import Path
+
+from plots import PLOTTED_GROUPS, write_plots
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
@@ -70,56 +73,69 @@ def environment_line(result):
     parts += [f"CUDA {versions['cuda']}"] if device["type"] == "cuda" else [f"{device['threads']} threads"]
     parts += [f"torch {versions['torch']}"]
     parts += [f"cuDNN {versions['cudnn']}"] if device["type"] == "cuda" else []
+    clocks = [row["sm_mhz"] for row in result["rows"] if row.get("sm_mhz")]
+    parts += [f"SM clock {min(clocks):.0f}–{max(clocks):.0f} MHz"] if clocks else []
     return ", ".join(parts + [f"commit {commit}"])
 
 
-def row_line(row, names):
-    """One table line: label, mode, then per implementation ms and TFLOPS (ratio of ours to it), SM clock."""
-    mine = row["results"].get("ours")
-    cells = []
-    for name in names:
-        entry = row["results"].get(name)
-        if entry is None:
-            cells.append(f"{'–':>27}")
-            continue
-        ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
-        cells.append(f"{entry['ms']:9.4f} {significant(entry['tflops']):>8} {ratio:>8}")
-    clock = f"{row['sm_mhz']:6.0f}" if row.get("sm_mhz") else f"{'–':>6}"
-    return f"{row['label']:<34} {row['mode']:<8}" + " ".join(cells) + f" {clock}"
+WIDE_COLUMNS = 4  # with more implementations the table leaves out the milliseconds
+
+
+def row_cell(row, name, wide):
+    """ms, TFLOPS and (speed of ours to it) of one implementation in one row."""
+    entry, mine = row["results"].get(name), row["results"].get("ours")
+    if entry is None:
+        return "–"
+    ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
+    return (f"{entry['ms']:9.4f} " if wide else "") + f"{significant(entry['tflops']):>8} {ratio:>8}"
 
 
 def table(result):
-    names = result["implementations"]
-    head = f"{'ms, TFLOPS (speed of ours to it)':<43}" + " ".join(f"{name:>27}" for name in names) + f" {'MHz':>6}"
-    lines, group = [head], None
+    """One line per row; the columns are the implementations that gave any result."""
+    names = [name for name in result["implementations"] if any(name in row["results"] for row in result["rows"])]
+    wide = len(names) <= WIDE_COLUMNS
+    width = 27 if wide else 17
+    title = ("ms, " if wide else "") + "TFLOPS (speed of ours to it)"
+    lines, group = [f"{title:<47}" + " ".join(f"{name:>{width}}" for name in names) + f" {'MHz':>6}"], None
     for row in result["rows"]:
         if row["group"] != group:
             group = row["group"]
             lines.append(f"-- {group}")
-        lines.append(row_line(row, names))
+        cells = " ".join(f"{row_cell(row, name, wide):>{width}}" for name in names)
+        clock = f"{row['sm_mhz']:6.0f}" if row.get("sm_mhz") else f"{'–':>6}"
+        lines.append(f"{row['label']:<38} {row['mode']:<8}{cells} {clock}")
     return lines + missing_lines(result)
 
 
 def missing_lines(result):
-    """What was not measured and why, one line per implementation, mode and reason."""
-    labels = {}
+    """What was not measured and why, one line per implementation."""
+    reasons = {}
     for row in result["rows"]:
         for name, reason in row["notes"].items():
-            labels.setdefault((name, row["mode"], reason), []).append(row["label"])
+            counts = reasons.setdefault(name, {})
+            key = f"{row['mode']}: {reason}"
+            counts[key] = counts.get(key, 0) + 1
     return [
-        f"not measured: {name} {mode}, {len(found)} rows ({found[0]}{', …' if len(found) > 1 else ''}): {reason}"
-        for (name, mode, reason), found in labels.items()
+        f"not measured: {name}, " + "; ".join(f"{count} rows {reason}" for reason, count in counts.items())
+        for name, counts in reasons.items()
     ]
 
 
 def memory_lines(result):
-    """Device memory that one call adds (output included), at the row with the most queries."""
-    rows = [row for row in result["rows"] if any("peak_bytes" in entry for entry in row["results"].values())]
-    if not rows:
-        return []
-    row = max(rows, key=lambda item: item["seqlen_q"])
-    figures = ", ".join(f"{name} {entry['peak_bytes'] / 2**20:.1f}" for name, entry in row["results"].items())
-    return [f"memory added by one call ({row['label']} {row['mode']}, output included), MiB: {figures}"]
+    """Device memory that one call adds (output included), per mode at the cell with most implementations (then the
+    longest one)."""
+    lines = []
+    for mode in modes(result):
+        rows = [row for row in result["rows"] if row["mode"] == mode and any_peak(row)]
+        if rows:
+            row = max(rows, key=lambda item: (len(item["results"]), item["seqlen_q"]))
+            figures = ", ".join(f"{name} {entry['peak_bytes'] / 2**20:.1f}" for name, entry in row["results"].items())
+            lines.append(f"memory added by one call ({row['label']} {mode}, output included), MiB: {figures}")
+    return lines
+
+
+def any_peak(row):
+    return any("peak_bytes" in entry for entry in row["results"].values())
 
 
 def overhead_lines(result):
@@ -140,7 +156,7 @@ def full_report(result):
 
 def readme_block(result, source):
     """Markdown of the forward's figures: one row per head dim and mask, one column per sequence length."""
-    cells = [row for row in result["rows"] if row["group"] == "cells" and row["mode"] == "fwd"]
+    cells = [row for row in result["rows"] if row["group"] in PLOTTED_GROUPS and row["mode"] == "fwd"]
     cells = [row for row in cells if "ours" in row["results"]]
     lengths = sorted({row["seqlen_k"] for row in cells})
     peers = [name for name in result["implementations"] if name in ("sdpa_flash", "sdpa_cudnn")]
@@ -165,6 +181,14 @@ def readme_entry(row, peers):
     return f"{significant(mine['tflops'])} ({', '.join(against)})"
 
 
+def plot_lines(result, folder):
+    """Draws the plots and returns what to tell about them."""
+    try:
+        return [str(path) for path in write_plots(result, folder, environment_line(result))]
+    except ImportError as error:
+        return [f"no plots: {error}; draw them later: python benchmarks/report.py --plots RESULT.json OUTDIR"]
+
+
 def rewrite_readme(path, block):
     text = path.read_text()
     before, found_begin, rest = text.partition(BEGIN)
@@ -177,10 +201,16 @@ def rewrite_readme(path, block):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", help="JSON written by benchmarks/run.py")
+    parser.add_argument("outdir", nargs="?", help="folder of the plots (default: beside the result)")
+    parser.add_argument("--plots", action="store_true", help="draw the plots instead of printing")
     parser.add_argument("--readme", action="store_true", help="rewrite the figures block instead of printing")
     parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="the file with the figures block")
     arguments = parser.parse_args()
     result = load(arguments.result)
+    if arguments.plots:
+        folder = arguments.outdir or Path(arguments.result).with_suffix("")
+        print("\n".join(plot_lines(result, folder)))
+        return
     if not arguments.readme:
         print("\n".join(full_report(result)))
         return

@@ -1,39 +1,79 @@
-"""Timing: interleaved rounds of one call per implementation, timed by device events (CUDA) or a host clock (CPU)."""
+"""Timing: interleaved rounds of the implementations, timed by device events, by graph replay or by the host's clock."""
 
 from __future__ import annotations
 
+import copy
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 L2_FLUSH_BYTES = 256 * 2**20
 MAX_ROUNDS = 1000
+FEWEST_ROUNDS = 3  # where the time runs out
+COMPARABLE = 4.0  # an implementation slower than this many times the fastest gets fewer rounds
+CALLS_PER_GRAPH = 20
+EAGER_CALLS = 50
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one case is measured: at least `min_rounds` rounds and `min_ms` milliseconds per implementation."""
+    """How long one row is measured: at least `min_rounds` rounds and `min_ms` milliseconds per implementation, as far
+    as `max_ms`, for all of them together, allows."""
 
     min_rounds: int = 20
     min_ms: float = 60.0
     warmup_ms: float = 20.0
+    max_ms: float = float("inf")
 
-    def rounds(self, slowest_ms):
-        return min(MAX_ROUNDS, max(self.min_rounds, int(self.min_ms / max(slowest_ms, 1e-6)) + 1))
+    def rounds(self, estimates):
+        """{name: rounds} for estimates {name: ms of one record}; the fastest one's count is the largest."""
+        fastest = max(min(estimates.values()), 1e-6)
+        most = min(MAX_ROUNDS, max(self.min_rounds, int(self.min_ms / fastest) + 1))
+        counts = {
+            name: most if ms <= COMPARABLE * fastest else max(self.min_rounds, int(most * COMPARABLE * fastest / ms))
+            for name, ms in estimates.items()
+        }
+        share = self.max_ms / sum(counts[name] * ms for name, ms in estimates.items())
+        return {name: max(FEWEST_ROUNDS, int(count * min(1.0, share))) for name, count in counts.items()}
+
+
+class Allowance:
+    """Shares the time of a whole run among its rows: what one row leaves over, the later ones get."""
+
+    OVERRUN = 1.2  # rows that start after this many times the allowance are skipped
+    ADVANCE = 0.25  # the part of the allowance by which compilation may run ahead of an even share
+
+    def __init__(self, seconds, rows):
+        self.seconds, self.rows, self.started = seconds, rows, time.monotonic()
+
+    def spent(self):
+        return time.monotonic() - self.started
+
+    def exhausted(self):
+        return self.spent() > self.OVERRUN * self.seconds
+
+    def behind(self, index):
+        """Whether row `index` starts so late that nothing should be compiled for it."""
+        return self.spent() > self.seconds * (index / self.rows + self.ADVANCE)
+
+    def budget(self, base, index):
+        """The budget of row `index`, counted from 0; a row's set-up costs about as much as its measurement."""
+        share = max(0.0, self.seconds - self.spent()) / max(1, self.rows - index)
+        return replace(base, max_ms=max(1.0, 500.0 * share))
 
 
 class CudaTimer:
-    """Times single calls with CUDA events.
+    """Times with CUDA events; `calls` is how many calls of the implementation one recorded call makes.
 
     Before each call a buffer larger than the L2 cache is overwritten, so that every call starts from the same cache
     state, and so that the host has time to enqueue the call: the events then enclose device work only.
     """
 
     def __init__(self, device):
-        self.device = device
+        self.device, self.calls = device, 1
         self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self.clock = SmClock(device)
         self.spin_up()
@@ -64,35 +104,62 @@ class CudaTimer:
 
     def milliseconds(self, records):
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(stop) for start, stop in records]
+        return [start.elapsed_time(stop) / self.calls for start, stop in records]
 
     def synchronize(self):
         torch.cuda.synchronize(self.device)
 
 
-class CpuTimer:
-    """Times single calls with the host's monotonic clock."""
+class HostTimer:
+    """Times with the host's monotonic clock: `calls` calls, until the device is done; the time of one is reported."""
+
+    def __init__(self, device, calls=1):
+        self.device, self.calls = device, calls
 
     def start_region(self):
-        pass
+        self.synchronize()
 
     def stop_region(self):
         return None
 
     def record(self, call):
+        self.synchronize()
         start = time.perf_counter()
-        call()
+        for _ in range(self.calls):
+            call()
+        self.synchronize()
         return start, time.perf_counter()
 
     def milliseconds(self, records):
-        return [(stop - start) * 1e3 for start, stop in records]
+        return [(stop - start) * 1e3 / self.calls for start, stop in records]
 
     def synchronize(self):
-        pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-def make_timer(device):
-    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
+def make_timers(device):
+    """{timing of a row: timer}."""
+    if device.type != "cuda":
+        return {"event": HostTimer(device), "eager": HostTimer(device)}
+    events = CudaTimer(device)
+    graphs = copy.copy(events)
+    graphs.calls = CALLS_PER_GRAPH
+    return {"event": events, "graph": graphs, "eager": HostTimer(device, EAGER_CALLS)}
+
+
+def captured(call, context):
+    """Replays a CUDA graph of CALLS_PER_GRAPH calls."""
+    graph, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with context():
+        with torch.cuda.stream(side_stream):
+            call()
+        torch.cuda.current_stream().wait_stream(side_stream)
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS_PER_GRAPH):
+                call()
+    return graph.replay
 
 
 class SmClock:
@@ -167,10 +234,10 @@ def read_nvidia_smi(field, device):
 
 
 def warm_up(timer, call, budget):
-    """Runs `call` until `warmup_ms` have passed; returns the shortest time seen (ms)."""
+    """Runs `call` until `warmup_ms` have passed; returns the shortest time of one record seen (ms)."""
     best, spent = float("inf"), 0.0
     for _ in range(MAX_ROUNDS):
-        (elapsed,) = timer.milliseconds([timer.record(call)])
+        elapsed = timer.milliseconds([timer.record(call)])[0] * timer.calls
         best = min(best, elapsed)
         spent += elapsed
         if spent >= budget.warmup_ms:
@@ -181,22 +248,23 @@ def warm_up(timer, call, budget):
 def interleave(timer, calls, budget):
     """Times `calls` ({name: (context factory, function)}) in rounds A B A B …, the order rotated every round.
 
-    The context (choice of an SDPA backend) is entered outside the timed region.
-    Returns ({name: [ms, …]}, mean SM clock in MHz or None).
+    Slow implementations sit some rounds out, evenly spread. The context (choice of an SDPA backend) is entered outside
+    the timed region. Returns ({name: [ms, …]}, mean SM clock in MHz or None).
     """
     estimates = {}
     for name, (context, call) in calls.items():
         with context():
             estimates[name] = warm_up(timer, call, budget)
-    rounds = budget.rounds(min(estimates.values()))
-    if max(estimates.values()) * rounds > 20 * budget.min_ms:
-        rounds = max(budget.min_rounds, int(20 * budget.min_ms / max(estimates.values())))
+    counts = budget.rounds(estimates)
+    rounds = max(counts.values())
     names = list(calls)
     records = {name: [] for name in names}
     timer.start_region()
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
+            if index * counts[name] // rounds == (index + 1) * counts[name] // rounds:
+                continue
             context, call = calls[name]
             with context():
                 records[name].append(timer.record(call))

@@ -1,11 +1,13 @@
 """The one table of attention problems, shared by the tests and the benchmarks (no torch here).
 
 ``BENCH_CELLS`` are the 36 benchmark cells. ``pairwise_cases`` covers every pair of feature values with few
-problems, ``full_cases`` is the whole product of a reduced set of values.
+problems, ``full_cases`` is the whole product of a reduced set of values. ``BENCH_GROUPS`` is what the benchmarks
+measure beside the cells: other head dims, GQA, windows, packed sequences, features, launch-bound shapes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -23,7 +25,8 @@ class Case:
     ``kind`` says how sequences lie in memory: ``dense`` (batch, seqlen, ...), or concatenated rows: ``packed``
     (no gaps), ``padded`` (rows after the last sequence), ``seqused`` (fewer keys used than stored) and ``leftpad``
     (unused rows before the keys). ``page_size`` 0 means K/V are not paged. ``alibi``: ``none``, ``heads`` for
-    slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded.
+    slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded. ``seqlens`` states
+    the lengths of packed sequences where they matter (benchmarks), of queries and keys alike.
     """
 
     batch: int
@@ -40,6 +43,7 @@ class Case:
     dropout: float = 0.0
     kind: str = "dense"
     page_size: int = 0
+    seqlens: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
@@ -53,6 +57,7 @@ class Case:
         parts += [f"p{self.dropout:g}"] * (self.dropout > 0)
         parts += [self.kind]
         parts += [f"page{self.page_size}"] * (self.page_size > 0)
+        parts += [f"{len(self.seqlens)}seqs{sum(self.seqlens)}"] * (len(self.seqlens) > 0)
         return "-".join(parts)
 
     @property
@@ -62,17 +67,57 @@ class Case:
         return full // 2 if self.causal else full
 
 
-def bench_cells(dtype: str = "bfloat16") -> list[Case]:
-    """Head dim 64/128/256 x causal x seqlen 512..16384 with batch * seqlen = 16384 and heads * head_dim = 2048."""
+def bench_cells(head_dims=(64, 128, 256), dtype: str = "bfloat16") -> list[Case]:
+    """Head dim x causal x seqlen 512..16384 with batch * seqlen = 16384 and heads * head_dim = 2048 (or just below)."""
     return [
         Case(16384 // s, s, s, 2048 // d, 2048 // d, d, dtype, causal=causal)
-        for d in (64, 128, 256)
+        for d in head_dims
         for causal in (False, True)
         for s in (512, 1024, 2048, 4096, 8192, 16384)
     ]
 
 
+# 16 sequences of 128 to 4096 tokens, 28788 in all.
+VARLEN_SEQLENS = (2245, 3638, 623, 2455, 472, 128, 351, 1467, 1689, 1637, 4096, 1958, 370, 2039, 2228, 3392)
+
+
+def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
+    """The benchmark's problems beside the cells, by the group in which their score is reported."""
+    longest = max(VARLEN_SEQLENS)
+    feature = Case(4, 4096, 4096, 16, 16, 128, dtype, causal=True)
+    return {
+        "dims": bench_cells((96, 192), dtype),
+        "gqa": [Case(b, s, s, 32, 8, 128, dtype, causal=True) for b, s in ((8, 2048), (2, 8192))],
+        "window": [
+            Case(2, 8192, 8192, 16, 16, 128, dtype, causal=True, window=(1024, -1)),
+            Case(1, 16384, 16384, 16, 16, 128, dtype, causal=True, window=(4096, -1)),
+        ],
+        "varlen": [
+            Case(16, longest, longest, 16, 16, 128, dtype, causal, kind="packed", seqlens=VARLEN_SEQLENS)
+            for causal in (False, True)
+        ],
+        "features": [
+            dataclasses.replace(feature, **variant)
+            for variant in ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1})
+        ],
+        "small": small_cases(dtype),
+    }
+
+
+def small_cases(dtype: str) -> list[Case]:
+    """Batch 1: fewer thread blocks than a GPU has multiprocessors, or so little work that launching dominates."""
+    square = [(s, s, h, d, True) for d in (64, 128) for s, h in ((128, 4), (128, 16), (512, 4), (512, 16))]
+    few_queries = [
+        (1, 512, 16, 128, False),
+        (1, 4096, 16, 128, False),
+        (16, 2048, 8, 64, False),
+        (64, 512, 2, 256, False),
+    ]
+    return [Case(1, sq, sk, h, h, d, dtype, causal=causal) for sq, sk, h, d, causal in square + few_queries]
+
+
 BENCH_CELLS = bench_cells()
+BENCH_GROUPS = bench_groups()
 
 # Every pair of values of two of these features occurs in some pairwise case.
 FEATURES: dict[str, tuple] = {
@@ -162,3 +207,18 @@ def full_cases() -> list[Case]:
     """The whole product of FULL_FEATURES."""
     rows = (dict(zip(FULL_FEATURES, values)) for values in itertools.product(*FULL_FEATURES.values()))
     return [_case(row) for row in rows if _allowed(row)]
+
+
+def has_yardstick(row):
+    """False where every row sees one key at most: plain attention's dq and dk are exactly 0 then, also in half
+    precision. test_backward.py::test_single_key_under_dropout has the bound that holds instead.
+    """
+    single = row.get("window") == (0, 0) or row.get("lengths") == (1, 1)
+    return not (single and row.get("dropout", 0) > 0 and row.get("dtype") in ("float16", "bfloat16"))
+
+
+def training_cases(device: str) -> list[Case]:
+    """Pairwise combinations of what has a backward: no key padding, no pages."""
+    features = {key: values for key, values in FEATURES.items() if key != "page_size"}
+    features.update(kind=("dense", "packed", "padded"), dtype=DTYPES[device])
+    return [_case(row) for row in pairwise(features, lambda row: has_yardstick({"dtype": "float16", **row}))]

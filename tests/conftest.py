@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest
 import torch
-from cases import full_cases, pairwise_cases
+from cases import full_cases, pairwise_cases, training_cases
 
 SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
 
@@ -67,6 +67,9 @@ def pytest_generate_tests(metafunc):
         full = metafunc.config.getoption("--full")
         pairs = [(d, c) for d in devices for c in pairwise_cases(d) + (full_cases() if full else [])]
         metafunc.parametrize("device,case", pairs, ids=[f"{d}-{c.id}" for d, c in pairs], indirect=["device"])
+    elif "training_case" in metafunc.fixturenames:
+        pairs = [(d, c) for d in devices for c in training_cases(d)]
+        metafunc.parametrize("device,training_case", pairs, ids=[f"{d}-{c.id}" for d, c in pairs], indirect=["device"])
     elif "device" in metafunc.fixturenames:
         metafunc.parametrize("device", devices, indirect=True)
 

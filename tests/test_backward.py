@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import DTYPES, FEATURES, GQA_RATIOS, HEAD_DIMS, Case, pairwise
+from cases import GQA_RATIOS, HEAD_DIMS, Case
 from harness import Problem, expected, make_problem, run
 from reference import assert_gradient_accurate
 
@@ -20,23 +20,8 @@ from flash_attn import (
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward
 
 DTYPE = "bfloat16"
-TRAINING_FEATURES = {key: values for key, values in FEATURES.items() if key not in ("page_size", "dtype")}
-TRAINING_FEATURES["kind"] = ("dense", "packed", "padded")
-
-
-def has_yardstick(row):
-    """False where every row sees one key at most: plain attention's dq and dk are exactly 0 then, also in half
-    precision. test_single_key_under_dropout has the bound that holds instead.
-    """
-    single = row.get("window") == (0, 0) or row.get("lengths") == (1, 1)
-    return not (single and row.get("dropout", 0) > 0 and row.get("dtype") in ("float16", "bfloat16"))
-
-
-def training_cases(device):
-    features = {**TRAINING_FEATURES, "dtype": DTYPES[device]}
-    for row in pairwise(features, lambda row: has_yardstick({"dtype": "float16", **row})):
-        (sq, sk), (h, h_k) = row.pop("lengths"), row.pop("heads")
-        yield Case(batch=4, seqlen_q=sq, seqlen_k=sk, nheads=h, nheads_k=h_k, **row)
+# The dtype of tests that compare closely: the CPU has float32.
+CLOSE_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def gradients(problem: Problem, dout, dtype, keep=None, **overrides):
@@ -66,13 +51,10 @@ def check_training_step(problem: Problem, dout=None, **overrides):
     return grads
 
 
-@pytest.mark.devices("cpu")
-@pytest.mark.parametrize("training_case", list(training_cases("cpu")), ids=lambda c: c.id)
 def test_feature_combinations(device, training_case):
     check_training_step(make_problem(training_case, device))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(0, 5), (5, 0), (1, 1), (1, 300), (300, 1), (129, 127), (700, 600)])
 def test_sequence_lengths(device, seqlen_q, seqlen_k):
     for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 20))):
@@ -80,7 +62,6 @@ def test_sequence_lengths(device, seqlen_q, seqlen_k):
         check_training_step(make_problem(case, device))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize(
     "features", ({"causal": True}, {"window": (900, 300), "softcap": 9.0}, {"dropout": 0.2}), ids=str
 )
@@ -88,19 +69,16 @@ def test_many_key_blocks(device, features):
     check_training_step(make_problem(Case(1, 300, 2000, 2, 1, 32, DTYPE, **features), device))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251))
 def test_head_dims(device, head_dim):
     check_training_step(make_problem(Case(1, 50, 90, 2, 1, head_dim, "float16", causal=True), device))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("ratio", GQA_RATIOS)
 def test_gqa_ratios(device, ratio):
     check_training_step(make_problem(Case(2, 40, 60, ratio * 2, 2, 64, DTYPE, causal=True), device))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("scale", (0.0, -0.3, 1.0))
 def test_softmax_scales(device, scale):
     for softcap in (0.0, 5.0):
@@ -108,14 +86,12 @@ def test_softmax_scales(device, scale):
         check_training_step(problem, softmax_scale=scale)
 
 
-@pytest.mark.devices("cpu")
 def test_fully_masked_rows_have_no_gradient(device):
     problem = make_problem(Case(2, 200, 50, 2, 1, 64, DTYPE, causal=True), device)
     dq, dk, dv = check_training_step(problem)
     assert (dq[:, :150] == 0).all() and torch.isfinite(dk).all() and torch.isfinite(dv).all()
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("dtype,unit", [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
 def test_single_key_under_dropout(device, dtype, unit):
     """dq is 0 but for the rounding of out, from which rowsum(dout * out) is taken, times the key."""
@@ -129,7 +105,6 @@ def test_single_key_under_dropout(device, dtype, unit):
     assert (dq.abs() <= bound).all()
 
 
-@pytest.mark.devices("cpu")
 def test_lse_of_minus_120(device):
     """Columns beyond the keys must not count when exp(-LSE) is huge."""
     problem = make_problem(Case(1, 70, 67, 1, 1, 64, "float16"), device)
@@ -138,7 +113,6 @@ def test_lse_of_minus_120(device):
     check_training_step(problem, softmax_scale=2.0)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("layout", ("expanded", "transposed", "strided"))
 def test_dout_of_any_strides(device, layout):
     problem = make_problem(Case(2, 60, 80, 2, 2, 64, DTYPE), device)
@@ -151,11 +125,11 @@ def test_dout_of_any_strides(device, layout):
     check_training_step(problem, dout=dout)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("dropout_p", (0.0, 0.3))
 def test_packed_gradients_equal_the_separate_ones(device, dropout_p):
-    qkv = torch.randn(2, 70, 3, 4, 64, device=device, dtype=torch.float32)
-    dout = torch.randn(2, 70, 4, 64, device=device)
+    dtype = getattr(torch, CLOSE_DTYPE[device])
+    qkv = torch.randn(2, 70, 3, 4, 64, device=device, dtype=dtype)
+    dout = torch.randn(2, 70, 4, 64, device=device, dtype=dtype)
     cu = torch.tensor([0, 70, 140], dtype=torch.int32, device=device)
 
     def gradient(function):
@@ -164,19 +138,19 @@ def test_packed_gradients_equal_the_separate_ones(device, dropout_p):
         out = function(leaf)
         return torch.autograd.grad(out, leaf, dout.view(out.shape))[0]
 
-    options = {"dropout_p": dropout_p, "causal": True}
+    options = {"dropout_p": dropout_p, "causal": True, "deterministic": True}
     separate = gradient(lambda x: flash_attn_func(*x.unbind(2), **options))
     assert torch.equal(separate, gradient(lambda x: flash_attn_qkvpacked_func(x, **options)))
     assert torch.equal(separate, gradient(lambda x: flash_attn_kvpacked_func(x[:, :, 0], x[:, :, 1:], **options)))
     packed = gradient(lambda x: flash_attn_varlen_qkvpacked_func(x.flatten(0, 1), cu, 70, **options))
-    torch.testing.assert_close(separate, packed, atol=1e-6, rtol=1e-5)
+    tolerance = {"atol": 1e-6, "rtol": 1e-5} if device == "cpu" else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(separate, packed, **tolerance)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("kind", ("dense", "varlen"))
 def test_gradients_land_in_the_given_tensors(device, kind):
     """dq, dk and dv as views of one (..., 3, h, d) buffer, as transposed views, and as None."""
-    problem = make_problem(Case(2, 50, 50, 4, 4, 64, "float32", causal=True), device)
+    problem = make_problem(Case(2, 50, 50, 4, 4, 64, CLOSE_DTYPE[device], causal=True), device)
     out, lse, _, state = _flash_attn_forward(
         problem.q, problem.k, problem.v, 0.0, 0.125, True, -1, -1, 0.0, None, False
     )
@@ -184,7 +158,7 @@ def test_gradients_land_in_the_given_tensors(device, kind):
     cu = torch.tensor([0, 50, 100], dtype=torch.int32, device=device)
 
     def backward(dq, dk, dv):
-        tail = (0.0, 0.125, True, -1, -1, 0.0, None, False, state)
+        tail = (0.0, 0.125, True, -1, -1, 0.0, None, True, state)
         if kind == "dense":
             return _flash_attn_backward(dout, problem.q, problem.k, problem.v, out, lse, dq, dk, dv, *tail)
         flat = [x.flatten(0, 1) for x in (dout, problem.q, problem.k, problem.v, out)]
@@ -197,16 +171,17 @@ def test_gradients_land_in_the_given_tensors(device, kind):
     plain = [torch.empty_like(shaped(x)) for x in (problem.q, problem.k, problem.v)]
     softmax_d = backward(*plain)
     check_gradients(problem, dout, [x.view(problem.q.shape) for x in plain])
-    delta = (dout * out).sum(-1).transpose(1, 2)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     if kind == "dense":
         assert softmax_d.shape == (2, 4, 128) and (softmax_d[..., 50:] == 0).all()
         torch.testing.assert_close(softmax_d[..., :50], delta)
     else:
         assert softmax_d.shape == (4, 100 + 2 * 128)
-    buffer = torch.full((*plain[0].shape[:-2], 3, 4, 64), float("nan"), device=device)
+    poison = {"fill_value": float("nan"), "device": device, "dtype": out.dtype}
+    buffer = torch.full((*plain[0].shape[:-2], 3, 4, 64), **poison)
     backward(*buffer.unbind(-3))
     assert all(torch.equal(a, b) for a, b in zip(plain, buffer.unbind(-3)))
-    turned = torch.full((3, 4, 64, *plain[0].shape[:-2]), float("nan"), device=device)
+    turned = torch.full((3, 4, 64, *plain[0].shape[:-2]), **poison)
     views = [x.movedim((0, 1), (-2, -1)) for x in turned]
     backward(*views)
     assert all(torch.equal(a, b) for a, b in zip(plain, views))
@@ -216,9 +191,8 @@ def test_gradients_land_in_the_given_tensors(device, kind):
     assert torch.equal(alone, plain[1])
 
 
-@pytest.mark.devices("cpu")
 def test_varlen_rows_of_no_sequence_have_zero_gradient(device):
-    problem = make_problem(Case(4, 60, 90, 2, 1, 64, "float32", kind="padded", causal=True), device)
+    problem = make_problem(Case(4, 60, 90, 2, 1, 64, CLOSE_DTYPE[device], kind="padded", causal=True), device)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     ours = dataclasses.replace(problem, q=leaves[0], k=leaves[1], v=leaves[2])
     out = run(ours)[0]
@@ -241,7 +215,6 @@ def test_gradcheck(device, features):
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (problem.q, problem.k, problem.v)])
 
 
-@pytest.mark.devices("cpu")
 def test_backward_repeats_bitwise(device):
     problem = make_problem(Case(2, 200, 300, 4, 2, 64, DTYPE, causal=True), device)
     dout = torch.randn_like(problem.q)
@@ -253,17 +226,17 @@ def test_backward_repeats_bitwise(device):
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
 
 
-@pytest.mark.devices("cpu")
 def test_gradients_of_single_inputs(device):
     """Only what requires a gradient gets one."""
-    problem = make_problem(Case(1, 20, 30, 2, 2, 32, "float32"), device)
+    problem = make_problem(Case(1, 20, 30, 2, 2, 32, CLOSE_DTYPE[device]), device)
     dout = torch.randn_like(problem.q)
     exact = gradients(problem, dout, torch.float64)
     for i in range(3):
         tensors = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
         tensors[i].requires_grad_()
         flash_attn_func(*tensors).backward(dout)
-        torch.testing.assert_close(tensors[i].grad.double(), exact[i], atol=1e-4, rtol=1e-4)
+        tolerance = 1e-4 if device == "cpu" else 2e-2
+        torch.testing.assert_close(tensors[i].grad.double(), exact[i], atol=tolerance, rtol=tolerance)
         assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
 
 
@@ -304,17 +277,6 @@ def test_double_backward_is_refused(device):
     grad = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError):
         grad.sum().backward()
-
-
-@pytest.mark.devices("cuda")
-@pytest.mark.parametrize("kind", ("dense", "packed"))
-def test_backward_says_that_it_is_missing(device, kind):
-    problem = make_problem(Case(4, 20, 30, 2, 2, 64, DTYPE, kind=kind), device)
-    problem.q.requires_grad_()
-    out = run(problem)[0]
-    name = "bwd" if kind == "dense" else "varlen_bwd"
-    with pytest.raises(NotImplementedError, match=f"^{name}: not implemented for CUDA tensors yet"):
-        out.sum().backward()
 
 
 def test_flash_attn_varlen_func_is_differentiable_in_every_input():

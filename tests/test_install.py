@@ -97,8 +97,11 @@ def test_target_can_be_chosen(monkeypatch):
     assert target_env.find_target_torch(ROOT) is None
 
 
-def test_commit_outside_a_checkout(tmp_path):
+def test_commit_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASH_ATTN_BUILD_COMMIT", raising=False)
     assert machine.commit_of(tmp_path) == "unknown"
+    monkeypatch.setenv("FLASH_ATTN_BUILD_COMMIT", "abc123")
+    assert machine.commit_of(tmp_path) == "abc123"
 
 
 # ---- installs --------------------------------------------------------------------------------------------------------

@@ -132,7 +132,6 @@ def test_varlen_packed_forms_equal_the_plain_one(device, options):
         assert len(actual) == 3 and all(torch.equal(a, b) for a, b in zip(actual, expected))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("varlen", (False, True))
 def test_packed_gradients_are_one_buffer(device, varlen):
     """The gradient of a packed tensor equals the plain gradients bitwise and is contiguous, as one allocation is."""
@@ -188,7 +187,6 @@ def test_gradients_of_varlen_output_and_lse(device):
     assert torch.autograd.gradcheck(call, (q, k, v))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_lse_gradient_keeps_its_digits_in_half_precision(device, dtype):
     """A gradient of the LSE that dtype would round is not rounded: error within that of rounding dq itself."""
@@ -202,7 +200,6 @@ def test_lse_gradient_keeps_its_digits_in_half_precision(device, dtype):
     assert (dq.double() - expected).abs().max() <= 2 * rounding
 
 
-@pytest.mark.devices("cpu")
 def test_lse_gradient_with_large_head_dim_is_an_error(device):
     q = tensor(device, 1, 3, 1, 256, grad=True)
     lse = flash_attn_func(q, q, q, return_attn_probs=True)[1]
@@ -211,7 +208,6 @@ def test_lse_gradient_with_large_head_dim_is_an_error(device):
         lse.sum().backward()
 
 
-@pytest.mark.devices("cpu")
 def test_second_backward_is_an_error(device):
     q, k, v = (tensor(device, 1, 4, 2, 8, grad=True) for _ in "qkv")
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
@@ -219,7 +215,6 @@ def test_second_backward_is_an_error(device):
         dq.sum().backward()
 
 
-@pytest.mark.devices("cpu")
 def test_torch_func_grad(device):
     q, k, v = (tensor(device, 1, 4, 2, 8) for _ in "qkv")
     actual = torch.func.grad(lambda q: flash_attn_func(q, k, v).square().sum())(q)
@@ -228,7 +223,6 @@ def test_torch_func_grad(device):
     assert torch.equal(actual, leaf.grad)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("argument", ("seqused_k", "leftpad_k", "block_table"))
 def test_forward_only_arguments_say_so_in_the_backward(device, argument):
     q = tensor(device, 6, 2, 8, grad=True)
@@ -241,7 +235,6 @@ def test_forward_only_arguments_say_so_in_the_backward(device, argument):
         out.sum().backward()
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_checkpoint_repeats_the_dropout(device, use_reentrant):
     q, k, v = (tensor(device, 2, 20, 2, 16, grad=True) for _ in "qkv")
@@ -259,7 +252,6 @@ def test_checkpoint_repeats_the_dropout(device, use_reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-@pytest.mark.devices("cpu")
 def test_only_inputs_that_ask_for_a_gradient_get_one(device):
     q, k, v = (tensor(device, 1, 4, 2, 8, grad=grad) for grad in (False, True, False))
     out, lse, dmask = flash_attn_func(q, k, v, dropout_p=0.5, return_attn_probs=True)

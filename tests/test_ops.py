@@ -50,7 +50,6 @@ def test_opcheck_forward(device):
     opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device)))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("packing", (1, 2, 3))
 def test_opcheck_forward_with_gradient(device, packing):
     if packing == 1:
@@ -63,12 +62,10 @@ def test_opcheck_forward_with_gradient(device, packing):
     opcheck(CORE.fwd.default, dense_arguments(tensors))
 
 
-@pytest.mark.devices("cpu")
 def test_opcheck_varlen_forward_with_gradient(device):
     opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device, grad=True)))
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("with_dlse", (False, True))
 def test_opcheck_backward(device, with_dlse):
     q, k, v = dense_inputs(device)
@@ -85,7 +82,6 @@ def test_opcheck_public_forward(device):
     opcheck(interface._flash_attn_varlen_forward, (*tensors, 9, 9, *OPTIONS[:3]), {"window_size_left": 3})
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("given", (False, True))
 def test_opcheck_public_backward(device, given):
     q, k, v = dense_inputs(device)
@@ -159,7 +155,6 @@ def test_public_forward_equals_the_function(device):
     assert dmask.shape == (0,) and rng_state.dtype == torch.int64 and rng_state.shape == (2,)
 
 
-@pytest.mark.devices("cpu")
 def test_public_backward_writes_any_strides(device):
     """Gradients land in strided slices, in transposed memory, from a transposed LSE and an expanded dout."""
     q, k, v = dense_inputs(device)
@@ -179,7 +174,6 @@ def test_public_backward_writes_any_strides(device):
     assert softmax_d.shape == (BATCH, HEADS, 128) and softmax_d.dtype == torch.float32
 
 
-@pytest.mark.devices("cpu")
 def test_public_varlen_backward_equals_autograd(device):
     q, k, v, cu_q, cu_k = varlen_inputs(device, grad=True)
     out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=0.25, causal=True)
@@ -259,7 +253,6 @@ def test_compiled_forward(device, backend, dynamic):
     assert_same(lambda q, k, v: flash_attn_func(q, k, v, causal=True) * 2, dense_inputs(device), backend, dynamic)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_compiled_gradients(device, backend, dynamic):
@@ -269,7 +262,6 @@ def test_compiled_gradients(device, backend, dynamic):
     assert_same(dense, dense_inputs(device, grad=True), backend, dynamic)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_packed_gradients(device, backend):
     qkv = tensor(device, BATCH, SEQLEN_Q, 3, HEADS, HEAD_DIM, grad=True)
@@ -279,7 +271,6 @@ def test_compiled_packed_gradients(device, backend):
     assert_same(lambda q, kv: flash_attn_kvpacked_func(q, kv), (q, kv), backend)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_varlen_with_one_cu_seqlens_tensor(device, backend):
     """q and k share cu_seqlens, which an autograd.Function could not take twice under torch.compile."""
@@ -290,7 +281,9 @@ def test_compiled_varlen_with_one_cu_seqlens_tensor(device, backend):
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 9, 9, causal=True)
 
     assert_same(varlen, (q, k, v, cu_seqlens), backend)
-    assert_same(lambda x, cu: flash_attn_varlen_func(x, x, x, cu, cu, 9, 9), (q, cu_seqlens), backend)
+    # One tensor as q, k and v: its three gradients are summed outside of our operators, by inductor without rounding in
+    # between, so that only a backend without fusion repeats eager's bits in half precision.
+    assert_same(lambda x, cu: flash_attn_varlen_func(x, x, x, cu, cu, 9, 9), (q, cu_seqlens), "aot_eager")
     qkv = tensor(device, 14, 3, HEADS, HEAD_DIM, grad=True)
     assert_same(lambda x, cu: flash_attn_varlen_qkvpacked_func(x, cu, 9), (qkv, cu_seqlens), backend)
 
@@ -301,7 +294,6 @@ def test_compiled_varlen_with_tensor_max_seqlen(device):
     assert_same(flash_attn_varlen_func, (q, k, v, cu_q.long(), cu_k.long(), longest, longest), "aot_eager")
 
 
-@pytest.mark.devices("cpu")
 def test_compiled_dynamic_shapes_do_not_recompile(device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -314,7 +306,6 @@ def test_compiled_dynamic_shapes_do_not_recompile(device):
     assert graphs == graphs[:1] * 3
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_dropout_draws_from_the_default_generator(device, backend):
     q, k, v = dense_inputs(device)

@@ -12,12 +12,13 @@ from errors import BuildError
 
 SUPPORTED_ARCHS = ("80", "90")
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
-INSTANTIATION = re.compile(r"flash_fwd_hdim(?P<head_dim>\d+)_(?P<dtype>fp16|bf16)_sm80")
+INSTANTIATION = re.compile(r"flash_(?P<direction>fwd|bwd)_hdim(?P<head_dim>\d+)_(?P<dtype>fp16|bf16)_sm80")
 
 
 @dataclass(frozen=True)
 class KernelFile:
     path: Path
+    direction: str  # fwd or bwd
     head_dim: int
     dtype: str
 
@@ -47,10 +48,10 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
         name = INSTANTIATION.fullmatch(path.stem)
         if name is None:
             raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_bf16_sm80.cu")
-        files.append(KernelFile(path, int(name["head_dim"]), name["dtype"]))
+        files.append(KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"]))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in src/instantiations, found none")
-    return sorted(files, key=lambda f: (f.head_dim, f.dtype))
+    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction))
 
 
 def select(files: list[KernelFile], head_dims: list[str] | None, dtypes: list[str] | None) -> list[KernelFile]:
@@ -77,10 +78,10 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
 
 
 def interface_digest(source_dir: Path) -> str:
-    """Digest of flash.h and all that it includes of ours: the binding and the kernels must agree on these structs."""
+    """Digest of flash.h, the tiles and all that they include of ours: what binding and kernels must agree on."""
     digest = hashlib.sha256()
     seen: set[str] = set()
-    waiting = ["flash.h"]
+    waiting = ["flash.h", "../plan/tiles.h"]
     while waiting:
         name = waiting.pop()
         path = source_dir / "src" / name
@@ -98,7 +99,8 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
     instantiation that a subset leaves out, so that the binding links against any archive."""
     stubs = "".join(
         f"template <>\n"
-        f"cudaError_t run_mha_fwd_<Dtype::{DTYPES[f.dtype]}, {f.head_dim}>(const Flash_fwd_params&, cudaStream_t) {{\n"
+        f"cudaError_t run_mha_{f.direction}_<Dtype::{DTYPES[f.dtype]}, {f.head_dim}>("
+        f"const Flash_{f.direction}_params&, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"
         for f in left_out

@@ -195,5 +195,28 @@ inline void max_seqlen(const char* name, int64_t value) {
   if (value < 0) fail(name, "expected a value >= 0, got ", value);
 }
 
+// A tensor of the backward that has q's dtype and the shape of a forward tensor; any strides.
+inline void like(const char* name, const at::Tensor& tensor, const at::Tensor& forward, const at::Tensor& q) {
+  device(name, tensor, q);
+  dtype_of_q(name, tensor, q);
+  shape(name, tensor, forward.sizes());
+}
+
+inline void lse(const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
+  device("softmax_lse", tensor, q);
+  dtype("softmax_lse", tensor, at::kFloat);
+  shape("softmax_lse", tensor, expected);
+}
+
+inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, const at::Tensor& q) {
+  if (p_dropout == 0.0) return;
+  const char* expected = "expected the int64 (2,) state that the forward returned when p_dropout > 0, got ";
+  if (!state.has_value()) fail("rng_state", expected, "None");
+  device("rng_state", *state, q);
+  if (state->scalar_type() != at::kLong || state->sizes() != at::IntArrayRef({2}) || !state->is_contiguous()) {
+    fail("rng_state", expected, dtype_name(state->scalar_type()), " ", state->sizes());
+  }
+}
+
 }  // namespace checks
 }  // namespace flash

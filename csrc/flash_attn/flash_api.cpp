@@ -1,7 +1,5 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,10 +8,13 @@
 #include <torch/version.h>
 
 #include <array>
-#include <atomic>
 #include <string>
+#include <utility>
 
 #include "checks.h"
+#include "describe.h"
+#include "launch_check.h"
+#include "plan/grid.h"
 #include "plan/tiles.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
@@ -21,156 +22,12 @@
 namespace flash {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-using OptionalGenerator = std::optional<at::Generator>;
-
 constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of it, as FlashAttention-2 does
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// ---- device ----------------------------------------------------------------------------------------------------
-
-// Compute capability of each device as 10 * major + minor; 0 = not asked yet.
-int compute_capability(int device) {
-  static std::array<std::atomic<int>, 64> cache{};
-  std::atomic<int>& entry = cache[device % 64];
-  if (entry == 0) {
-    int major = 0, minor = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    entry = 10 * major + minor;
-  }
-  return entry;
-}
-
-void check_device_supported(const at::Tensor& q) {
-  const int64_t capability = compute_capability(q.device().index());
-  if (capability < 80) {
-    checks::fail("q", "expected a tensor on a GPU of compute capability 8.0 or higher, got one on ", q.device(),
-                 " of compute capability ", capability / 10, ".", capability % 10);
-  }
-}
-
-void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
-  if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
-  const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
-  const std::string what =
-      std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
-  const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
-  if (status == cudaErrorNotSupported) {
-    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), false).head_dim;
-    checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
-                 tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16", build);
-  }
-  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-    checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,
-                 ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability, build);
-  }
-  checks::fail(what.c_str(), "launch failed: ", cudaGetErrorString(status));
-}
-
-// ---- description of tensors --------------------------------------------------------------------------------------
-
-// The kernels move 16-byte chunks. Strides of axes of size 1 do not matter.
-bool is_aligned(const at::Tensor& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
-  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) % 8 != 0) return false;
-  }
-  return true;
-}
-
-at::Tensor aligned(const at::Tensor& tensor) {
-  return tensor.numel() == 0 || is_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
-// (batch or pages, rows, heads, d) or (rows, heads, d).
-MatrixStrides matrix_strides(const at::Tensor& tensor) {
-  MatrixStrides strides;
-  strides.batch = tensor.dim() == 4 ? tensor.stride(0) : 0;
-  strides.row = tensor.stride(-3);
-  strides.head = tensor.stride(-2);
-  return strides;
-}
-
-struct Scores {
-  double softmax_scale;
-  bool is_causal;
-  int64_t window_left, window_right;
-  double softcap;
-  const OptionalTensor& alibi_slopes;
-};
-
-Window make_window(const Scores& scores) {
-  auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
-  Window window{side(scores.window_left), side(scores.window_right)};
-  if (scores.is_causal) window.right = 0;
-  return window;
-}
-
-void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
-  constexpr double kLog2e = 1.4426950408889634;
-  params.scale_softmax = static_cast<float>(scores.softmax_scale);
-  params.softcap = static_cast<float>(scores.softcap);
-  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
-  params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
-  params.window = make_window(scores);
-  if (scores.alibi_slopes.has_value()) {
-    params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
-    params.alibi_slopes_batch_stride = scores.alibi_slopes->dim() == 2 ? scores.alibi_slopes->stride(0) : 0;
-  }
-}
-
-void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& out, const at::Tensor& lse) {
-  params.q_ptr = q.const_data_ptr();
-  params.k_ptr = k.const_data_ptr();
-  params.v_ptr = v.const_data_ptr();
-  params.o_ptr = out.mutable_data_ptr();
-  params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
-  params.q_strides = matrix_strides(q);
-  params.k_strides = matrix_strides(k);
-  params.v_strides = matrix_strides(v);
-  params.o_strides = matrix_strides(out);
-  params.h = static_cast<int>(q.size(-2));
-  params.h_k = static_cast<int>(k.size(-2));
-  params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
-  params.d = static_cast<int>(q.size(-1));
-  params.seqlen_q = static_cast<int>(q.size(-3));
-  params.seqlen_k = static_cast<int>(k.size(-3));
-  params.device = q.device().index();
-}
-
-// ---- dropout ------------------------------------------------------------------------------------------------------
-
-// P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
-void set_params_dropout(Flash_fwd_params& params, double p_dropout, const OptionalGenerator& gen,
-                        const at::Tensor& rng_state) {
-  if (p_dropout == 0.0) return;
-  constexpr double kRange = 4294967296.0;
-  const double threshold = std::min(std::nearbyint(p_dropout * kRange), kRange - 1.0);
-  params.has_dropout = true;
-  params.dropout.threshold = static_cast<uint32_t>(threshold);
-  params.dropout.keep_scale = static_cast<float>(kRange / (kRange - threshold));
-  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
-  auto* generator =
-      at::get_generator_or_default<at::CUDAGeneratorImpl>(gen, at::cuda::detail::getDefaultCUDAGenerator());
-  const std::lock_guard<std::mutex> lock(generator->mutex_);
-  // The mask is keyed by the offset as a whole, so the least step that torch allows makes it new.
-  const at::PhiloxCudaState state = generator->philox_cuda_state(4);
-  PhiloxState& philox = params.dropout.state;
-  if (state.captured_) {
-    philox.seed_ptr = state.seed_.ptr;
-    philox.offset_ptr = state.offset_.ptr;
-    philox.offset = state.offset_intragraph_;
-  } else {
-    philox.seed = state.seed_.val;
-    philox.offset = state.offset_.val;
-  }
-}
-
-// ---- launch ---------------------------------------------------------------------------------------------------------
+// ---- forward
+// ---------------------------------------------------------------------------------------------------------
 
 void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -208,7 +65,8 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   set_params_scores(params, scores);
   if (returns_probabilities) params.p_ptr = probabilities.mutable_data_ptr();
   if (launches) {
-    set_params_dropout(params, p_dropout, gen, rng_state);
+    set_params_dropout(params, p_dropout);
+    if (params.has_dropout) draw_philox_state(params, gen, rng_state);
     run_mha_fwd(params, q);
   }
   if (out_.has_value() && !direct) {
@@ -216,6 +74,92 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     out = *out_;
   }
   return {out, lse, probabilities, rng_state};
+}
+
+// ---- backward
+// ----------------------------------------------------------------------------------------------------------
+
+void run_mha_bwd(const Flash_bwd_params& params, const at::Tensor& q) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    check_launch(run_softmax_d_<kDtype>(params, stream), "softmax_d_kernel", q);
+    check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }),
+                 "flash_bwd_kernel", q);
+  });
+}
+
+// Where a gradient is computed: the caller's tensor if the kernels can write it, else a new one that is copied there.
+struct Gradient {
+  at::Tensor result;
+  at::Tensor computed;
+
+  Gradient(const OptionalTensor& given, const at::Tensor& forward)
+      : result(given.has_value() ? *given : at::empty(forward.sizes(), forward.options())),
+        computed(is_aligned(result) ? result : at::empty(forward.sizes(), forward.options())) {}
+
+  void finish() {
+    if (!computed.is_same(result)) result.copy_(computed);
+  }
+};
+
+// fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode a turn counter for each tile.
+std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
+  const plan::BwdTile tile = plan::bwd_tile(params.d);
+  const int64_t tiles =
+      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, tile.block_m);
+  at::Tensor dq_accum = at::zeros({tiles, tile.block_m, tile.head_dim}, q.options().dtype(at::kFloat));
+  at::Tensor turns = at::zeros({deterministic ? tiles : 0}, q.options().dtype(at::kInt));
+  params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
+  params.dq_turns_ptr = deterministic ? turns.mutable_data_ptr<int>() : nullptr;
+  return {dq_accum, turns};
+}
+
+struct Gradients {
+  const at::Tensor& dout;
+  const OptionalTensor& dq;
+  const OptionalTensor& dk;
+  const OptionalTensor& dv;
+};
+
+void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& out) {
+  checks::like("dout", gradients.dout, q, q);
+  checks::like("out", out, q, q);
+  if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q, q);
+  if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k, q);
+  if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v, q);
+}
+
+std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradients, const at::Tensor& q,
+                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                                 const Scores& scores, double p_dropout, bool deterministic,
+                                 const OptionalTensor& rng_state) {
+  const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
+                   dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous();
+  Gradient dq(gradients.dq, q), dk(gradients.dk, k), dv(gradients.dv, v);
+  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  params.d_rows = static_cast<int>(plan::softmax_d_rows(is_varlen, params.b, q.size(-3)));
+  at::Tensor softmax_d = is_varlen ? at::zeros({q.size(-2), params.d_rows}, lse.options())
+                                   : at::zeros({params.b, q.size(-2), params.d_rows}, lse.options());
+  set_params_tensors(params, q_aligned, k_aligned, v_aligned, out_aligned, lse_contiguous);
+  set_params_scores(params, scores);
+  set_params_dropout(params, p_dropout);
+  if (params.has_dropout) reuse_philox_state(params, *rng_state);
+  params.do_ptr = dout_aligned.const_data_ptr();
+  params.dq_ptr = dq.computed.mutable_data_ptr();
+  params.dk_ptr = dk.computed.mutable_data_ptr();
+  params.dv_ptr = dv.computed.mutable_data_ptr();
+  params.do_strides = matrix_strides(dout_aligned);
+  params.dq_strides = matrix_strides(dq.computed);
+  params.dk_strides = matrix_strides(dk.computed);
+  params.dv_strides = matrix_strides(dv.computed);
+  params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
+  const auto workspace = allocate_dq(params, q, deterministic);
+  run_mha_bwd(params, q);
+  dq.finish();
+  dk.finish();
+  dv.finish();
+  return {dq.result, dk.result, dv.result, softmax_d};
 }
 
 // ---- entry points
@@ -300,6 +244,65 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                  return_softmax, gen);
 }
 
+std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& dq,
+                            const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& alibi_slopes,
+                            double p_dropout, double softmax_scale, bool is_causal, int64_t window_left,
+                            int64_t window_right, double softcap, bool deterministic, const OptionalGenerator& /*gen*/,
+                            const OptionalTensor& rng_state) {
+  const char* axes = "batch, seqlen, heads, head_dim";
+  checks::query(q, 4, axes);
+  const int64_t batch = q.size(0);
+  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  const Gradients gradients{dout, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out);
+  checks::lse(softmax_lse, q, {batch, q.size(2), q.size(1)});
+  checks::numbers(p_dropout, softmax_scale, softcap);
+  checks::alibi(alibi_slopes, q, batch);
+  checks::length("q", batch);
+  checks::rng_state(rng_state, p_dropout, q);
+  const c10::cuda::CUDAGuard guard(q.device());
+  check_device_supported(q);
+
+  Flash_bwd_params params;
+  params.b = static_cast<int>(batch);
+  return backward(params, gradients, q, k, v, out, softmax_lse,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  deterministic, rng_state);
+}
+
+std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& softmax_lse,
+                                   const OptionalTensor& dq, const OptionalTensor& dk, const OptionalTensor& dv,
+                                   const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                                   const OptionalTensor& alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                   double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
+                                   bool is_causal, int64_t window_left, int64_t window_right, double softcap,
+                                   bool deterministic, const OptionalGenerator& /*gen*/,
+                                   const OptionalTensor& rng_state) {
+  const char* axes = "total, heads, head_dim";
+  checks::query(q, 3, axes);
+  const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
+  checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+  const Gradients gradients{dout, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out);
+  checks::lse(softmax_lse, q, {q.size(1), q.size(0)});
+  checks::max_seqlen("max_seqlen_q", max_seqlen_q);
+  checks::max_seqlen("max_seqlen_k", max_seqlen_k);
+  checks::numbers(p_dropout, softmax_scale, softcap);
+  checks::alibi(alibi_slopes, q, batch);
+  checks::rng_state(rng_state, p_dropout, q);
+  const c10::cuda::CUDAGuard guard(q.device());
+  check_device_supported(q);
+
+  Flash_bwd_params params;
+  params.b = static_cast<int>(batch);
+  params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), nullptr, nullptr};
+  return backward(params, gradients, q, k, v, out, softmax_lse,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  deterministic, rng_state);
+}
+
 py::object not_built(const char* what) {
   PyErr_Format(PyExc_NotImplementedError,
                "%s: not implemented for CUDA tensors yet; CPU tensors (flash_attn.cpu) support it", what);
@@ -330,10 +333,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
         py::call_guard<py::gil_scoped_release>());
-  m.def("bwd", [](const py::args&, const py::kwargs&) { return not_built("bwd"); }, "Backward of dense batches");
-  m.def(
-      "varlen_bwd", [](const py::args&, const py::kwargs&) { return not_built("varlen_bwd"); },
-      "Backward of packed batches");
+  m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"), py::arg("k"),
+        py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+        py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
+        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
+        py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
+  m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+        py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"),
+        py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"),
+        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
+        py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
       "Forward against a KV cache");

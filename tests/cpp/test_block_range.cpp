@@ -48,6 +48,22 @@ BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end,
   return facts;
 }
 
+// The backward's walk: row block m visits key block n exactly when key block n is visited by row block m.
+void check_directions(const Visibility& visibility, int block_m, int block_n) {
+  const int row_blocks = (visibility.seqlen_q + block_m - 1) / block_m;
+  for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
+    const flash::RowRange rows = flash::row_range(visibility, n, block_m, block_n);
+    check::that(rows.begin >= 0 && rows.end <= row_blocks, "row range within the sequence", n, rows.begin, rows.end);
+    for (int m = 0; m < row_blocks; ++m) {
+      const int row_end = std::min((m + 1) * block_m, visibility.seqlen_q);
+      const BlockRange keys = flash::block_range(visibility, m * block_m, row_end, block_n);
+      const bool forwards = keys.count() > 0 && n >= keys.begin && n < keys.end;
+      check::that((m >= rows.begin && m < rows.end) == forwards, "both directions agree", m, n, visibility.seqlen_q,
+                  visibility.seqlen_k, visibility.window.left, visibility.window.right, block_m, block_n);
+    }
+  }
+}
+
 void check_row_block(const Visibility& visibility, int row_begin, int row_end, int block_n) {
   const BlockRange range = flash::block_range(visibility, row_begin, row_end, block_n);
   const int blocks = (visibility.seqlen_k + block_n - 1) / block_n;
@@ -87,6 +103,7 @@ void check_all_small_problems() {
               for (int row = 0; row < seqlen_q; row += block_m) {
                 check_row_block(visibility, row, std::min(row + block_m, seqlen_q), block_n);
               }
+              check_directions(visibility, block_m, block_n);
             }
           }
         }

@@ -21,6 +21,22 @@ void check_tile(const FwdTile& tile) {
   check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
 }
 
+void check_backward_tile(const flash::plan::BwdTile& tile) {
+  const int d = tile.head_dim, warps = tile.warps;
+  auto check_grid = [&](const char* what, int rows, int cols, int warps_m) {
+    check::that(warps % warps_m == 0 && rows % (16 * warps_m) == 0 && cols % (16 * (warps / warps_m)) == 0, what, d,
+                rows, cols, warps_m);
+  };
+  check_grid("S and dP split into whole warp tiles", tile.block_m, tile.block_n, tile.sdp_warps_m);
+  check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m);
+  check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m);
+  constexpr int kA100SmemBytes = 163 * 1024;
+  check::that(flash::plan::bwd_smem_bytes(tile, 1) <= (d <= 128 ? kSmallestSmemBytes : kA100SmemBytes),
+              "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1));
+  check::that(flash::plan::bwd_smem_bytes(tile, 2) * tile.blocks_per_sm <= 227 * 1024, "two stages fit sm_90", d);
+  check::that(128 % tile.block_m == 0, "softmax_d is padded to whole row blocks", d, tile.block_m);
+}
+
 void check_head_dim_choice(bool dropout) {
   for (int head_dim = 1; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
     const FwdTile chosen = flash::plan::fwd_tile(head_dim, dropout);
@@ -45,7 +61,9 @@ int main() {
     check::that(previous == flash::plan::kMaxHeadDim, "the last tile serves the largest head dim", previous);
     check_head_dim_choice(dropout);
   }
+  for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile);
   for (int i = 0; i < flash::plan::kNumHeadDims; ++i) {
+    check::that(flash::plan::kBwdTiles[i].head_dim == flash::plan::kFwdTiles[0][i].head_dim, "same head dims", i);
     check::that(flash::plan::kFwdTiles[0][i].head_dim == flash::plan::kFwdTiles[1][i].head_dim, "same head dims", i);
   }
   return check::report();

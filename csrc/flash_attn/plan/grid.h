@@ -12,10 +12,16 @@ constexpr int64_t kMaxGridBlocks = 0x7fffffff;  // of gridDim.x; the kernels use
 
 constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
-// Row blocks per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
-constexpr int64_t fwd_row_blocks(bool is_varlen, int batch, int seqlen_q, int block_m) {
-  return is_varlen ? varlen_slot_count(seqlen_q, batch, block_m)
-                   : static_cast<int64_t>(batch) * ((static_cast<int64_t>(seqlen_q) + block_m - 1) / block_m);
+// Blocks of rows (or of keys) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
+constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
+  return is_varlen ? varlen_slot_count(rows, batch, block)
+                   : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
+}
+
+// Rows of softmax_d for one head: padded to 128 for dense batches, 128 spare rows per sequence for packed ones, so that
+// sequence i starts at row cu_seqlens_q[i] + 128 i.
+constexpr int64_t softmax_d_rows(bool is_varlen, int64_t batch, int64_t seqlen_q) {
+  return is_varlen ? seqlen_q + 128 * batch : (seqlen_q + 127) / 128 * 128;
 }
 
 }  // namespace plan

@@ -65,5 +65,43 @@ constexpr int fwd_smem_bytes(const FwdTile& tile) {
   return 2 * tile.head_dim * (tile.block_m + 2 * tile.kv_stages * tile.block_n);
 }
 
+struct BwdTile {
+  int head_dim;
+  int block_m;  // query rows per step
+  int block_n;  // keys per thread block
+  int warps;
+  int sdp_warps_m;  // warps along the rows of S and dP (block_m x block_n); the rest stand along the columns
+  int dkv_warps_m;  // of dK and dV (block_n x head_dim)
+  int dq_warps_m;   // of dQ (block_m x head_dim)
+  int blocks_per_sm;
+};
+
+// Warp grids are chosen for the least shared memory traffic per step; see docs/tuning.md.
+constexpr BwdTile kBwdTiles[kNumHeadDims] = {
+    {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 4, 2},
+    {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 64, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
+};
+
+constexpr BwdTile bwd_tile(int head_dim) {
+#if defined(FLASH_ATTN_SWEEP_BWD)
+  if (head_dim == FLASH_ATTN_SWEEP_BWD) {
+    return BwdTile{head_dim,
+                   FLASH_ATTN_SWEEP_M,
+                   FLASH_ATTN_SWEEP_N,
+                   FLASH_ATTN_SWEEP_WARPS,
+                   FLASH_ATTN_SWEEP_SDP,
+                   FLASH_ATTN_SWEEP_DKV,
+                   FLASH_ATTN_SWEEP_DQ,
+                   FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
+  }
+#endif
+  return kBwdTiles[head_dim_index(head_dim)];
+}
+
+// K, V, stages x (Q, dO), P and dS. 16-bit elements.
+constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
+  return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
+}
+
 }  // namespace plan
 }  // namespace flash

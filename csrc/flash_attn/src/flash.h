@@ -85,10 +85,31 @@ struct Flash_fwd_params {
   int device = 0;
 };
 
+// The backward reads the forward's description: O and LSE may come from another call.
+struct Flash_bwd_params : Flash_fwd_params {
+  const void* __restrict__ do_ptr = nullptr;  // as O
+  void* __restrict__ dq_ptr = nullptr;        // as Q
+  void* __restrict__ dk_ptr = nullptr;        // as K
+  void* __restrict__ dv_ptr = nullptr;        // as V
+  MatrixStrides do_strides, dq_strides, dk_strides, dv_strides;
+
+  float* __restrict__ softmax_d_ptr = nullptr;  // rowsum(dO * O): (b, h, d_rows) or (h, d_rows); zeroed
+  int d_rows = 0;                               // rows of one head, see softmax_d_rows()
+  float* __restrict__ dq_accum_ptr = nullptr;   // fp32 dQ in tiles of the accumulator's own order; zeroed
+  int* __restrict__ dq_turns_ptr = nullptr;     // deterministic: contributions to each tile so far; zeroed
+};
+
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
 // params.device; returns the launch status.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
+
+// rowsum(dO * O) for the backward.
+template <Dtype kDtype>
+cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.
 template <Dtype kDtype>

@@ -27,18 +27,30 @@ CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
   return make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)), get<1>(pairs), get<2, 1>(pairs));
 }
 
-// Row and column of element (mi, ni) of a row_col_view within the tile.
-template <int kWarps>
+// Row and column of element (mi, ni) of a row_col_view within the tile, for a grid of kWarpsM x kWarpsN warps. A warp
+// owns the 16-column bands wn, wn + kWarpsN, ...
+template <int kWarpsM, int kWarpsN = 1>
 struct AccumulatorCoords {
   int row0;
   int col0;
 
   __device__ __forceinline__ AccumulatorCoords()
-      : row0((threadIdx.x / 32) * 16 + (threadIdx.x % 32) / 4), col0((threadIdx.x % 4) * 2) {}
+      : row0((threadIdx.x / 32) % kWarpsM * 16 + (threadIdx.x % 32) / 4),
+        col0((threadIdx.x / 32) / kWarpsM * 16 + (threadIdx.x % 4) * 2) {}
 
-  __device__ __forceinline__ int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarps; }
-  __device__ __forceinline__ int col(int ni) const { return col0 + (ni % 2) + (ni / 2) * 8; }
+  __device__ __forceinline__ int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarpsM; }
+  __device__ __forceinline__ int col(int ni) const {
+    return col0 + (ni % 2) + (ni / 2 % 2) * 8 + (ni / 4) * 16 * kWarpsN;
+  }
 };
+
+// kWarpsM x kWarpsN warps, warps first along the rows, as AccumulatorCoords has them.
+template <class Atom, int kWarpsM, int kWarpsN>
+using WarpGridMma = cute::TiledMMA<Atom, cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
+                                   cute::Tile<cute::Int<16 * kWarpsM>,
+                                              cute::Layout<cute::Shape<cute::_8, cute::Int<kWarpsN>, cute::_2>,
+                                                           cute::Stride<cute::_1, cute::_16, cute::_8>>,
+                                              cute::_16>>;
 
 // The four lanes of a row hold its columns between them.
 __device__ __forceinline__ float quad_max(float value) {

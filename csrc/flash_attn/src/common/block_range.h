@@ -76,6 +76,34 @@ FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility,
   return range;
 }
 
+// The row blocks that visit key block `n_block`: exactly those m with block_range(m).begin <= n_block < .end. The
+// backward walks them; its deterministic order relies on both directions agreeing.
+struct RowRange {
+  int begin = 0;
+  int end = 0;
+};
+
+FLASH_HOST_DEVICE constexpr int clamp_row(int64_t row, int seqlen_q) {
+  return row < 0 ? 0 : row > seqlen_q ? seqlen_q : static_cast<int>(row);
+}
+
+FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int n_block, int block_m, int block_n) {
+  const int seqlen_q = visibility.seqlen_q;
+  const int64_t key_begin = static_cast<int64_t>(n_block) * block_n;
+  const int64_t shift = static_cast<int64_t>(visibility.seqlen_k) - seqlen_q;
+  // First row whose key_end is beyond key_begin, first row whose key_begin is at or beyond the end of the block.
+  const int64_t first = visibility.window.right == kUnbounded ? 0 : key_begin - shift - visibility.window.right;
+  const int64_t last = key_begin + block_n - shift + visibility.window.left;
+  const bool open_left = visibility.window.left == kUnbounded || key_begin + block_n > visibility.seqlen_k;
+  const int row_begin = clamp_row(first, seqlen_q);
+  const int row_end = open_left ? seqlen_q : clamp_row(last, seqlen_q);
+  RowRange range;
+  if (key_begin >= visibility.seqlen_k || row_end <= row_begin) return range;
+  range.begin = row_begin / block_m;
+  range.end = (row_end + block_m - 1) / block_m;
+  return range;
+}
+
 // Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes. The
 // packed rows fall into batch + 2 segments: those before the first sequence, the sequences, and those after the last.
 // Segment i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks.

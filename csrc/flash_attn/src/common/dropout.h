@@ -34,31 +34,38 @@ struct DropoutMask {
     stream = dropout_stream(state.seed, state.offset, batch, head);
   }
 
-  // probabilities: row_col_view; row_begin and col_begin are multiples of 16. One draw serves rows {mi, mi + 1} and
-  // columns {ni, ni + 2} of the view, which are 8 apart in the matrix.
-  template <class Probabilities, class Coords>
-  __device__ __forceinline__ void apply(Probabilities& probabilities, const Coords& coords, int row_begin,
-                                        int col_begin) const {
-    using namespace cute;
-    static_assert(decltype(size<1>(probabilities))::value % 4 == 0, "columns come in 16-wide squares");
+  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`; row_begin and col_begin are
+  // multiples of 16. One draw serves rows {mi, mi + 1} and columns {ni, ni + 2}, which are 8 apart in the matrix.
+  template <int kRows, int kCols, class Coords, class Visit>
+  __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
+                                           const Visit& visit) const {
+    static_assert(kRows % 2 == 0 && kCols % 4 == 0, "elements come in 16 x 16 squares");
 #pragma unroll
-    for (int mi = 0; mi < size<0>(probabilities); mi += 2) {
+    for (int mi = 0; mi < kRows; mi += 2) {
       const uint32_t row_counter = dropout_group(row_begin + coords.row(mi)) ^ stream.row_xor;
 #pragma unroll
-      for (int square = 0; square < size<1>(probabilities); square += 4) {
+      for (int square = 0; square < kCols; square += 4) {
 #pragma unroll
         for (int ni = square; ni < square + 2; ++ni) {
           const uint32_t col_counter = dropout_group(col_begin + coords.col(ni)) ^ stream.col_xor;
           const Word2 draw = philox2x32_7(row_counter, col_counter, stream.key);
 #pragma unroll
           for (int half = 0; half < 4; ++half) {
-            const bool keep = dropout_uniform(draw, half / 2, half % 2) >= threshold;
-            auto& value = probabilities(mi + half / 2, ni + 2 * (half % 2));
-            value = keep ? value : 0.0f;
+            visit(mi + half / 2, ni + 2 * (half % 2), dropout_uniform(draw, half / 2, half % 2) >= threshold);
           }
         }
       }
     }
+  }
+
+  template <class Probabilities, class Coords>
+  __device__ __forceinline__ void apply(Probabilities& probabilities, const Coords& coords, int row_begin,
+                                        int col_begin) const {
+    using namespace cute;
+    constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
+    for_each<kRows, kCols>(coords, row_begin, col_begin, [&](int mi, int ni, bool kept) {
+      probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+    });
   }
 };
 

@@ -53,7 +53,15 @@ struct RowCopy {
   // Rows [0, rows) of a strided matrix; kBounded = false promises that the whole tile is valid.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_strided(const Element* base, int64_t stride, int rows, Smem& smem) const {
-    const Element* const first = base + row * stride + col;
+    run_from<kBounded>(base + place(stride), stride, rows, smem);
+  }
+
+  // This thread's offset in the first pass.
+  __device__ __forceinline__ int64_t place(int64_t stride) const { return row * stride + col; }
+
+  // run_strided() from a pointer that includes place().
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void run_from(const Element* first, int64_t stride, int rows, Smem& smem) const {
     run(
         [&](int pass) {
           const int offset = pass * kRowsPerPass;

@@ -28,6 +28,12 @@ struct ScoreMod {
                        ? params.alibi_slopes_ptr[batch * params.alibi_slopes_batch_stride + head] * kLog2e
                        : 0.0f) {}
 
+  // The derivative 1 - tanh^2 of a capped score with respect to the raw one, up to the scale.
+  __device__ __forceinline__ float cap_derivative(float capped) const {
+    const float tanh = capped / cap_log2;
+    return 1.0f - tanh * tanh;
+  }
+
   // softcap log2(e) tanh(x) with 2 x = score * tanh_scale / log2(e). Relative error near 1e-6 everywhere, where
   // tanh.approx has 5e-4: 1 - 2 / (exp(2 x) + 1) loses the small values of x, which go through the Taylor series.
   __device__ __forceinline__ float cap(float score) const {
@@ -44,6 +50,24 @@ struct ScoreMod {
     return -slope_log2 * fabsf(static_cast<float>(diagonal - col));
   }
 
+  // As apply(); multiplies `gradients` of the same layout by the derivative of the cap.
+  template <class Scores, class Gradients, class Coords>
+  __device__ __forceinline__ void apply_with_derivative(Scores& scores, Gradients& gradients, const Coords& coords,
+                                                        int diagonal0, int col0) const {
+    using namespace cute;
+    if (softcapped) {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) {
+        scores(i) = cap(scores(i));
+        gradients(i) *= cap_derivative(scores(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
+    }
+    add_bias(scores, coords, diagonal0, col0);
+  }
+
   // scores: row_col_view; diagonal0 and col0 are the key-axis position of the tile's row 0 and its first column.
   template <class Scores, class Coords>
   __device__ __forceinline__ void apply(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
@@ -55,6 +79,12 @@ struct ScoreMod {
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
     }
+    add_bias(scores, coords, diagonal0, col0);
+  }
+
+  template <class Scores, class Coords>
+  __device__ __forceinline__ void add_bias(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
+    using namespace cute;
     if (slope_log2 == 0.0f) return;
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {

@@ -15,6 +15,7 @@ struct RowBlock {
   int seqlen_k = 0;
   int row_begin = 0;  // of this block, within the sequence
   int row_end = 0;    // <= seqlen_q; the block has no rows when row_end <= row_begin
+  int segment = 0;    // of a packed batch, see varlen_first_slot
 
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
@@ -64,6 +65,7 @@ __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& par
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
   const int segment = find_segment(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
   RowBlock block;
+  block.segment = segment;
   block.head = blockIdx.x / slots;
   block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
   block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
@@ -94,6 +96,79 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
 
 __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
   return params.varlen.cu_seqlens_q != nullptr ? varlen_row_block(params, block_m) : dense_row_block(params, block_m);
+}
+
+// The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
+struct KeyBlock {
+  int batch = 0;
+  int head_k = 0;
+  int q_begin = 0;
+  int seqlen_q = 0;  // 0 for keys that belong to no sequence: their gradients are 0
+  int k_begin = 0;
+  int seqlen_k = 0;
+  int n_block = 0;
+  int q_segment = 0;  // of the queries, for varlen_first_slot
+
+  __device__ __forceinline__ bool empty(int block_n) const { return n_block < 0 || n_block * block_n >= seqlen_k; }
+};
+
+// Blocks of keys are started, and in deterministic mode add to dQ, in one order: ascending, so that the longest loops
+// under a causal mask come first. A deterministic causal backward descends: block n starts on its diagonal rows, which
+// block n - 1 reaches only after its own, so that nobody waits.
+__device__ __forceinline__ bool keys_descend(const Flash_bwd_params& params) {
+  return params.dq_turns_ptr != nullptr && params.window.right != kUnbounded;
+}
+
+__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n) {
+  const int slots = varlen_slot_count(params.seqlen_k, params.b, block_n);
+  const int slot = blockIdx.x % slots;
+  const int* cu_seqlens_k = params.varlen.cu_seqlens_k;
+  const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
+  const int segment = find_segment(cu_seqlens_k, params.b, params.seqlen_k, slot, block_n);
+  KeyBlock block;
+  block.head_k = blockIdx.x / slots;
+  block.k_begin = segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment);
+  block.seqlen_k = max(segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment + 1) - block.k_begin, 0);
+  block.n_block = slot - varlen_first_slot(block.k_begin, segment, block_n);
+  if (keys_descend(params)) block.n_block = (block.seqlen_k + block_n - 1) / block_n - 1 - block.n_block;
+  if (segment >= 1 && segment <= params.b) {
+    block.batch = segment - 1;
+    block.q_segment = segment;
+    block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
+    block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
+  }
+  return block;
+}
+
+__device__ __forceinline__ KeyBlock key_block(const Flash_bwd_params& params, int block_n) {
+  if (params.varlen.cu_seqlens_q != nullptr) return varlen_key_block(params, block_n);
+  const int key_blocks = (params.seqlen_k + block_n - 1) / block_n;
+  const int batch_head = blockIdx.x / key_blocks;
+  KeyBlock block;
+  block.n_block = blockIdx.x % key_blocks;
+  if (keys_descend(params)) block.n_block = key_blocks - 1 - block.n_block;
+  block.head_k = batch_head % params.h_k;
+  block.batch = batch_head / params.h_k;
+  block.seqlen_q = params.seqlen_q;
+  block.seqlen_k = params.seqlen_k;
+  return block;
+}
+
+// Element offset of a packed row's sequence and head in a tensor of the given strides.
+__device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
+                                                 int head) {
+  return (is_varlen ? 0 : batch * strides.batch) + row * strides.row + head * strides.head;
+}
+
+// First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
+__device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
+                                                 int q_segment, int block_m) {
+  if (params.varlen.cu_seqlens_q != nullptr) {
+    return static_cast<int64_t>(head) * varlen_slot_count(params.seqlen_q, params.b, block_m) +
+           varlen_first_slot(q_begin, q_segment, block_m);
+  }
+  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  return (static_cast<int64_t>(batch) * params.h + head) * row_blocks;
 }
 
 // Element offset of (sequence, head) in Q or O. Packed tensors have a batch stride of 0.

@@ -121,7 +121,7 @@ template <class Element>
 cudaError_t run(const Flash_fwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t tiles = static_cast<int64_t>(params.p_rows / kTile) * (params.p_cols / kTile);
-  return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, stream,
+  return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
                 configured_devices);
 }
 

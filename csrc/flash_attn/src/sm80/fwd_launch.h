@@ -10,10 +10,10 @@ namespace flash {
 
 template <class Config>
 cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
-  const int64_t blocks = params.h * plan::fwd_row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b,
-                                                         params.seqlen_q, Config::kBlockM);
+  const int64_t blocks =
+      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, Config::kBlockM);
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(flash_fwd_kernel<Config>, blocks, Config::kThreads, Config::kSmemBytes, params, stream,
+  return launch(flash_fwd_kernel<Config>, blocks, Config::kThreads, Config::kSmemBytes, params, params.device, stream,
                 configured_devices);
 }
 

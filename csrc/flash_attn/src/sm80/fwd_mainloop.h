@@ -101,13 +101,10 @@ struct FwdMainloop {
   __device__ __forceinline__ auto smem_q() const {
     return cute::make_tensor(cute::make_smem_ptr(smem), typename Config::SmemLayoutQ{});  // (M, D)
   }
-  __device__ __forceinline__ auto smem_k() const {
-    return cute::make_tensor(cute::make_smem_ptr(smem + Config::kSmemQ), typename Config::SmemLayoutKv{})(
-        cute::_, cute::_, 0);  // (N, D)
-  }
-  __device__ __forceinline__ auto smem_v() const {
-    return cute::make_tensor(cute::make_smem_ptr(smem + Config::kSmemQ + Config::kSmemKv),
-                             typename Config::SmemLayoutKv{})(cute::_, cute::_, 0);  // (N, D)
+  __device__ __forceinline__ auto smem_k() const { return smem_kv(smem + Config::kSmemQ); }
+  __device__ __forceinline__ auto smem_v() const { return smem_kv(smem + Config::kSmemQ + Config::kSmemKv); }
+  __device__ __forceinline__ static auto smem_kv(Element* tile) {
+    return cute::make_tensor(cute::make_smem_ptr(tile), typename Config::SmemLayoutKv{});  // (N, D)
   }
 
   __device__ __forceinline__ void load_q() const {

@@ -1,0 +1,156 @@
+"""Attention as torch itself offers it: plain operations, SDPA and its backends, FlexAttention.
+
+Each builder takes (row, inputs) and returns the function to call; the result is laid out as q.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from rows import windows
+
+SCORE_BYTES = 8 * 2**30
+# FlexAttention is compiled anew for every shape, which takes seconds.
+COMPILED_SEQLENS = (1024, 4096, 16384)
+
+
+def sdpa(row, inputs):
+    """torch's scaled_dot_product_attention on transposed views (the backend is chosen by the context)."""
+    case = row.case
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+    options = {"dropout_p": case.dropout, "is_causal": case.causal}
+    if case.nheads != case.nheads_k:
+        options["enable_gqa"] = True
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def needs_flash_op(row):
+    return bool(row.seqlens) or row.case.window != (-1, -1) or row.case.alibi != "none"
+
+
+def torch_flash_op(row, inputs):
+    """torch's FlashAttention-2, called below SDPA, which exposes neither windows, ALiBi nor packed sequences."""
+    case = row.case
+    q, k, v, cu, slopes = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.alibi_slopes
+    longest_q, longest_k = (max(row.seqlens),) * 2 if row.seqlens else (case.seqlen_q, case.seqlen_k)
+    left, right = windows(case)
+    extra = {"alibi_slopes": slopes}
+    if case.window != (-1, -1):
+        extra.update(window_size_left=left, window_size_right=right)
+    op = torch.ops.aten._flash_attention_forward
+    return lambda: op(q, k, v, cu, cu, longest_q, longest_k, case.dropout, case.causal, False, **extra)[0]
+
+
+def sdpa_flash(row, inputs):
+    return torch_flash_op(row, inputs) if needs_flash_op(row) else sdpa(row, inputs)
+
+
+def sdpa_flash_limits(row, device_type, mode):
+    if needs_flash_op(row) and device_type != "cuda":
+        return "torch's FlashAttention-2 operator needs a GPU"
+    if needs_flash_op(row) and mode != "fwd":
+        return "forward only below SDPA"
+    return None
+
+
+def score_matrix_limits(row, device_type, mode):
+    case = row.case
+    if 4 * case.batch * case.nheads * case.seqlen_q * case.seqlen_k > SCORE_BYTES:
+        return "score matrix too large"
+    return None
+
+
+def naive(row, inputs):
+    """softmax(q k^T) v in plain tensor operations of the inputs' dtype, the score matrix in memory."""
+    case = row.case
+    ratio = case.nheads // case.nheads_k
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+    left, right = windows(case)
+    diagonal = torch.arange(case.seqlen_q, device=q.device)[:, None] + (case.seqlen_k - case.seqlen_q)
+    distance = torch.arange(case.seqlen_k, device=q.device)[None, :] - diagonal
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    bias = None if inputs.alibi_slopes is None else -inputs.alibi_slopes[:, None, None] * distance.abs()
+    masked = left >= 0 or right >= 0
+
+    def call():
+        keys, values = (t.repeat_interleave(ratio, dim=1) if ratio > 1 else t for t in (k, v))
+        scores = (q @ keys.transpose(-1, -2)) / math.sqrt(case.head_dim)
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        if masked:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2)
+
+    return call
+
+
+def flex_limits(row, device_type, mode):
+    if row.timing != "event":
+        return "compiled anew for every shape: not measured on small shapes"
+    if row.group in ("cells", "dims") and row.case.seqlen_q not in COMPILED_SEQLENS:
+        return f"compiled anew for every shape: measured at s {', '.join(map(str, COMPILED_SEQLENS))}"
+    return None
+
+
+def compiled_flex():
+    """FlexAttention compiled for static shapes; what was compiled for earlier rows is dropped, so that a call does not
+    have to search it."""
+    import torch._dynamo
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # a stored forward is differentiated many times
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(row, inputs, attention=None):
+    """FlexAttention: mask as a block mask (built outside of the timed call), softcap and ALiBi as a score function."""
+    case = row.case
+    attention = attention or compiled_flex()
+    packed = bool(row.seqlens)
+    q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    options = {"score_mod": flex_score_mod(case, inputs.alibi_slopes), "enable_gqa": case.nheads != case.nheads_k}
+    options["block_mask"] = flex_block_mask(case, q.shape[2], k.shape[2], q.device)
+
+    def call():
+        out = attention(q, k, v, **options).transpose(1, 2)
+        return out.squeeze(0) if packed else out
+
+    return call
+
+
+def flex_score_mod(case, slopes):
+    offset = case.seqlen_k - case.seqlen_q
+    if case.softcap:
+        return lambda score, b, h, i, j: case.softcap * torch.tanh(score / case.softcap)
+    if slopes is not None:
+        return lambda score, b, h, i, j: score - slopes[h] * (i + offset - j).abs()
+    return None
+
+
+def flex_block_mask(case, seqlen_q, seqlen_k, device):
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    left, right = windows(case)
+    offset = seqlen_k - seqlen_q
+    masks = []
+    if right >= 0:
+        masks.append(lambda b, h, i, j: j <= i + offset + right)
+    if left >= 0:
+        masks.append(lambda b, h, i, j: j >= i + offset - left)
+    if case.seqlens:
+        numbers = torch.arange(len(case.seqlens), device=device)
+        sequence = numbers.repeat_interleave(torch.tensor(case.seqlens, device=device))
+        masks.append(lambda b, h, i, j: sequence[i] == sequence[j])
+    if not masks:
+        return None
+    return create_block_mask(and_masks(*masks), None, None, seqlen_q, seqlen_k, device=device)

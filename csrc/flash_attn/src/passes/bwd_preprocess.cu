@@ -1,0 +1,83 @@
+// softmax_d = rowsum(dO * O), which the backward subtracts from dP (Dao et al. 2022, appendix B.2). Bound by reading dO
+// and O once.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <atomic>
+
+#include "common/launch.h"
+#include "common/sequence.h"
+#include "flash.h"
+
+namespace flash {
+namespace {
+
+constexpr int kRows = 128;  // per thread block
+constexpr int kThreads = 256;
+constexpr int kChunk = 8;  // elements of one 16-byte load
+
+__device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
+__device__ float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+
+template <class Pair>
+__device__ float dot(const uint4& a, const uint4& b) {
+  const Pair* x = reinterpret_cast<const Pair*>(&a);
+  const Pair* y = reinterpret_cast<const Pair*>(&b);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float2 u = to_floats(x[i]), v = to_floats(y[i]);
+    sum += u.x * v.x + u.y * v.y;
+  }
+  return sum;
+}
+
+template <class Pair>
+__global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
+  const RowBlock block = row_block(params, kRows);
+  if (block.empty()) return;
+  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  if (is_varlen && (block.segment == 0 || block.segment > params.b)) return;  // rows of no sequence
+  int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
+  while (lanes * kChunk < params.d) lanes *= 2;
+  const int lane = threadIdx.x % lanes, col = lane * kChunk;
+  auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {
+    return static_cast<const uint16_t*>(data) +
+           matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
+  };
+  const int64_t head = is_varlen ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
+  float* const delta =
+      params.softmax_d_ptr + head * params.d_rows + (is_varlen ? block.q_begin + 128 * block.batch : 0);
+  for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
+    const int row = block.row_begin + offset + threadIdx.x / lanes;
+    float sum = 0.0f;
+    if (row < block.row_end && col < params.d) {
+      sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
+                      *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (row < block.row_end && lane == 0) delta[row] = sum;
+  }
+}
+
+template <class Pair>
+cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  return launch(softmax_d_kernel<Pair>, params.h * plan::row_blocks(is_varlen, params.b, params.seqlen_q, kRows),
+                kThreads, 0, params, params.device, stream, configured_devices);
+}
+
+}  // namespace
+
+template <>
+cudaError_t run_softmax_d_<Dtype::kFp16>(const Flash_bwd_params& params, cudaStream_t stream) {
+  return run<__half2>(params, stream);
+}
+
+template <>
+cudaError_t run_softmax_d_<Dtype::kBf16>(const Flash_bwd_params& params, cudaStream_t stream) {
+  return run<__nv_bfloat162>(params, stream);
+}
+
+}  // namespace flash

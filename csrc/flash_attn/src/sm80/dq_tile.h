@@ -1,0 +1,60 @@
+// fp32 tiles of dQ in global memory, in the order of the accumulator's registers: a warp's reduction covers whole
+// 512-byte lines (128-byte ones before sm_90), and the conversion pass reads them back the same way.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash {
+
+// Floats that one instruction adds: red.v4 exists from sm_90 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int kDqVector = 4;
+#else
+constexpr int kDqVector = 1;
+#endif
+
+template <int kThreads, class Accumulator>
+__device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile) {
+  float* const mine = tile + threadIdx.x * kDqVector;
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // Not atomicAdd(float4): it becomes an atomic that returns the old values.
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(mine + i * kThreads), "f"(acc_dq(i)),
+                 "f"(acc_dq(i + 1)), "f"(acc_dq(i + 2)), "f"(acc_dq(i + 3))
+                 : "memory");
+#else
+    atomicAdd(mine + i * kThreads, acc_dq(i));
+#endif
+  }
+}
+
+template <int kThreads, class Accumulator>
+__device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile) {
+  const float* const mine = tile + threadIdx.x * kDqVector;
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
+#pragma unroll
+    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = mine[i * kThreads + j];
+  }
+}
+
+// One thread polls, the block follows. The acquire makes the additions of earlier turns visible before ours.
+__device__ __forceinline__ void wait_for_turn(const int* turns, int turn) {
+  if (threadIdx.x == 0) {
+    int current;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(current) : "l"(turns) : "memory");
+    } while (current != turn);
+  }
+  __syncthreads();
+}
+
+// Called when the block's reductions have been issued: each thread orders its own before the count.
+__device__ __forceinline__ void pass_turn(int* turns) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+}  // namespace flash

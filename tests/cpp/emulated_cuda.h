@@ -1,0 +1,215 @@
+// Enough of CUDA on a CPU to run examples/minimal/minimal_attention.cu: the threads of one block are fibers that
+// advance in lockstep from one collective operation to the next. Asynchronous copies land only when they are waited
+// for. Counts the bank conflicts of shared memory accesses.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct Index3 {
+  int x = 0, y = 0, z = 0;
+};
+static Index3 threadIdx, blockIdx, gridDim;
+using std::min;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+// Round to nearest, ties to even. Infinities pass; the tests feed no NaN here.
+inline uint16_t to_bf16(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+inline uint32_t pack(float low, float high) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
+
+namespace emulation {
+
+struct Copy {
+  void* to;
+  const void* from;
+  bool valid;
+};
+
+// What a lane shows to its warp at a collective operation.
+struct Slot {
+  int operation = 0;
+  uint32_t a[4] = {}, b[2] = {};
+  float value = 0.0f;
+  const bf16* row = nullptr;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Slot slots[2];  // alternate: a lane may reach the next operation before another has read this one
+  int count = 0;  // of operations so far
+  bool done = false;
+  std::vector<Copy> open_copies;
+  std::vector<std::vector<Copy>> groups;
+};
+
+static std::vector<Fiber> fibers;
+static int current = 0;
+static ucontext_t scheduler;
+static std::function<void()> body;
+static long bank_conflicts = 0;
+
+inline void fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s\n", what);
+  std::exit(2);
+}
+
+inline void enter() {
+  body();
+  fibers[current].done = true;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+// Publishes a slot and returns when every thread of the block has published one for the same operation.
+inline int meet(const Slot& slot) {
+  Fiber& fiber = fibers[current];
+  const int parity = fiber.count++ % 2;
+  fiber.slots[parity] = slot;
+  swapcontext(&fiber.context, &scheduler);
+  return parity;
+}
+
+inline const Slot& lane_slot(int lane, int parity) { return fibers[current / 32 * 32 + lane].slots[parity]; }
+
+// Eight 16-byte accesses are served at once if they fall on eight different groups of four banks.
+inline void count_conflicts(const bf16* const (&rows)[8]) {
+  int hits[8] = {};
+  for (const bf16* row : rows) ++hits[reinterpret_cast<uintptr_t>(row) / 16 % 8];
+  for (int group = 0; group < 8; ++group) bank_conflicts += std::max(hits[group] - 1, 0);
+}
+
+inline void check_lockstep() {
+  for (const Fiber& fiber : fibers) {
+    if (fiber.done != fibers[0].done || fiber.count != fibers[0].count) fail("threads diverged");
+    const int parity = (fiber.count + 1) % 2;
+    if (fiber.slots[parity].operation != fibers[0].slots[parity].operation) fail("threads at different operations");
+  }
+}
+
+inline void run_block(int threads, const std::function<void()>& work) {
+  constexpr size_t kStackBytes = 256 * 1024;
+  body = work;
+  fibers.clear();
+  fibers.resize(threads);
+  for (Fiber& fiber : fibers) {
+    fiber.stack = std::make_unique<char[]>(kStackBytes);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber.context, enter, 0);
+  }
+  while (!fibers[0].done) {
+    for (current = 0; current < threads; ++current) {
+      threadIdx.x = current;
+      swapcontext(&scheduler, &fibers[current].context);
+    }
+    check_lockstep();
+  }
+}
+
+inline void load(uint32_t (&r)[4], const bf16* row, bool transposed) {
+  Slot slot;
+  slot.operation = transposed ? 3 : 2;
+  slot.row = row;
+  const int parity = meet(slot), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const bf16* rows[8];
+    for (int j = 0; j < 8; ++j) rows[j] = lane_slot(8 * i + j, parity).row;
+    if (lane == 0) count_conflicts(rows);
+    const bf16 low = transposed ? rows[2 * t][g] : rows[g][2 * t];
+    const bf16 high = transposed ? rows[2 * t + 1][g] : rows[g][2 * t + 1];
+    r[i] = low.bits | static_cast<uint32_t>(high.bits) << 16;
+  }
+}
+
+inline float half_of(uint32_t pair, int index) { return to_float(static_cast<uint16_t>(pair >> 16 * index)); }
+
+// Element (row, k) of the warp's 16 x 16 A operand, element (k, n) of its 16 x 8 B operand.
+inline float a_element(int row, int k, int parity) {
+  return half_of(lane_slot(row % 8 * 4 + k % 8 / 2, parity).a[row / 8 + k / 8 * 2], k % 2);
+}
+inline float b_element(int k, int n, int parity) {
+  return half_of(lane_slot(n * 4 + k % 8 / 2, parity).b[k / 8], k % 2);
+}
+
+}  // namespace emulation
+
+inline void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulation::Slot slot;
+  slot.operation = 1;
+  std::copy(a, a + 4, slot.a);
+  slot.b[0] = b0, slot.b[1] = b1;
+  const int parity = emulation::meet(slot), lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) acc[i] += emulation::a_element(row, k, parity) * emulation::b_element(k, col, parity);
+  }
+}
+
+inline void load_matrices(uint32_t (&r)[4], const bf16* row) { emulation::load(r, row, false); }
+inline void load_matrices_transposed(uint32_t (&r)[4], const bf16* row) { emulation::load(r, row, true); }
+
+inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+  emulation::Slot slot;
+  slot.operation = 4;
+  slot.value = value;
+  const int parity = emulation::meet(slot);
+  return emulation::lane_slot(threadIdx.x % 32 ^ mask, parity).value;
+}
+
+inline void __syncthreads() {
+  emulation::Slot slot;
+  slot.operation = 5;
+  emulation::meet(slot);
+}
+
+inline void copy_async(bf16* to, const bf16* from, bool valid) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("unaligned copy");
+  emulation::fibers[emulation::current].open_copies.push_back({to, from, valid});
+}
+
+inline void commit_copies() {
+  emulation::Fiber& fiber = emulation::fibers[emulation::current];
+  fiber.groups.push_back(std::move(fiber.open_copies));
+  fiber.open_copies.clear();
+}
+
+template <int kNewest>
+inline void wait_for_copies_but() {
+  auto& groups = emulation::fibers[emulation::current].groups;
+  while (groups.size() > kNewest) {
+    for (const auto& copy : groups.front())
+      copy.valid ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
+    groups.erase(groups.begin());
+  }
+}
