@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from cases import Case
-from reference import Attention, Varlen, assert_accurate, attention, attention_varlen
+from reference import (
+    Attention,
+    Varlen,
+    assert_accurate,
+    assert_gradient_accurate,
+    attention,
+    attention_varlen,
+)
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func
 from flash_attn.dropout import dropout_threshold
@@ -193,6 +200,22 @@ def check_public_call(problem: Problem, **overrides):
     assert dmask.shape == (0,)
     check_forward(problem, out, lse)
     return out, lse
+
+
+def gradients(problem: Problem, dout, dtype, keep=None, **overrides):
+    """(dq, dk, dv) of the reference in a dtype."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out = expected(problem, dtype, keep, q=leaves[0], k=leaves[1], v=leaves[2], **overrides).out
+    grads = torch.autograd.grad(out, leaves, dout.to(dtype), allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
+
+
+def check_gradients(problem: Problem, dout, grads, keep=None, **overrides):
+    exact = gradients(problem, dout, torch.float64, keep, **overrides)
+    plain = gradients(problem, dout, problem.q.dtype, keep, **overrides)
+    for name, ours, reference, same in zip(("dq", "dk", "dv"), grads, exact, plain):
+        assert ours.dtype == problem.q.dtype
+        assert_gradient_accurate(ours, reference, same, name)
 
 
 def backend_forward(q, k, v, out=None, alibi=None, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0,

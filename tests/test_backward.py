@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from cases import GQA_RATIOS, HEAD_DIMS, Case
-from harness import Problem, expected, make_problem, run
-from reference import assert_gradient_accurate
+from harness import Problem, check_gradients, gradients, make_problem, run
 
 from flash_attn import (
     flash_attn_func,
@@ -22,22 +21,6 @@ from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_fo
 DTYPE = "bfloat16"
 # The dtype of tests that compare closely: the CPU has float32.
 CLOSE_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-
-
-def gradients(problem: Problem, dout, dtype, keep=None, **overrides):
-    """(dq, dk, dv) of the reference in a dtype."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    out = expected(problem, dtype, keep, q=leaves[0], k=leaves[1], v=leaves[2], **overrides).out
-    grads = torch.autograd.grad(out, leaves, dout.to(dtype), allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
-
-
-def check_gradients(problem: Problem, dout, grads, keep=None, **overrides):
-    exact = gradients(problem, dout, torch.float64, keep, **overrides)
-    plain = gradients(problem, dout, problem.q.dtype, keep, **overrides)
-    for name, ours, reference, same in zip(("dq", "dk", "dv"), grads, exact, plain):
-        assert ours.dtype == problem.q.dtype
-        assert_gradient_accurate(ours, reference, same, name)
 
 
 def check_training_step(problem: Problem, dout=None, **overrides):

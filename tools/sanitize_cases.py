@@ -1,4 +1,4 @@
-"""Small forward problems that cover the kernels' code paths, each checked: the program to run under compute-sanitizer.
+"""Small forward and backward problems that cover the kernels' code paths, each checked, to run under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT]
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from cases import Case
-from harness import check_forward, make_problem, run
+from harness import check_forward, check_gradients, make_problem, run
 
 import flash_attn
 
@@ -45,11 +45,23 @@ def on_cpu(problem):
     return dataclasses.replace(problem, **tensors)
 
 
-def check(case, device):
+def has_backward(case):
+    return case.kind in ("dense", "packed", "padded") and case.page_size == 0
+
+
+def check(case, device, deterministic):
     problem = make_problem(case, device)
-    out, lse, dmask = run(problem)
+    leaves = [x.requires_grad_(has_backward(case)) for x in (problem.q, problem.k, problem.v)]
+    out, lse, dmask = run(problem, deterministic=deterministic)
     keep = dmask.cpu() >= 0 if case.dropout else None
-    check_forward(on_cpu(problem), out.cpu(), lse.cpu(), keep)
+    grads = []
+    if has_backward(case):
+        dout = torch.randn_like(out)
+        grads = [grad.cpu() for grad in torch.autograd.grad(out, leaves, dout)]
+    reference = on_cpu(problem)
+    check_forward(reference, out.detach().cpu(), lse.detach().cpu(), keep)
+    if grads:
+        check_gradients(reference, dout.cpu(), grads, keep)
 
 
 def main(arguments=None):
@@ -60,11 +72,11 @@ def main(arguments=None):
     torch.manual_seed(0)
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
-    for case in CASES:
+    for index, case in enumerate(CASES):
         if options.only not in case.id:
             continue
         try:
-            check(case, options.device)
+            check(case, options.device, deterministic=index % 2 == 1)
             print(f"ok      {case.id}", flush=True)
         except AssertionError as error:
             wrong += 1
