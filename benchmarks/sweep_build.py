@@ -41,7 +41,7 @@ def table_tile(head_dim):
     """The tile that plan/tiles.h gives the forward of a head dim."""
     program = (
         '#include <cstdio>\n#include "plan/tiles.h"\n'
-        f"constexpr auto tile = flash::plan::fwd_tile({head_dim}, false);\n"
+        f"constexpr auto tile = flash::plan::fwd_tile({head_dim}, flash::plan::FwdVariant::kPlain);\n"
         'int main() { std::printf("%d %d %d %d", tile.block_m, tile.block_n, tile.warps, tile.blocks_per_sm); }\n'
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "checks.h"
+#include "launch_check.h"
 #include "src/flash.h"
 
 namespace flash {
@@ -84,6 +85,7 @@ inline void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, co
   params.seqlen_q = static_cast<int>(q.size(-3));
   params.seqlen_k = static_cast<int>(k.size(-3));
   params.device = q.device().index();
+  params.multiprocessors = multiprocessor_count(params.device);
 }
 
 // P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
@@ -97,8 +99,7 @@ inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
 }
 
 // A new state from the generator; the kernel writes it to rng_state.
-inline void draw_philox_state(Flash_fwd_params& params, const OptionalGenerator& gen, const at::Tensor& rng_state) {
-  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
+inline void draw_philox_state(Flash_fwd_params& params, const OptionalGenerator& gen) {
   auto* generator =
       at::get_generator_or_default<at::CUDAGeneratorImpl>(gen, at::cuda::detail::getDefaultCUDAGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);

@@ -59,14 +59,15 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     probabilities = launches ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
   }
   const at::TensorOptions rng_options = q.options().dtype(at::kLong);
-  at::Tensor rng_state = p_dropout > 0.0 && launches ? at::empty({2}, rng_options) : at::zeros({2}, rng_options);
+  at::Tensor rng_state = launches ? at::empty({2}, rng_options) : at::zeros({2}, rng_options);
 
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out, lse);
   set_params_scores(params, scores);
   if (returns_probabilities) params.p_ptr = probabilities.mutable_data_ptr();
   if (launches) {
     set_params_dropout(params, p_dropout);
-    if (params.has_dropout) draw_philox_state(params, gen, rng_state);
+    params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
+    if (params.has_dropout) draw_philox_state(params, gen);
     run_mha_fwd(params, q);
   }
   if (out_.has_value() && !direct) {

@@ -14,18 +14,27 @@
 
 namespace flash {
 
-// Compute capability of each device as 10 * major + minor; 0 = not asked yet.
-inline int compute_capability(int device) {
-  static std::array<std::atomic<int>, 64> cache{};
-  std::atomic<int>& entry = cache[device % 64];
-  if (entry == 0) {
-    int major = 0, minor = 0;
+struct DeviceFacts {
+  std::atomic<int> capability{0};  // 10 * major + minor; 0 = not asked yet
+  std::atomic<int> multiprocessors{0};
+};
+
+inline const DeviceFacts& device_facts(int device) {
+  static std::array<DeviceFacts, 64> cache;
+  DeviceFacts& facts = cache[device % 64];
+  if (facts.capability == 0) {
+    int major = 0, minor = 0, multiprocessors = 0;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    entry = 10 * major + minor;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    facts.multiprocessors = multiprocessors;
+    facts.capability = 10 * major + minor;
   }
-  return entry;
+  return facts;
 }
+
+inline int compute_capability(int device) { return device_facts(device).capability; }
+inline int multiprocessor_count(int device) { return device_facts(device).multiprocessors; }
 
 inline void check_device_supported(const at::Tensor& q) {
   const int64_t capability = compute_capability(q.device().index());
@@ -43,7 +52,7 @@ inline void check_launch(cudaError_t status, const char* kernel, const at::Tenso
       std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
   const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
   if (status == cudaErrorNotSupported) {
-    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), false).head_dim;
+    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
     checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
                  tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16", build);
   }

@@ -37,11 +37,14 @@ void check_backward_tile(const flash::plan::BwdTile& tile) {
   check::that(128 % tile.block_m == 0, "softmax_d is padded to whole row blocks", d, tile.block_m);
 }
 
-void check_head_dim_choice(bool dropout) {
+constexpr flash::plan::FwdVariant kVariants[] = {flash::plan::FwdVariant::kPlain, flash::plan::FwdVariant::kShort,
+                                                 flash::plan::FwdVariant::kDropout};
+
+void check_head_dim_choice(flash::plan::FwdVariant variant) {
   for (int head_dim = 1; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
-    const FwdTile chosen = flash::plan::fwd_tile(head_dim, dropout);
+    const FwdTile chosen = flash::plan::fwd_tile(head_dim, variant);
     check::that(chosen.head_dim >= head_dim, "the tile holds the head dim", head_dim, chosen.head_dim);
-    for (const FwdTile& other : flash::plan::kFwdTiles[dropout]) {
+    for (const FwdTile& other : flash::plan::kFwdTiles[static_cast<int>(variant)]) {
       check::that(other.head_dim < head_dim || other.head_dim >= chosen.head_dim, "no smaller tile would do", head_dim,
                   chosen.head_dim, other.head_dim);
     }
@@ -51,20 +54,23 @@ void check_head_dim_choice(bool dropout) {
 }  // namespace
 
 int main() {
-  for (bool dropout : {false, true}) {
+  for (flash::plan::FwdVariant variant : kVariants) {
     int previous = 0;
-    for (const FwdTile& tile : flash::plan::kFwdTiles[dropout]) {
+    for (const FwdTile& tile : flash::plan::kFwdTiles[static_cast<int>(variant)]) {
       check_tile(tile);
       check::that(tile.head_dim > previous, "head dims grow", tile.head_dim, previous);
       previous = tile.head_dim;
     }
     check::that(previous == flash::plan::kMaxHeadDim, "the last tile serves the largest head dim", previous);
-    check_head_dim_choice(dropout);
+    check_head_dim_choice(variant);
   }
   for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile);
   for (int i = 0; i < flash::plan::kNumHeadDims; ++i) {
     check::that(flash::plan::kBwdTiles[i].head_dim == flash::plan::kFwdTiles[0][i].head_dim, "same head dims", i);
-    check::that(flash::plan::kFwdTiles[0][i].head_dim == flash::plan::kFwdTiles[1][i].head_dim, "same head dims", i);
+    for (const auto& tiles : flash::plan::kFwdTiles) {
+      check::that(tiles[i].head_dim == flash::plan::kFwdTiles[0][i].head_dim, "same head dims", i);
+    }
+    check::that(flash::plan::kFwdTiles[1][i].block_m <= flash::plan::kFwdTiles[0][i].block_m, "short tiles are", i);
   }
   return check::report();
 }

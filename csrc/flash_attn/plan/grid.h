@@ -18,6 +18,15 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
 
+// Whether half as many rows per thread block are faster: where whole blocks leave multiprocessors idle, and under a
+// causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
+constexpr int kShortRows = 512;
+
+constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,
+                                  int multiprocessors) {
+  return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);
+}
+
 // Rows of softmax_d for one head: padded to 128 for dense batches, 128 spare rows per sequence for packed ones, so that
 // sequence i starts at row cu_seqlens_q[i] + 128 i.
 constexpr int64_t softmax_d_rows(bool is_varlen, int64_t batch, int64_t seqlen_q) {

@@ -16,9 +16,12 @@ struct FwdTile {
 constexpr int kMaxHeadDim = 256;
 constexpr int kNumHeadDims = 6;
 
+// kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
+enum class FwdVariant { kPlain, kShort, kDropout };
+
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
-constexpr FwdTile kFwdTiles[2][kNumHeadDims] = {
-    // without dropout
+constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
+    // kPlain
     {
         {32, 128, 64, 4, 3, 1},
         {64, 128, 128, 4, 2, 1},
@@ -27,7 +30,16 @@ constexpr FwdTile kFwdTiles[2][kNumHeadDims] = {
         {192, 128, 64, 8, 1, 1},
         {256, 64, 64, 4, 2, 1},
     },
-    // with dropout: the generator's registers leave room for fewer scores
+    // kShort
+    {
+        {32, 64, 128, 4, 3, 1},
+        {64, 64, 128, 4, 3, 1},
+        {96, 64, 64, 4, 3, 1},
+        {128, 64, 64, 4, 3, 1},
+        {192, 64, 64, 4, 2, 1},
+        {256, 64, 64, 4, 2, 1},
+    },
+    // kDropout: the generator's registers leave room for fewer scores
     {
         {32, 128, 64, 4, 2, 1},
         {64, 128, 64, 4, 2, 1},
@@ -46,9 +58,9 @@ constexpr int head_dim_index(int head_dim) {
 
 // The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A sweep compiles one file with a tile of
 // its own.
-constexpr FwdTile fwd_tile(int head_dim, bool dropout) {
+constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_M)
-  if (!dropout) {
+  if (variant == FwdVariant::kPlain) {
     return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim,
                    FLASH_ATTN_SWEEP_M,
                    FLASH_ATTN_SWEEP_N,
@@ -57,7 +69,7 @@ constexpr FwdTile fwd_tile(int head_dim, bool dropout) {
                    1};
   }
 #endif
-  return kFwdTiles[dropout ? 1 : 0][head_dim_index(head_dim)];
+  return kFwdTiles[static_cast<int>(variant)][head_dim_index(head_dim)];
 }
 
 // Q, kv_stages x (K, V); O is staged in the place of Q. 16-bit elements.

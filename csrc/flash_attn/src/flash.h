@@ -34,7 +34,7 @@ struct Dropout {
   uint32_t threshold = 0;   // an element is kept iff its 32-bit uniform is >= threshold
   float keep_scale = 1.0f;  // 1 / P(kept)
   PhiloxState state;
-  int64_t* rng_state = nullptr;  // (2,) int64: the seed and offset used, written by the kernel
+  int64_t* rng_state = nullptr;  // (2,) int64: the seed and offset used, written by the forward; zeros without dropout
 };
 
 // K and V in pages: key j of sequence i is row j % page_size of page block_table[i][j / page_size].
@@ -83,6 +83,7 @@ struct Flash_fwd_params {
   Dropout dropout;
 
   int device = 0;
+  int multiprocessors = 0;
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.

@@ -17,7 +17,7 @@ struct PhiloxSeed {
         offset(state.offset + (state.offset_ptr != nullptr ? static_cast<uint64_t>(*state.offset_ptr) : 0)) {}
 };
 
-// One thread of the grid leaves the state for the backward and for flash_attn.dropout_mask.
+// One thread of the grid leaves the state for the backward and for flash_attn.dropout_mask; zeros without dropout.
 __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   const PhiloxSeed state(dropout.state);

@@ -11,14 +11,14 @@
 
 namespace flash {
 
-// Features that measurably need their own kernel; all others are run-time fields of Flash_fwd_params.
-enum class FwdVariant { kPlain, kDropout };
+// Variants that measurably need their own kernel; all else are run-time fields of Flash_fwd_params.
+using plan::FwdVariant;
 
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
-  static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant == FwdVariant::kDropout);
+  static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

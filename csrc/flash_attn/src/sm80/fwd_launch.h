@@ -9,20 +9,34 @@
 namespace flash {
 
 template <class Config>
+int64_t fwd_blocks(const Flash_fwd_params& params) {
+  return params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, Config::kBlockM);
+}
+
+template <class Config>
 cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
-  const int64_t blocks =
-      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, Config::kBlockM);
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(flash_fwd_kernel<Config>, blocks, Config::kThreads, Config::kSmemBytes, params, params.device, stream,
-                configured_devices);
+  return launch(flash_fwd_kernel<Config>, fwd_blocks<Config>(params), Config::kThreads, Config::kSmemBytes, params,
+                params.device, stream, configured_devices);
+}
+
+template <class Config>
+bool prefers_short_tile(const Flash_fwd_params& params) {
+  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  const int64_t rows = is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
+  return plan::prefers_short_tile(fwd_blocks<Config>(params), rows, params.window.right != kUnbounded,
+                                  params.multiprocessors);
 }
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_sm80(const Flash_fwd_params& params, cudaStream_t stream) {
-  return BOOL_SWITCH(params.has_dropout, kHasDropout, [&] {
-    constexpr FwdVariant kVariant = kHasDropout ? FwdVariant::kDropout : FwdVariant::kPlain;
-    return run_flash_fwd<FwdConfig<kDtype, kHeadDim, kVariant>>(params, stream);
-  });
+  using Plain = FwdConfig<kDtype, kHeadDim, FwdVariant::kPlain>;
+  using Short = FwdConfig<kDtype, kHeadDim, FwdVariant::kShort>;
+  if (params.has_dropout) return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kDropout>>(params, stream);
+  if constexpr (Short::kBlockM < Plain::kBlockM) {
+    if (prefers_short_tile<Plain>(params)) return run_flash_fwd<Short>(params, stream);
+  }
+  return run_flash_fwd<Plain>(params, stream);
 }
 
 }  // namespace flash
