@@ -15,6 +15,15 @@ SWEEP_EXPORT void sweep_tile(int* fields) {
   for (int i = 0; i < 5; ++i) fields[i] = values[i];
 }
 
+// The forward writes its random state; one buffer serves every call of the process.
+static int64_t* rng_state() {
+  static int64_t* const state = [] {
+    void* memory = nullptr;
+    return cudaMalloc(&memory, 2 * sizeof(int64_t)) == cudaSuccess ? static_cast<int64_t*>(memory) : nullptr;
+  }();
+  return state;
+}
+
 // q, k, v, out: contiguous (batch, seqlen, heads, SWEEP_HEAD_DIM) bf16; lse: (batch, heads, seqlen) fp32. Returns the
 // launch status.
 SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void* out, float* lse, int batch,
@@ -39,5 +48,7 @@ SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void
   params.scale_softmax = 1.0f / std::sqrt(static_cast<float>(SWEEP_HEAD_DIM));
   params.softmax_scale_log2 = params.scale_softmax * 1.44269504f;
   if (const cudaError_t status = cudaGetDevice(&params.device); status != cudaSuccess) return status;
+  params.dropout.rng_state = rng_state();
+  if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
   return flash::run_flash_fwd<SweepConfig>(params, static_cast<cudaStream_t>(stream));
 }
