@@ -132,7 +132,8 @@ def broken_links(text, document):
             continue
         place, _, fragment = target.partition("#")
         path = document.parent / place if place else document
-        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else []
+        is_document = path.is_file() and path.suffix == ".md"
+        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE) if is_document else []
         if not path.exists() or (fragment and fragment not in map(anchor, headings)):
             found.append(target)
     return found
