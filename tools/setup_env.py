@@ -33,7 +33,6 @@ NEEDED = {
     "einops": "einops",
     "numpy": "numpy",
     "pytest": "pytest>=7",
-    "expecttest": "expecttest",
 }
 KNOBS = ("FLASH_ATTN_CUDA_ARCHS", "FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_DTYPES", "FLASH_ATTN_KERNEL_ARCHIVE")
 CPU_KNOBS = ("FLASH_ATTN_CPU_ONLY", "FLASH_ATTENTION_SKIP_CUDA_BUILD")
