@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 from report import environment_line, geometric_mean, load, modes, ratios, score_line
 

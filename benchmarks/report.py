@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 from plots import PLOTTED_GROUPS, write_plots
 

@@ -25,6 +25,8 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
+
 import torch
 from environment import describe_device, describe_versions, git_state
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
