@@ -26,8 +26,7 @@ constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of 
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// ---- forward
-// ---------------------------------------------------------------------------------------------------------
+// ---- forward ----
 
 void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -77,8 +76,7 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   return {out, lse, probabilities, rng_state};
 }
 
-// ---- backward
-// ----------------------------------------------------------------------------------------------------------
+// ---- backward ----
 
 void run_mha_bwd(const Flash_bwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -163,8 +161,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   return {dq.result, dk.result, dv.result, softmax_d};
 }
 
-// ---- entry points
-// -----------------------------------------------------------------------------------------------------
+// ---- entry points ----
 
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,

@@ -10,8 +10,6 @@ namespace plan {
 
 constexpr int64_t kMaxGridBlocks = 0x7fffffff;  // of gridDim.x; the kernels use one dimension only
 
-constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
-
 // Blocks of rows (or of keys) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
 constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
   return is_varlen ? varlen_slot_count(rows, batch, block)
