@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 
 import torch
@@ -50,7 +51,10 @@ def first_line(error):
 
 
 def first_run(call, device):
-    """(result, {"peak_bytes": device memory that the second call adds}); the first call may compile and tune."""
+    """(result, {"peak_bytes": device memory that the second call adds, "result_bytes": its result's part of them}).
+
+    The first call may compile and tune.
+    """
     if device.type != "cuda":
         return call(), {}
     call()
@@ -59,7 +63,9 @@ def first_run(call, device):
     before = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    return result, {"peak_bytes": torch.cuda.max_memory_allocated(device) - before}
+    tensors = [result] if isinstance(result, torch.Tensor) else result
+    result_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return result, {"peak_bytes": torch.cuda.max_memory_allocated(device) - before, "result_bytes": result_bytes}
 
 
 def replayable(implementation, call, mode):
@@ -114,7 +120,8 @@ def describe(row, mode):
 
 
 def measure(row, mode, implementations, timers, device, budget, may_compile=True):
-    """One row of the result."""
+    """One row of the result; its "seconds" include all set-up."""
+    started = time.monotonic()
     entry = describe(row, mode)
     inputs = make_inputs(row, device, requires_grad=mode != "fwd")
     with torch.set_grad_enabled(mode != "fwd"):
@@ -125,6 +132,7 @@ def measure(row, mode, implementations, timers, device, budget, may_compile=True
         summary["ms"] = summary.pop("median")
         entry["results"][name] = {**summary, "tflops": entry["flops"] / summary["ms"] / 1e9, **facts[name]}
     entry["failed"] = sorted(failures)
+    entry["seconds"] = round(time.monotonic() - started, 3)
     return entry
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from shared import BENCH_CELLS, BENCH_GROUPS, Case
 
-GROUPS = ("cells", "dims", "gqa", "window", "varlen", "features", "small", "small_eager")
+GROUPS = ("cells", "dims", "gqa", "window", "varlen", "features", "deterministic", "small", "small_eager")
+BACKWARD_GROUPS = ("deterministic",)
 HOST_CASE = Case(1, 128, 128, 16, 16, 64, "bfloat16")
 MODE_FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 QUICK_SEQLENS = (1024, 8192)
+THINNED_GROUPS = ("cells", "dims", "deterministic")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Row:
     group: str
     case: Case
     timing: str = "event"
+
+    @property
+    def modes(self):
+        """The modes that it is measured in."""
+        return ("bwd",) if self.group in BACKWARD_GROUPS else tuple(MODE_FLOPS)
 
     @property
     def seqlens(self):
@@ -114,7 +121,7 @@ def select(groups, quick, device_type, dtype):
     """The rows to measure, in the order of the report."""
     rows = [row for row in all_rows() if row.group in groups]
     if quick:
-        rows = [row for row in rows if row.group not in ("cells", "dims") or row.case.seqlen_q in QUICK_SEQLENS]
+        rows = [row for row in rows if row.group not in THINNED_GROUPS or row.case.seqlen_q in QUICK_SEQLENS]
     if device_type == "cpu":
         rows = [row if row.timing == "eager" else scale_down(row) for row in rows if row.timing != "graph"]
     return [dataclasses.replace(row, case=dataclasses.replace(row.case, dtype=dtype)) for row in rows]

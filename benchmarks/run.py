@@ -5,15 +5,17 @@ python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
 python benchmarks/run.py --peers all --plots        every implementation that is installed, and PNGs beside the JSON
 python benchmarks/run.py --quick                    a third of the cells, shorter
 python benchmarks/run.py --groups cells --peers sdpa_flash sdpa_cudnn naive --budget 40
+python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
 
 Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in
 rounds A B A B with a rotated order; every call is timed alone by device events after the L2 cache was overwritten; the
 median counts. The small shapes are timed by replay of a CUDA graph of several calls (group small) and by the host's
 clock around several calls from Python (group small_eager). FLOPs: 4·b·h·sq·sk·d forward, half of it when causal, ×2.5
-backward. Peak memory is what one call adds, its output included.
+backward. Peak memory is what one call adds, its output included. The deterministic backwards are measured in a group of
+their own, or in every row if named as peers.
 
 --budget is the time that the rows may take, in seconds. It takes away repeats, then what needs compilation (flex), and
-at last rows.
+at last rows. --max-ms bounds the repeats of each row.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -56,12 +59,15 @@ def parse(arguments):
     )
     parser.add_argument("--min-rounds", type=int, help="rounds per row, if the budget allows them (20; quick 5)")
     parser.add_argument("--min-ms", type=float, help="ms per implementation and row, likewise (60; 15 with --quick)")
+    parser.add_argument(
+        "--max-ms", type=float, default=math.inf, help="ms at most per row, all implementations together"
+    )
     parser.add_argument("--plots", action="store_true", help="draw the plots too, in a folder named as the result")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON result")
     parser.add_argument("--name", help="file name of the result without .json")
     options = parser.parse_args(arguments)
     try:
-        options.implementations = choose(options.peers)
+        options.implementations = choose(options.peers, options.groups if "bwd" in options.mode else ())
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -90,7 +96,7 @@ def progress_text(entry):
 def measure_all(options, device, budget, timers):
     """The rows of the result, one per row of the table and mode."""
     rows = select(options.groups, options.quick, device.type, options.dtype)
-    work = [(row, mode) for mode in options.mode for row in rows]
+    work = [(row, mode) for mode in options.mode for row in rows if mode in row.modes]
     implementations = options.implementations
     allowance = Allowance(options.budget or default_seconds(options.mode, implementations), len(work))
     progress, entries = Progress(len(work)), []
@@ -137,7 +143,9 @@ def main(arguments=None):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded on the current device's stream
     standard = Budget(5, 15.0, 5.0) if options.quick else Budget()
-    budget = Budget(options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms)
+    budget = Budget(
+        options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms, options.max_ms
+    )  # fmt: skip
     timers = make_timers(device)
     result = describe_run(options, device, budget, timers)
     result["rows"], spent = measure_all(options, device, budget, timers)

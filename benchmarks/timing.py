@@ -62,7 +62,7 @@ class Allowance:
     def budget(self, base, index):
         """The budget of row `index`, counted from 0; a row's set-up costs about as much as its measurement."""
         share = max(0.0, self.seconds - self.spent()) / max(1, self.rows - index)
-        return replace(base, max_ms=max(1.0, 500.0 * share))
+        return replace(base, max_ms=max(1.0, min(base.max_ms, 500.0 * share)))
 
 
 class CudaTimer:

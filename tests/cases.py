@@ -100,6 +100,11 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             dataclasses.replace(feature, **variant)
             for variant in ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1})
         ],
+        "deterministic": [
+            *(case for case in bench_cells(dtype=dtype) if case.seqlen_q in (1024, 4096, 16384)),
+            Case(2, 8192, 8192, 32, 8, 128, dtype, causal=True),
+            Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
+        ],
         "small": small_cases(dtype),
     }
 
