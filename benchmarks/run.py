@@ -35,7 +35,7 @@ from environment import describe_device, describe_versions, git_state
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
 from progress import Progress
-from report import full_report, plot_lines, significant
+from report import OURS, full_report, plot_lines, significant
 from rows import GROUPS, HOST_CASE, MODE_FLOPS, Row, select
 from shared import ROOT
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
@@ -158,7 +158,7 @@ def main(arguments=None):
     print("\n".join([f"{path} ({spent['spent_s']} s)"] + full_report(result)))
     if options.plots:
         print("\n".join(plot_lines(result, path.with_suffix(""))))
-    return 1 if any("ours" in entry["failed"] for entry in result["rows"]) else 0
+    return 1 if any(set(OURS) & set(entry["failed"]) for entry in result["rows"]) else 0
 
 
 if __name__ == "__main__":

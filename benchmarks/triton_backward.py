@@ -16,19 +16,20 @@ from triton_common import LOG2_E, Launch, Tile, keys_of_tile, load_tile, outer_s
 ROW_ALIGNMENT = 128
 DELTA_ROWS = 64
 
+# By padded head dim, tuned at run time among these. All fit an H200; docs/tuning.md has their resources.
 DKDV_TILES = {
     16: (Tile(64, 64, 4, 2),),
-    32: (Tile(64, 128, 4, 2),),
-    64: (Tile(64, 128, 8, 2),),
-    128: (Tile(64, 128, 8, 2),),
-    256: (Tile(32, 64, 8, 2),),
+    32: (Tile(64, 128, 8, 2),),
+    64: (Tile(64, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+    256: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 DQ_TILES = {
     16: (Tile(64, 64, 4, 2),),
     32: (Tile(128, 64, 4, 2),),
-    64: (Tile(128, 64, 8, 2),),
-    128: (Tile(128, 64, 8, 2),),
-    256: (Tile(64, 32, 4, 2),),
+    64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    256: (Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
 }
 
 

@@ -45,9 +45,9 @@ def load_tile(
 ):
     """Rows start .. start + ROWS of one head of a (b, s, h, d) tensor, as (ROWS, BLOCK_D); zeros outside of it.
 
-    source: a tensor descriptor if USE_TMA, else a pointer, to which `strides`, those of (b, s, h), belong. A tile that
-    stays for the whole loop is best loaded through a pointer: the compiler keeps such an operand of tl.dot in shared
-    memory, and one from a descriptor in registers.
+    source: a tensor descriptor if USE_TMA, else a pointer, to which `strides`, those of (b, s, h), belong. Of a
+    tile that stays for the whole loop the compiler keeps a pointer's load in shared memory and a descriptor's load in
+    registers, which the backward has none left of.
     """
     if USE_TMA:
         tile = source.load([batch, start, head, 0]).reshape(ROWS, BLOCK_D)
@@ -115,24 +115,24 @@ def row_size(tile, side):
 class Launch:
     """A launch of `kernel` with a tile still to be chosen.
 
-    streamed: ((tensor, side), …): the tensors (b, s, h, d) whose tiles follow each other in the kernel's loop, with the
-    side of the tile that their rows are on, "m" (queries) or "n" (keys). They are the kernel's first arguments.
+    sources: ((tensor, side), …): the tensors (b, s, h, d) that the kernel reads by descriptors if use_tma, its first
+    arguments, with the side of the tile that their rows are on, "m" (queries) or "n" (keys).
     arguments: its further ones, up to the constants.
     owner: (tensor, side) of the tensor whose rows are shared out among the thread blocks, head by head.
     """
 
-    def __init__(self, kernel, streamed, arguments, owner, causal, use_tma):
-        self.kernel, self.streamed, self.arguments = kernel, streamed, arguments
+    def __init__(self, kernel, sources, arguments, owner, causal, use_tma):
+        self.kernel, self.sources, self.arguments = kernel, sources, arguments
         self.owner, self.causal, self.use_tma = owner, causal, use_tma
         self.block_d = padded_head_dim(owner[0].shape[-1])
 
-    def sources(self, tile):
-        """The streamed tensors as the kernel takes them: tensor descriptors if use_tma, else as they are."""
+    def described(self, tile):
+        """The sources as the kernel takes them."""
         if not self.use_tma:
-            return [tensor for tensor, _ in self.streamed]
+            return [tensor for tensor, _ in self.sources]
         return [
             TensorDescriptor(x, list(x.shape), list(x.stride()), [1, row_size(tile, side), 1, self.block_d])
-            for x, side in self.streamed
+            for x, side in self.sources
         ]
 
     def options(self, tile):
@@ -145,14 +145,14 @@ class Launch:
         return (triton.cdiv(seqlen, row_size(tile, side)) * batch * heads,)
 
     def run(self, tile):
-        self.kernel[self.grid(tile)](*self.sources(tile), *self.arguments, **self.options(tile))
+        self.kernel[self.grid(tile)](*self.described(tile), *self.arguments, **self.options(tile))
 
     @property
     def tuning_key(self):
         """Launches of one key share a tile."""
-        first = self.streamed[0][0]
-        long = first.shape[1] > LONG_SEQUENCE
-        return self.kernel.__name__, first.device, first.dtype, self.block_d, self.causal, self.use_tma, long
+        tensor, _ = self.sources[-1]
+        long = tensor.shape[1] > LONG_SEQUENCE
+        return self.kernel.__name__, tensor.device, tensor.dtype, self.block_d, self.causal, self.use_tma, long
 
 
 _tuned = {}

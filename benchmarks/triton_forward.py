@@ -72,9 +72,9 @@ def attend(
 
 @triton.jit
 def forward_kernel(
+    q_source,
     k_source,
     v_source,
-    q_ptr,
     out_ptr,
     lse_ptr,
     nheads,
@@ -95,7 +95,7 @@ def forward_kernel(
 ):
     """Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
-    k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
+    q_source, k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
     lse fp32 (b, h, sq), contiguous.
     """
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -106,7 +106,7 @@ def forward_kernel(
     head = batch_head % nheads
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
-    q = load_tile(q_ptr, q_strides, batch, head, tile * BLOCK_M, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False)
+    q = load_tile(q_source, q_strides, batch, head, tile * BLOCK_M, seqlen_q, head_dim, BLOCK_M, BLOCK_D, USE_TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -132,7 +132,7 @@ def forward_kernel(
 def forward_launch(q, k, v, out, lse, causal, softmax_scale, use_tma):
     """The forward of q (b, sq, h, d) over k, v (b, sk, h_k, d) into out (as q) and lse fp32 (b, h, sq)."""
     arguments = (
-        q, out, lse, q.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1], q.shape[3], softmax_scale * LOG2_E,
+        out, lse, q.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1], q.shape[3], softmax_scale * LOG2_E,
         *map(outer_strides, (q, k, v, out)),
     )  # fmt: skip
-    return Launch(forward_kernel, ((k, "n"), (v, "n")), arguments, (q, "m"), causal, use_tma)
+    return Launch(forward_kernel, ((q, "m"), (k, "n"), (v, "n")), arguments, (q, "m"), causal, use_tma)

@@ -82,7 +82,7 @@ def compile_tile(job):
     kernel, head_dim, causal, tile = job
     launch = make_launch(kernel, head_dim, causal, SEQLENS[0], run_forward=False)
     tile = Tile(*tile)
-    arguments = (*launch.sources(tile), *launch.arguments)
+    arguments = (*launch.described(tile), *launch.arguments)
     try:
         compiled = launch.kernel.warmup(*arguments, grid=launch.grid(tile), **launch.options(tile))
         compiled._init_handles()

@@ -104,6 +104,7 @@ def test_allowance_shares_what_is_left(monkeypatch):
     monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
     allowance = timing.Allowance(seconds=10.0, rows=5)
     assert allowance.budget(timing.Budget(), 0).max_ms == pytest.approx(1000.0)
+    assert allowance.budget(timing.Budget(max_ms=30.0), 0).max_ms == 30.0
     now[0] = 106.0
     assert allowance.budget(timing.Budget(), 3).max_ms == pytest.approx(1000.0)
     assert allowance.behind(1) and not allowance.behind(3)
@@ -497,15 +498,34 @@ def test_triton_compiles_for_hopper(block_d, use_tma):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("compiling ahead of time is written for Triton 3.6")
-    import triton_backward
-    import triton_forward
+    import triton_sweep
+    from triton_backward import DKDV_TILES, DQ_TILES, dkdv_kernel, dq_kernel
+    from triton_forward import TILES, forward_kernel
 
-    kernels = (
-        (triton_forward.forward_kernel, triton_forward.TILES),
-        (triton_backward.dkdv_kernel, triton_backward.DKDV_TILES),
-        (triton_backward.dq_kernel, triton_backward.DQ_TILES),
-    )
+    kernels = ((forward_kernel, TILES), (dkdv_kernel, DKDV_TILES), (dq_kernel, DQ_TILES))
     for (kernel, tiles), causal in itertools.product(kernels, (False, True)):
+        candidates = triton_sweep.CANDIDATES[kernel.__name__.replace("_kernel", "")][block_d]
+        assert set(tiles[block_d]) <= set(candidates)
         ptx = compiled_ptx(kernel, block_d, tiles[block_d][0], causal, use_tma)
         assert "wgmma.mma_async" in ptx
         assert ("cp.async.bulk.tensor" in ptx) == use_tma
+
+
+def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    import triton_sweep
+
+    small, large, big = (32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)
+    monkeypatch.setitem(triton_sweep.CANDIDATES["dq"], 64, (large, small, big))
+    resources = dict.fromkeys((("dq", 64, True, tile) for tile in (small, large)), "99 registers")
+    resources["dq", 64, True, big] = "out of resource"
+
+    def time_column(kernel, head_dim, causal, seqlen, compiled):
+        return {tile: 1.0 if tile == small else 3.0 if causal else 0.5 for tile in compiled if tile != big}
+
+    monkeypatch.setattr(triton_sweep, "time_column", time_column)
+    entries = triton_sweep.sweep("dq", 64, resources)
+    assert [tuple(entry["tile"]) for entry in entries] == [small, large, big]
+    assert [entry["score"] for entry in entries] == [pytest.approx(2**-0.5), pytest.approx(3**-0.5), 0.0]
+    triton_sweep.print_table("dq", 64, entries)
+    assert "(128, 64, 8, 2)     0.000          inf" in capsys.readouterr().out
