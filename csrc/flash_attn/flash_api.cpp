@@ -80,11 +80,11 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
 
 void run_mha_bwd(const Flash_bwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
-    check_launch(run_softmax_d_<kDtype>(params, stream), "softmax_d_kernel", q);
-    check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }),
-                 "flash_bwd_kernel", q);
-  });
+  check_launch(
+      FP16_SWITCH(
+          q.scalar_type() == at::kHalf,
+          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }); }),
+      "flash_bwd_kernel", q);
 }
 
 // Where a gradient is computed: the caller's tensor if the kernels can write it, else a new one that is copied there.
@@ -104,8 +104,7 @@ struct Gradient {
 // fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode a turn counter for each tile.
 std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::BwdTile tile = plan::bwd_tile(params.d);
-  const int64_t tiles =
-      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, tile.block_m);
+  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
   at::Tensor dq_accum = at::zeros({tiles, tile.block_m, tile.head_dim}, q.options().dtype(at::kFloat));
   at::Tensor turns = at::zeros({deterministic ? tiles : 0}, q.options().dtype(at::kInt));
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
@@ -136,10 +135,9 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
                    dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous();
   Gradient dq(gradients.dq, q), dk(gradients.dk, k), dv(gradients.dv, v);
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  params.d_rows = static_cast<int>(plan::softmax_d_rows(is_varlen, params.b, q.size(-3)));
-  at::Tensor softmax_d = is_varlen ? at::zeros({q.size(-2), params.d_rows}, lse.options())
-                                   : at::zeros({params.b, q.size(-2), params.d_rows}, lse.options());
+  params.d_rows = plan::softmax_d_rows(params.is_varlen(), params.b, q.size(-3));
+  at::Tensor softmax_d = params.is_varlen() ? at::zeros({q.size(-2), params.d_rows}, lse.options())
+                                            : at::empty({params.b, q.size(-2), params.d_rows}, lse.options());
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out_aligned, lse_contiguous);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);

@@ -1,6 +1,7 @@
 // From a thread block's index to its rows: which sequence, which head, which query rows, which keys.
 #pragma once
 
+#include "../plan/grid.h"
 #include "common/block_range.h"
 #include "flash.h"
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
 }
 
 __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
-  return params.varlen.cu_seqlens_q != nullptr ? varlen_row_block(params, block_m) : dense_row_block(params, block_m);
+  return params.is_varlen() ? varlen_row_block(params, block_m) : dense_row_block(params, block_m);
 }
 
 // The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
@@ -141,7 +142,7 @@ __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& par
 }
 
 __device__ __forceinline__ KeyBlock key_block(const Flash_bwd_params& params, int block_n) {
-  if (params.varlen.cu_seqlens_q != nullptr) return varlen_key_block(params, block_n);
+  if (params.is_varlen()) return varlen_key_block(params, block_n);
   const int key_blocks = (params.seqlen_k + block_n - 1) / block_n;
   const int batch_head = blockIdx.x / key_blocks;
   KeyBlock block;
@@ -163,7 +164,7 @@ __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, b
 // First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
 __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
                                                  int q_segment, int block_m) {
-  if (params.varlen.cu_seqlens_q != nullptr) {
+  if (params.is_varlen()) {
     return static_cast<int64_t>(head) * varlen_slot_count(params.seqlen_q, params.b, block_m) +
            varlen_first_slot(q_begin, q_segment, block_m);
   }
@@ -177,10 +178,20 @@ __device__ __forceinline__ int64_t q_offset(const RowBlock& block, const MatrixS
   return batch + block.q_begin * strides.row + block.head * strides.head;
 }
 
+// Rows of (sequence, head) in the LSE: (b, h, seqlen_q) or (h, total_q).
+__device__ __forceinline__ int64_t lse_offset(const Flash_fwd_params& params, int batch, int head, int q_begin) {
+  const int64_t matrix = params.is_varlen() ? head : static_cast<int64_t>(batch) * params.h + head;
+  return matrix * params.seqlen_q + q_begin;
+}
+
+// And in softmax_d, whose rows are those of plan::softmax_d_rows().
+__device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& params, int batch, int head, int q_begin) {
+  if (!params.is_varlen()) return (static_cast<int64_t>(batch) * params.h + head) * params.d_rows;
+  return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;
+}
+
 __device__ __forceinline__ int64_t lse_offset(const RowBlock& block, const Flash_fwd_params& params) {
-  const int64_t head =
-      params.varlen.cu_seqlens_q != nullptr ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
-  return head * params.seqlen_q + block.q_begin;
+  return lse_offset(params, block.batch, block.head, block.q_begin);
 }
 
 }  // namespace flash

@@ -13,6 +13,7 @@ namespace flash {
 namespace {
 
 constexpr int kRows = 128;  // per thread block
+static_assert(kRows == plan::kSoftmaxDGap, "the last block of a dense head covers its padding rows");
 constexpr int kThreads = 256;
 constexpr int kChunk = 8;  // elements of one 16-byte load
 
@@ -32,11 +33,12 @@ __device__ float dot(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
   const RowBlock block = row_block(params, kRows);
   if (block.empty()) return;
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  const bool is_varlen = params.is_varlen();
   if (is_varlen && (block.segment == 0 || block.segment > params.b)) return;  // rows of no sequence
   int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
   while (lanes * kChunk < params.d) lanes *= 2;
@@ -45,9 +47,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
-  const int64_t head = is_varlen ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
-  float* const delta =
-      params.softmax_d_ptr + head * params.d_rows + (is_varlen ? block.q_begin + 128 * block.batch : 0);
+  float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, block.head, block.q_begin);
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
@@ -56,16 +56,16 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (row < block.row_end && lane == 0) delta[row] = sum;
+    if (lane == 0 && (row < block.row_end || !is_varlen)) delta[row] = sum;
   }
 }
 
 template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  return launch(softmax_d_kernel<Pair>, params.h * plan::row_blocks(is_varlen, params.b, params.seqlen_q, kRows),
-                kThreads, 0, params, params.device, stream, configured_devices);
+  return launch(softmax_d_kernel<Pair>,
+                params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows), kThreads, 0, params,
+                params.device, stream, configured_devices);
 }
 
 }  // namespace
