@@ -13,8 +13,7 @@ head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padd
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
 masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf.
-gradients    of out and softmax_lse with respect to q, k, v; not with respect to alibi_slopes. A gradient of softmax_lse
-             costs padded copies, and needs head_dim <= 248. Not twice differentiable.
+gradients    of out and softmax_lse with respect to q, k, v; not with respect to alibi_slopes. Not twice differentiable.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.

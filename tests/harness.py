@@ -202,17 +202,20 @@ def check_public_call(problem: Problem, **overrides):
     return out, lse
 
 
-def gradients(problem: Problem, dout, dtype, keep=None, **overrides):
-    """(dq, dk, dv) of the reference in a dtype."""
+def gradients(problem: Problem, dout, dtype, keep=None, dlse=None, **overrides):
+    """(dq, dk, dv) of the reference in a dtype, from the gradients of out and, if given, of the LSE."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    out = expected(problem, dtype, keep, q=leaves[0], k=leaves[1], v=leaves[2], **overrides).out
-    grads = torch.autograd.grad(out, leaves, dout.to(dtype), allow_unused=True)
+    result = expected(problem, dtype, keep, q=leaves[0], k=leaves[1], v=leaves[2], **overrides)
+    outputs, weights = [result.out], [dout.to(dtype)]
+    if dlse is not None:
+        outputs, weights = [*outputs, result.lse], [*weights, dlse.to(dtype)]
+    grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
 
 
-def check_gradients(problem: Problem, dout, grads, keep=None, **overrides):
-    exact = gradients(problem, dout, torch.float64, keep, **overrides)
-    plain = gradients(problem, dout, problem.q.dtype, keep, **overrides)
+def check_gradients(problem: Problem, dout, grads, keep=None, dlse=None, **overrides):
+    exact = gradients(problem, dout, torch.float64, keep, dlse, **overrides)
+    plain = gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
     for name, ours, reference, same in zip(("dq", "dk", "dv"), grads, exact, plain):
         assert ours.dtype == problem.q.dtype
         assert_gradient_accurate(ours, reference, same, name)

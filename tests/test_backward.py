@@ -10,6 +10,7 @@ from cases import GQA_RATIOS, HEAD_DIMS, Case
 from harness import Problem, check_gradients, gradients, make_problem, run
 
 from flash_attn import (
+    backends,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -223,21 +224,66 @@ def test_gradients_of_single_inputs(device):
         assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
 
 
-def test_the_lse_is_differentiable_or_refuses(device):
+def test_gradient_of_the_lse_alone(device):
     """Never a silently missing gradient of the LSE."""
     q, k, v = (torch.randn(1, 20, 2, 32, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    if not lse.requires_grad:
-        pytest.fail("the LSE carries no gradient and says nothing")
-    try:
-        dq = torch.autograd.grad(lse.sum(), q)[0]
-    except NotImplementedError as error:
-        assert str(error)
-        return
+    assert lse.requires_grad
+    dq = torch.autograd.grad(lse.sum(), q)[0]
     leaf = q.detach().double().requires_grad_()
     scores = torch.einsum("bqhd,bkhd->bhqk", leaf, k.detach().double()) / 32**0.5
     reference = torch.autograd.grad(torch.logsumexp(scores, -1).sum(), leaf)[0]
     torch.testing.assert_close(dq.double(), reference, atol=2e-3, rtol=2e-2)
+
+
+LSE_CASES = (
+    Case(2, 40, 90, 4, 2, 64, DTYPE),
+    Case(2, 200, 130, 6, 2, 128, DTYPE, causal=True),
+    Case(1, 70, 300, 2, 2, 256, "float16", causal=True, window=(50, -1)),
+    Case(2, 65, 80, 2, 1, 40, "float16", softcap=5.0, alibi="heads"),
+    Case(1, 100, 140, 4, 1, 96, DTYPE, dropout=0.2),
+    Case(4, 129, 100, 4, 2, 64, DTYPE, kind="padded", causal=True),
+    Case(4, 64, 200, 2, 2, 192, "float16", kind="packed", dropout=0.3),
+)
+
+
+@pytest.mark.parametrize("lse_case", LSE_CASES, ids=lambda case: case.id)
+def test_gradients_of_output_and_lse_together(device, lse_case):
+    """With every mask; a row that sees no key has a constant LSE, whose gradient is not read."""
+    problem = make_problem(lse_case, device)
+    leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out, lse, dmask = run(dataclasses.replace(problem, q=leaves[0], k=leaves[1], v=leaves[2]))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * 3
+    used = dlse.masked_fill(lse.isinf(), float("nan"))
+    strided = torch.stack([used, used], dim=-1)[..., 0]
+    grads = torch.autograd.grad((out, lse), leaves, (dout, strided))
+    check_gradients(problem, dout, grads, dmask >= 0 if lse_case.dropout else None, dlse)
+
+
+@pytest.mark.parametrize("kind", ("dense", "varlen"))
+def test_backends_take_the_gradient_of_the_lse(device, kind):
+    """The last argument of `bwd` and `varlen_bwd`: any strides, and softmax_d is rowsum(dout * out) - dlse."""
+    q, k, v = (torch.randn(2, 50, 2, 32, device=device, dtype=torch.bfloat16) for _ in "qkv")
+    backend = backends.get(device)
+    out, lse, _, state = backend.fwd(q, k, v, None, None, 0.0, 0.2, True, -1, -1, 0.0, False, None)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    turned = dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    tail = (0.2, True, -1, -1, 0.0, True, None, state)
+    dense = backend.bwd(dout, q, k, v, out, lse, None, None, None, None, 0.0, *tail, turned)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
+    torch.testing.assert_close(dense[3][..., :50], delta)
+    assert (dense[3][..., 50:] == 0).all() and dense[3].shape == (2, 2, 128)
+    if kind == "varlen":
+        flat = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
+        flat_lse, flat_dlse = (x.transpose(0, 1).reshape(2, 100) for x in (lse, dlse))
+        cu = torch.tensor([0, 50, 100], dtype=torch.int32, device=device)
+        packed = backend.varlen_bwd(
+            *flat, flat_lse, None, None, None, cu, cu, None, 50, 50, 0.0, tail[0], False, *tail[1:], flat_dlse
+        )
+        starts = (0, 50 + 128)
+        assert all(torch.equal(packed[3][:, s : s + 50], dense[3][i, :, :50]) for i, s in enumerate(starts))
+        for ours, same in zip(packed[:3], dense[:3]):
+            torch.testing.assert_close(ours, same.flatten(0, 1), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("argument", ("seqused_k", "leftpad_k", "block_table"))

@@ -202,10 +202,11 @@ inline void like(const char* name, const at::Tensor& tensor, const at::Tensor& f
   shape(name, tensor, forward.sizes());
 }
 
-inline void lse(const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
-  device("softmax_lse", tensor, q);
-  dtype("softmax_lse", tensor, at::kFloat);
-  shape("softmax_lse", tensor, expected);
+// The LSE or its gradient.
+inline void lse(const char* name, const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
+  device(name, tensor, q);
+  dtype(name, tensor, at::kFloat);
+  shape(name, tensor, expected);
 }
 
 inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, const at::Tensor& q) {

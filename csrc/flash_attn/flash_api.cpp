@@ -114,18 +114,21 @@ std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at
 
 struct Gradients {
   const at::Tensor& dout;
+  const OptionalTensor& dlse;
   const OptionalTensor& dq;
   const OptionalTensor& dk;
   const OptionalTensor& dv;
 };
 
 void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const at::Tensor& out) {
+                     const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
   checks::like("dout", gradients.dout, q, q);
   checks::like("out", out, q, q);
   if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q, q);
   if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k, q);
   if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v, q);
+  checks::lse("softmax_lse", softmax_lse, q, lse_shape);
+  if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
 
 std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradients, const at::Tensor& q,
@@ -133,7 +136,8 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
                                  const Scores& scores, double p_dropout, bool deterministic,
                                  const OptionalTensor& rng_state) {
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
-                   dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous();
+                   dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous(),
+                   dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
   Gradient dq(gradients.dq, q), dk(gradients.dk, k), dv(gradients.dv, v);
   params.d_rows = plan::softmax_d_rows(params.is_varlen(), params.b, q.size(-3));
   at::Tensor softmax_d = params.is_varlen() ? at::zeros({q.size(-2), params.d_rows}, lse.options())
@@ -150,6 +154,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   params.dq_strides = matrix_strides(dq.computed);
   params.dk_strides = matrix_strides(dk.computed);
   params.dv_strides = matrix_strides(dv.computed);
+  if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   const auto workspace = allocate_dq(params, q, deterministic);
   run_mha_bwd(params, q);
@@ -245,14 +250,13 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& alibi_slopes,
                             double p_dropout, double softmax_scale, bool is_causal, int64_t window_left,
                             int64_t window_right, double softcap, bool deterministic, const OptionalGenerator& /*gen*/,
-                            const OptionalTensor& rng_state) {
+                            const OptionalTensor& rng_state, const OptionalTensor& dlse) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  const Gradients gradients{dout, dq, dk, dv};
-  check_gradients(gradients, q, k, v, out);
-  checks::lse(softmax_lse, q, {batch, q.size(2), q.size(1)});
+  const Gradients gradients{dout, dlse, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
   checks::length("q", batch);
@@ -275,14 +279,13 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool deterministic, const OptionalGenerator& /*gen*/,
-                                   const OptionalTensor& rng_state) {
+                                   const OptionalTensor& rng_state, const OptionalTensor& dlse) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
-  const Gradients gradients{dout, dq, dk, dv};
-  check_gradients(gradients, q, k, v, out);
-  checks::lse(softmax_lse, q, {q.size(1), q.size(0)});
+  const Gradients gradients{dout, dlse, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   checks::numbers(p_dropout, softmax_scale, softcap);
@@ -333,13 +336,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
+        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"),
         py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
+        py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
   m.def(
       "fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
       "Forward against a KV cache");

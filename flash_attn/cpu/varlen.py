@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from . import checks
-from .backward import attend_backward, dropout_of_state
+from .backward import attend_backward, dropout_of_state, row_deltas
 from .forward import attend, new_dropout, new_s_dmask, rng_state_of, write_s_dmask
 from .scores import ScoreRule, compute_dtype
 
@@ -191,6 +191,7 @@ def varlen_bwd(
     deterministic,
     gen,
     rng_state,
+    dlse=None,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
@@ -200,7 +201,7 @@ def varlen_bwd(
     batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
     checks.check_gradients(dout, q, k, out, dq, dk, dv)
-    checks.check_lse(softmax_lse, q, [heads, total_q])
+    checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     checks.check_numbers(p_dropout, softmax_scale, softcap)
     checks.check_rng_state(rng_state, p_dropout)
 
@@ -213,13 +214,16 @@ def varlen_bwd(
     for sequence in sequences(total_q, k, cu_seqlens_q, cu_seqlens_k):
         i, rows, cols = sequence.index, slice(sequence.q0, sequence.q1), slice(sequence.k0, sequence.k1)
         d0 = sequence.q0 + SOFTMAX_D_GAP * i
+        row_lse = softmax_lse[:, rows].unsqueeze(0)
+        row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
+        delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
+        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse))
         attend_backward(
             *(x[rows].unsqueeze(0) for x in (dout, q)),
             *(x[cols].unsqueeze(0) for x in (k, v)),
-            out[rows].unsqueeze(0),
-            softmax_lse[:, rows].unsqueeze(0),
+            row_lse,
+            delta,
             *(grad[part].unsqueeze(0) for grad, part in zip(grads, (rows, cols, cols))),
-            softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0),
             rule.for_batch(i),
             None if dropout is None else dropout.for_batch(i),
         )

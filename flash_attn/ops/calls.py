@@ -10,8 +10,6 @@ import torch
 from flash_attn import backends
 
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
-_MAX_HEAD_DIM = 256
-_LSE_FEATURES = 8  # keeps the head dim a multiple of 8, which the GPU needs
 
 
 def round_up(x, multiple):
@@ -92,39 +90,12 @@ def backward(
     """Attention backward -> the gradients of those of (q, k, v) that are given, each a new contiguous tensor."""
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
     targets = unpack(*grads, *[None] * (3 - len(grads)))
-    tensors = (dout, *unpack(q, k, v), out)
-    results = targets
-    if dlse is not None:
-        tensors = _with_lse_gradient(*tensors, dlse.masked_fill(lse.isinf(), 0.0))
-        results = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
     backward_into(
-        *tensors, lse, *results, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+        dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+        dlse,
     )  # fmt: skip
-    if dlse is not None:
-        for target, result in zip(targets, results):
-            target.copy_(result[..., : target.shape[-1]])
     return grads
-
-
-def _with_lse_gradient(dout, q, k, v, out, dlse):
-    """(dout, q, k, v, out) with extra features that carry the gradient of the LSE through an unchanged backward.
-
-    That gradient enters the backward only as delta = rowsum(dout * out) - dlse. Extra features with q = k = v = 0,
-    out = 1 and dout = -dlse change delta by just that, and nothing else. Three of them hold dlse as a sum of values of
-    dout's dtype, each the remainder of those before, so that no digit of float32 is lost.
-    """
-    head_dim = q.shape[-1]
-    limit = _MAX_HEAD_DIM - _LSE_FEATURES
-    if head_dim > limit:
-        raise NotImplementedError(f"softmax_lse: expected a head dim of at most {limit} for a gradient, got {head_dim}")
-    remainder = -dlse.transpose(-1, -2)
-    q, k, v, out, dout = (torch.nn.functional.pad(x, (0, _LSE_FEATURES)) for x in (q, k, v, out, dout))
-    for feature in range(head_dim, head_dim + 3):
-        out[..., feature] = 1.0
-        dout[..., feature] = remainder
-        remainder = remainder - dout[..., feature]
-    return dout, q, k, v, out
 
 
 def backward_fake(dout, dlse, q, k, v, *rest):
@@ -134,7 +105,7 @@ def backward_fake(dout, dlse, q, k, v, *rest):
 
 def backward_into(
     dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
 ):  # fmt: skip
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
     backend = backends.get(q.device.type)
@@ -145,13 +116,13 @@ def backward_into(
     if cu_seqlens_q is None:
         result = backend.bwd(
             dout, q, k, v, out, lse.contiguous(), *written, alibi_slopes, dropout_p, softmax_scale, causal, window_left,
-            window_right, softcap, deterministic, None, rng_state,
+            window_right, softcap, deterministic, None, rng_state, dlse,
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
             dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
-            deterministic, None, rng_state,
+            deterministic, None, rng_state, dlse,
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:

@@ -97,10 +97,11 @@ struct Flash_bwd_params : Flash_fwd_params {
   void* __restrict__ dv_ptr = nullptr;        // as V
   MatrixStrides do_strides, dq_strides, dk_strides, dv_strides;
 
-  float* __restrict__ softmax_d_ptr = nullptr;  // rowsum(dO * O): (b, h, d_rows), or (h, d_rows) and zeroed
-  int64_t d_rows = 0;                           // rows of one head, see softmax_d_rows()
-  float* __restrict__ dq_accum_ptr = nullptr;   // fp32 dQ in tiles of the accumulator's own order; zeroed
-  int* __restrict__ dq_turns_ptr = nullptr;     // deterministic: contributions to each tile so far; zeroed
+  const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
+  float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
+  int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; zeroed
+  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
@@ -111,7 +112,7 @@ cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
-// rowsum(dO * O); run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
+// softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
 template <Dtype kDtype>
 cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
 

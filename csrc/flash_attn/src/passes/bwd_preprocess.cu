@@ -1,5 +1,6 @@
-// softmax_d = rowsum(dO * O), which the backward subtracts from dP (Dao et al. 2022, appendix B.2). Bound by reading dO
-// and O once.
+// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
+// the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
+// the derivative of the LSE by a score is its probability. Bound by reading dO and O once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -33,6 +34,11 @@ __device__ float dot(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// A row that saw nothing has an infinite LSE, which is a constant.
+__device__ float lse_gradient(const Flash_bwd_params& params, int64_t row) {
+  return params.dlse_ptr == nullptr || isinf(params.softmax_lse_ptr[row]) ? 0.0f : params.dlse_ptr[row];
+}
+
 // Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
@@ -47,6 +53,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
+  const int64_t lse_row = lse_offset(block, params);
   float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, block.head, block.q_begin);
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
@@ -56,6 +63,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane == 0 && row < block.row_end) sum -= lse_gradient(params, lse_row + row);
     if (lane == 0 && (row < block.row_end || !is_varlen)) delta[row] = sum;
   }
 }
