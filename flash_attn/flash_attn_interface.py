@@ -12,8 +12,9 @@ heads        nheads divisible by nheads_k; query head i reads K/V head i // (nhe
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
-masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf.
-gradients    of out and softmax_lse with respect to q, k, v; not with respect to alibi_slopes. Not twice differentiable.
+masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
+gradients    of out and softmax_lse with respect to q, k, v and sinks; not with respect to alibi_slopes. Not twice
+             differentiable.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -50,13 +51,16 @@ _OPTIONS_DOC = """
             position p and key j.
         deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
         return_attn_probs: bool. Also return softmax_lse and S_dmask.
+        sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
+            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
+            share of the probability and adds nothing to the output. -inf is no sink. Learnable.
 """
 
 _RESULT_DOC = """
     Returns:
         out: {out}, contiguous.
-        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, float32
-            (float64 for float64 inputs).
+        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, the sink
+            included, float32 (float64 for float64 inputs).
         S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
             (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
             probabilities before dropout, dropped entries negative.
@@ -88,6 +92,8 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
 ):
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -101,7 +107,7 @@ def flash_attn_func(
     """
     return _attend(
         (q, k, v), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -116,6 +122,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
 ):
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -128,7 +136,7 @@ def flash_attn_qkvpacked_func(
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
         (qkv,), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -144,6 +152,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
 ):
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -157,7 +167,7 @@ def flash_attn_kvpacked_func(
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
         (q, kv), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -182,6 +192,7 @@ def flash_attn_varlen_func(
     *,
     seqused_k=None,
     leftpad_k=None,
+    sinks=None,
 ):
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -216,7 +227,7 @@ def flash_attn_varlen_func(
     }
     return _attend(
         (q, k, v), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -233,6 +244,8 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
 ):
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -253,7 +266,7 @@ def flash_attn_varlen_qkvpacked_func(
     }
     return _attend(
         (qkv,), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -273,6 +286,8 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
 ):
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -293,7 +308,7 @@ def flash_attn_varlen_kvpacked_func(
     }
     return _attend(
         (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks,
     )  # fmt: skip
 
 
@@ -362,7 +377,7 @@ def flash_attn_with_kvcache(
 
 def _attend(
     inputs, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs,
+    return_attn_probs, sinks,
 ):  # fmt: skip
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,), varlen is empty for dense sequences."""
     names = (("qkv",), ("q", "kv"), ("q", "k", "v"))[len(inputs) - 1]
@@ -371,6 +386,7 @@ def _attend(
         arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
     scale = arguments.scale(softmax_scale, inputs[0])
     left, right = arguments.window(window_size)
+    sinks = arguments.sinks(sinks)
     dropout_p = float(dropout_p)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
     head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
@@ -380,8 +396,8 @@ def _attend(
     lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
     out, lse, dmask, _ = library.attention(
         *inputs, *(None,) * (3 - len(inputs)), varlen.get("cu_seqlens_q"), varlen.get("cu_seqlens_k"),
-        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, *lengths, dropout_p,
-        scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
+        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, sinks, *lengths,
+        dropout_p, scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
     )  # fmt: skip
     if padded:
         out = out[..., :head_dim].contiguous()

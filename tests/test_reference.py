@@ -44,6 +44,18 @@ def test_masked_rows_and_their_gradients():
     assert (empty.out == 0).all() and torch.isposinf(empty.lse).all()
 
 
+def test_sinks_by_hand():
+    """Two keys of weights 3 and 1, a sink of weight 4; a row without keys has the sink alone."""
+    q = torch.ones(1, 1, 1, 1)
+    k = torch.tensor([3.0, 1.0]).log().view(1, 2, 1, 1)
+    v = torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+    sinks = torch.tensor([4.0]).log()
+    result = attention(q, k, v, scale=1.0, sinks=sinks)
+    assert abs(result.out.item() - 20 / 8) < 1e-6 and abs(result.lse.exp().item() - 8.0) < 1e-5
+    empty = attention(q, k[:, :0], v[:, :0], sinks=sinks)
+    assert empty.out.item() == 0.0 and abs(empty.lse.exp().item() - 4.0) < 1e-6
+
+
 def test_alibi_and_softcap_by_hand():
     zero = torch.zeros(1, 3, 1, 2)
     result = attention(zero[:, :1], zero, zero, alibi_slopes=torch.tensor([0.5]))

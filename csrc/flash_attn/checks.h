@@ -159,6 +159,14 @@ inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, 
   last_stride(name, *slopes);
 }
 
+inline void sinks(const std::optional<at::Tensor>& tensor, const at::Tensor& q) {
+  if (!tensor.has_value()) return;
+  device("sinks", *tensor, q);
+  dtype("sinks", *tensor, at::kFloat);
+  shape("sinks", *tensor, {q.size(-2)});
+  last_stride("sinks", *tensor);
+}
+
 // An int32 vector of lengths or offsets.
 inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
   if (!tensor.has_value()) return;

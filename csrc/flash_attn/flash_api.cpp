@@ -1,6 +1,7 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -112,6 +113,16 @@ std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at
   return {dq_accum, turns};
 }
 
+// Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
+at::Tensor allocate_dsinks(Flash_bwd_params& params, const at::TensorOptions& options) {
+  const int64_t batch = params.is_varlen() ? 1 : params.b;
+  const int64_t blocks = plan::row_blocks(params.is_varlen(), params.is_varlen() ? params.b : 1, params.seqlen_q,
+                                          static_cast<int>(plan::kSoftmaxDGap));
+  at::Tensor sums = at::zeros({batch, params.h, blocks}, options);
+  params.dsinks_ptr = sums.mutable_data_ptr<float>();
+  return sums;
+}
+
 struct Gradients {
   const at::Tensor& dout;
   const OptionalTensor& dlse;
@@ -157,11 +168,15 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   const auto workspace = allocate_dq(params, q, deterministic);
+  at::Tensor dsinks;
+  if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, lse.options());
   run_mha_bwd(params, q);
   dq.finish();
   dk.finish();
   dv.finish();
-  return {dq.result, dk.result, dv.result, softmax_d};
+  std::vector<at::Tensor> results{dq.result, dk.result, dv.result, softmax_d};
+  if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
+  return results;
 }
 
 // ---- entry points ----
@@ -169,7 +184,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                             int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
-                            const OptionalGenerator& gen) {
+                            const OptionalGenerator& gen, const OptionalTensor& sinks) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
@@ -177,6 +192,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   checks::output(out, q);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::length("q", batch);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
@@ -186,7 +202,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   params.p_rows = static_cast<int>(round_up(seqlen_q, kProbabilityTile));
   params.p_cols = static_cast<int>(round_up(k.size(1), kProbabilityTile));
   return forward(params, q, k, v, out, {batch, heads, seqlen_q},
-                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                  return_softmax, gen);
 }
 
@@ -213,7 +229,8 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                                    const OptionalTensor& alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k,
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
-                                   bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/) {
+                                   bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/,
+                                   const OptionalTensor& sinks) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -230,6 +247,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
@@ -241,7 +259,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                    int_pointer(leftpad_k)};
   params.paged = describe_pages(block_table, k);
   return forward(params, q, k, v, out, {q.size(1), q.size(0)},
-                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                  return_softmax, gen);
 }
 
@@ -250,7 +268,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& alibi_slopes,
                             double p_dropout, double softmax_scale, bool is_causal, int64_t window_left,
                             int64_t window_right, double softcap, bool deterministic, const OptionalGenerator& /*gen*/,
-                            const OptionalTensor& rng_state, const OptionalTensor& dlse) {
+                            const OptionalTensor& rng_state, const OptionalTensor& dlse, const OptionalTensor& sinks) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0);
@@ -259,6 +277,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
   check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::length("q", batch);
   checks::rng_state(rng_state, p_dropout, q);
   const c10::cuda::CUDAGuard guard(q.device());
@@ -267,7 +286,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
   Flash_bwd_params params;
   params.b = static_cast<int>(batch);
   return backward(params, gradients, q, k, v, out, softmax_lse,
-                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
 }
 
@@ -279,7 +298,8 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool deterministic, const OptionalGenerator& /*gen*/,
-                                   const OptionalTensor& rng_state, const OptionalTensor& dlse) {
+                                   const OptionalTensor& rng_state, const OptionalTensor& dlse,
+                                   const OptionalTensor& sinks) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -290,6 +310,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::rng_state(rng_state, p_dropout, q);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
@@ -298,7 +319,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
   params.b = static_cast<int>(batch);
   params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), nullptr, nullptr};
   return backward(params, gradients, q, k, v, out, softmax_lse,
-                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
 }
 
@@ -324,26 +345,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fwd", &fwd, "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("return_softmax"), py::arg("gen"), py::call_guard<py::gil_scoped_release>());
+        py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
   m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+        py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"), py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::call_guard<py::gil_scoped_release>());
-  m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"),
-        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
-        py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"),
-        py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(),
+        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
         py::call_guard<py::gil_scoped_release>());
+  m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"),
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"),
+        py::arg("dv"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
+        py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
+        py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+        py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
+        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
       "Forward against a KV cache");

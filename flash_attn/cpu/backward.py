@@ -27,6 +27,15 @@ def row_deltas(dout, out, lse, dlse) -> torch.Tensor:
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
 
 
+def sink_gradient(sinks, lse, delta) -> torch.Tensor:
+    """The gradient (h) of sinks, from lse and delta (b, h, sq).
+
+    A sink is a key whose value is 0, so its dP is 0 and dS = P * (dP - delta) = -exp(sink - lse) * delta in every row.
+    """
+    probability = (sinks[:, None] - lse).exp_().masked_fill_(lse.isinf(), 0.0)
+    return -(probability * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
     """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas.
 
@@ -120,6 +129,7 @@ def bwd(
     gen,
     rng_state,
     dlse=None,
+    sinks=None,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
@@ -130,9 +140,10 @@ def bwd(
         rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
         deterministic, gen: accepted and without effect (the CPU backend is deterministic and draws nothing here).
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
+        sinks: those of the forward, whose softmax_lse holds them.
 
-    Returns [dq, dk, dv, softmax_d]: softmax_d (b, h, sq rounded up to 128) = rowsum(dout * out) - dlse, float32
-        (float64 for float64 inputs), 0 beyond sq.
+    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
+        rowsum(dout * out) - dlse, float32 (float64 for float64 inputs), 0 beyond sq.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
@@ -141,6 +152,7 @@ def bwd(
     checks.check_gradients(dout, q, k, out, dq, dk, dv)
     batch, sq, heads, _ = q.shape
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
+    checks.check_sinks(sinks, q)
     checks.check_alibi(alibi_slopes, batch, heads)
     checks.check_numbers(p_dropout, softmax_scale, softcap)
     checks.check_rng_state(rng_state, p_dropout)
@@ -153,4 +165,4 @@ def bwd(
     delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse))
     dropout = dropout_of_state(p_dropout, rng_state)
     attend_backward(dout, q, k, v, softmax_lse, delta, dq, dk, dv, rule, dropout)
-    return [dq, dk, dv, softmax_d]
+    return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]

@@ -91,6 +91,17 @@ def check_alibi(slopes, batch: int, heads: int) -> None:
     check_last_stride("alibi_slopes", slopes)
 
 
+def check_sinks(sinks, q: torch.Tensor) -> None:
+    if sinks is None:
+        return
+    check_device("sinks", sinks)
+    dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
+    names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
+    require(sinks.dtype in dtypes, "sinks", f"dtype {names}", _dtype_name(sinks.dtype))
+    check_shape("sinks", sinks, [q.shape[-2]])
+    check_last_stride("sinks", sinks)
+
+
 def check_lengths(name: str, lengths, shape) -> None:
     """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
     if lengths is None:

@@ -38,8 +38,8 @@ def _index(x):
 
 
 def forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
 ):  # fmt: skip
     """Attention forward -> (out, lse, S_dmask, rng_state). `deterministic` matters to the backward alone."""
     backend = backends.get(q.device.type)
@@ -47,20 +47,20 @@ def forward(
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-            return_softmax, None,
+            return_softmax, None, sinks,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
             q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
             _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
-            window_left, window_right, softcap, return_softmax, None,
+            window_left, window_right, softcap, return_softmax, None, 0, sinks,
         )  # fmt: skip
     return tuple(result)
 
 
 def forward_fake(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
 ):  # fmt: skip
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(q, k, v)
@@ -84,30 +84,38 @@ def forward_fake(
 
 
 def backward(
-    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
 ):  # fmt: skip
-    """Attention backward -> the gradients of those of (q, k, v) that are given, each a new contiguous tensor."""
+    """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
     targets = unpack(*grads, *[None] * (3 - len(grads)))
-    backward_into(
+    _, *dsinks = _backward_into(
         dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
-        dlse,
+        dlse, sinks,
     )  # fmt: skip
-    return grads
+    return grads + dsinks
 
 
-def backward_fake(dout, dlse, q, k, v, *rest):
+def backward_fake(
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *rest
+):  # fmt: skip
     """Outputs of `backward` by shape, dtype, strides and device alone."""
-    return [x.new_empty(x.shape) for x in (q, k, v) if x is not None]
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
-def backward_into(
+def backward_into(*args):
+    """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
+    return _backward_into(*args)[0]
+
+
+def _backward_into(
     dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
     dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
+    sinks=None,
 ):  # fmt: skip
-    """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
+    """-> [softmax_d], and with sinks their gradient."""
     backend = backends.get(q.device.type)
     dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
     wanted = (dq, dk, dv)
@@ -116,18 +124,18 @@ def backward_into(
     if cu_seqlens_q is None:
         result = backend.bwd(
             dout, q, k, v, out, lse.contiguous(), *written, alibi_slopes, dropout_p, softmax_scale, causal, window_left,
-            window_right, softcap, deterministic, None, rng_state, dlse,
+            window_right, softcap, deterministic, None, rng_state, dlse, sinks,
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
             dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
-            deterministic, None, rng_state, dlse,
+            deterministic, None, rng_state, dlse, sinks,
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:
             target.copy_(source)
-    return result[3]
+    return result[3:]
 
 
 def softmax_d_fake(q, cu_seqlens_q):

@@ -77,6 +77,7 @@ struct Flash_fwd_params {
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
+  const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none
 
   Varlen varlen;
   PagedKv paged;
@@ -100,6 +101,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
+  float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; zeroed
   int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };

@@ -21,6 +21,17 @@ struct RowBlock {
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
 
+// Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
+// one.
+__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const RowBlock& block) {
+  return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
+}
+
+// The sink of the rows of a block, a natural logarithm; -inf: none.
+__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const RowBlock& block) {
+  return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
+}
+
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
 // First row of a segment (see varlen_first_slot); segment batch + 2 is the end.
@@ -70,7 +81,7 @@ __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& par
   block.head = blockIdx.x / slots;
   block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
   block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
-  if (segment >= 1 && segment <= params.b) {
+  if (in_sequence(params, block)) {
     block.batch = segment - 1;
     set_key_range(block, params);
   }

@@ -9,7 +9,9 @@ namespace flash {
 
 template <int kRows>
 struct Softmax {
-  static constexpr float kSlackLog2 = 8.0f;     // probabilities up to 2^8 are as exact as those up to 1
+  static constexpr float kSlackLog2 = 8.0f;  // probabilities up to 2^8 are as exact as those up to 1
+  static constexpr float kLog2e = 1.4426950408889634f;
+  static constexpr float kLn2 = 0.69314718055994531f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
   float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
@@ -93,9 +95,23 @@ struct Softmax {
     return row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
   }
 
-  // Natural-log LSE after finish(); +inf marks a row that saw nothing.
+  // The same with a sink, one more key without a value: `sink` is its logit, a natural logarithm, -inf for none. A sink
+  // above the reference becomes the reference, so that it neither overflows nor is lost; it joins the sum of the quad,
+  // so that it counts once.
+  __device__ __forceinline__ float finish(int mi, float keep_scale, float scale, float sink) {
+    const float factor = finish(mi, keep_scale);
+    if (sink == -INFINITY) return factor;
+    const float sink_log2 = sink * kLog2e;
+    const float reference = row_max[mi] * scale;  // -inf for a row that saw nothing
+    const bool raised = sink_log2 > reference;
+    const float correction = raised ? exp2f(reference - sink_log2) : 1.0f;
+    if (raised) row_max[mi] = sink_log2 / scale;
+    row_sum[mi] = row_sum[mi] * correction + (raised ? 1.0f : exp2f(sink_log2 - reference));
+    return keep_scale * correction / row_sum[mi];
+  }
+
+  // Natural-log LSE after finish(), with the sink; +inf marks a row that saw nothing.
   __device__ __forceinline__ float lse(int mi, float scale) const {
-    constexpr float kLn2 = 0.69314718055994531f;
     return row_sum[mi] == 0.0f ? INFINITY : (row_max[mi] * scale + log2f(row_sum[mi])) * kLn2;
   }
 };

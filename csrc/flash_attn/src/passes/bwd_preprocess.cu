@@ -1,6 +1,7 @@
 // softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
 // the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
-// the derivative of the LSE by a score is its probability. Bound by reading dO and O once.
+// the derivative of the LSE by a score is its probability. A sink is a key without a value: its dP is 0, and its
+// gradient the sum of P (0 - softmax_d) over the rows. Bound by reading dO and O once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -34,9 +35,25 @@ __device__ float dot(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// A row that saw nothing has an infinite LSE, which is a constant.
-__device__ float lse_gradient(const Flash_bwd_params& params, int64_t row) {
-  return params.dlse_ptr == nullptr || isinf(params.softmax_lse_ptr[row]) ? 0.0f : params.dlse_ptr[row];
+// Subtracts dlse of a row of the LSE from its softmax_d; returns what the row adds to the gradient of the sink. A row
+// that saw nothing has an infinite LSE, which is a constant.
+__device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float sink, float& softmax_d) {
+  if (params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr) return 0.0f;
+  const float lse = params.softmax_lse_ptr[row];
+  if (isinf(lse)) return 0.0f;
+  if (params.dlse_ptr != nullptr) softmax_d -= params.dlse_ptr[row];
+  return -expf(sink - lse) * softmax_d;
+}
+
+// The sum over the thread block, in a fixed order, in thread 0.
+__device__ float block_sum(float value) {
+  __shared__ float warp_sums[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (const float part : warp_sums) sum += part;
+  return sum;
 }
 
 // Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
@@ -45,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   const RowBlock block = row_block(params, kRows);
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
-  if (is_varlen && (block.segment == 0 || block.segment > params.b)) return;  // rows of no sequence
+  if (!in_sequence(params, block)) return;
   int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
   while (lanes * kChunk < params.d) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kChunk;
@@ -54,6 +71,8 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
   const int64_t lse_row = lse_offset(block, params);
+  const float sink = row_sink(params, block);
+  float dsink = 0.0f;
   float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, block.head, block.q_begin);
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
@@ -63,9 +82,12 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (lane == 0 && row < block.row_end) sum -= lse_gradient(params, lse_row + row);
+    if (lane == 0 && row < block.row_end) dsink += apply_lse(params, lse_row + row, sink, sum);
     if (lane == 0 && (row < block.row_end || !is_varlen)) delta[row] = sum;
   }
+  if (params.dsinks_ptr == nullptr) return;
+  dsink = block_sum(dsink);
+  if (threadIdx.x == 0) params.dsinks_ptr[blockIdx.x] = dsink;
 }
 
 template <class Pair>
