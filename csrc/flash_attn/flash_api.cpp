@@ -9,16 +9,19 @@
 #include <torch/version.h>
 
 #include <array>
+#include <cstdlib>
 #include <string>
 #include <utility>
 
 #include "checks.h"
 #include "describe.h"
 #include "launch_check.h"
+#include "plan/family.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
+#include "tile_counter.h"
 
 namespace flash {
 namespace {
@@ -29,14 +32,31 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- forward ----
 
+plan::Family choose_family(const Flash_fwd_params& params) {
+  return plan::choose_family({compute_capability(params.device), params.d, params.paged.block_table != nullptr},
+                             std::getenv("FLASH_ATTN_FAMILY"));
+}
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_family(const Flash_fwd_params& params, cudaStream_t stream) {
+  if constexpr (kHeadDim > 32) {
+    if (choose_family(params) == plan::Family::kWgmma) {
+      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
+      if (status != cudaErrorNotSupported) return status;
+    }
+  }
+  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
+}
+
 void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(
-      FP16_SWITCH(
-          is_fp16,
-          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_<kDtype, kHeadDim>(params, stream); }); }),
-      "flash_fwd_kernel", q);
+  check_launch(FP16_SWITCH(is_fp16,
+                           [&] {
+                             return HEADDIM_SWITCH(
+                                 params.d, [&] { return run_mha_fwd_family<kDtype, kHeadDim>(params, stream); });
+                           }),
+               "flash_fwd_kernel", q);
   if (params.p_ptr != nullptr) {
     check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
                  "dropout_probs_kernel", q);
@@ -68,6 +88,11 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     set_params_dropout(params, p_dropout);
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
+    at::Tensor own_counter;
+    const bool uneven = params.window.right != kUnbounded || params.varlen.cu_seqlens_q != nullptr;
+    if (uneven && choose_family(params) == plan::Family::kWgmma) {
+      params.tile_counter_ptr = tile_counter(q, own_counter);
+    }
     run_mha_fwd(params, q);
   }
   if (out_.has_value() && !direct) {

@@ -70,6 +70,45 @@ constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
 // Q, K, V; O is staged in the place of Q. 16-bit elements.
 constexpr int fwd_smem_bytes(const FwdTile& tile) { return 2 * tile.head_dim * (tile.block_m + 2 * tile.block_n); }
 
+// wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
+struct Sm90FwdTile {
+  int head_dim;
+  int block_m;    // query rows per tile; 64 for each consumer warpgroup
+  int block_n;    // keys per step
+  int kv_stages;  // shared memory buffers of K and of V
+  int q_stages;   // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
+};
+
+constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
+
+constexpr Sm90FwdTile kSm90FwdTiles[2][kNumHeadDims - kSm90FirstHeadDim] = {
+    // without dropout
+    {
+        {64, 192, 128, 3, 2},
+        {96, 128, 128, 2, 2},
+        {128, 128, 128, 2, 2},
+        {192, 128, 96, 2, 1},
+        {256, 128, 64, 2, 1},
+    },
+    // with dropout
+    {
+        {64, 128, 128, 3, 2},
+        {96, 128, 128, 2, 2},
+        {128, 128, 128, 2, 2},
+        {192, 128, 96, 2, 1},
+        {256, 128, 64, 2, 1},
+    },
+};
+
+constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, bool has_dropout) {
+  return kSm90FwdTiles[has_dropout][head_dim_index(head_dim) - kSm90FirstHeadDim];
+}
+
+// Q and O, then K and V. 16-bit elements.
+constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
+  return 2 * tile.head_dim * (tile.q_stages * tile.block_m + 2 * tile.kv_stages * tile.block_n);
+}
+
 struct BwdTile {
   int head_dim;
   int block_m;  // query rows per step

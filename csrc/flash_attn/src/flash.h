@@ -84,6 +84,8 @@ struct Flash_fwd_params {
   bool has_dropout = false;
   Dropout dropout;
 
+  int* tile_counter_ptr = nullptr;  // one int, 0 at the start of a launch, which leaves it 0; null: none at hand
+
   int device = 0;
   int multiprocessors = 0;
 
@@ -110,6 +112,11 @@ struct Flash_bwd_params : Flash_fwd_params {
 // params.device; returns the launch status.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+
+// The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
+// does not serve this call, or is not in this build; nothing was launched.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);

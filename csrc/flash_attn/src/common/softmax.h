@@ -31,6 +31,15 @@ struct Softmax {
   // would pass that. The result does not depend on the reference except through rounding. scale > 0.
   template <bool kMasked, class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
+    float correction[kRows];
+    if (raise_reference(scores, scale, correction)) rescale(out, correction);
+    exponentiate<kMasked>(scores, scale);
+  }
+
+  // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
+  // by `correction` before it takes up the new probabilities. row_sum is.
+  template <class Scores>
+  __device__ __forceinline__ bool raise_reference(const Scores& scores, float scale, float (&correction)[kRows]) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
     float new_max[kRows];
@@ -43,20 +52,34 @@ struct Softmax {
       new_max[mi] = quad_max(new_max[mi]);
       raise |= (new_max[mi] - row_max[mi]) * scale > kSlackLog2;
     }
-    if (__any_sync(0xffffffffu, raise)) {
-      bool large = false;
+    if (!__any_sync(0xffffffffu, raise)) return false;
+    bool large = false;
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-        const float reference = fmaxf(row_max[mi], new_max[mi]);
-        const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
-        row_max[mi] = reference;
-        row_sum[mi] *= correction;
-        large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
-#pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
-      }
-      is_large = __any_sync(0xffffffffu, large);
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float reference = fmaxf(row_max[mi], new_max[mi]);
+      correction[mi] = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
+      row_max[mi] = reference;
+      row_sum[mi] *= correction[mi];
+      large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
     }
+    is_large = __any_sync(0xffffffffu, large);
+    return true;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void rescale(Out& out, const float (&correction)[kRows]) const {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction[mi];
+    }
+  }
+
+  // The second half of update().
+  template <bool kMasked, class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
+    using namespace cute;
     float offset[kRows];  // of the exponents
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
