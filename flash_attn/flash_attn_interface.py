@@ -54,6 +54,7 @@ _OPTIONS_DOC = """
         sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
             row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
             share of the probability and adds nothing to the output. -inf is no sink. Learnable.
+        return_max_logit: bool; keyword only. Also return max_logit, as the last result.
 """
 
 _RESULT_DOC = """
@@ -64,6 +65,9 @@ _RESULT_DOC = """
         S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
             (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
             probabilities before dropout, dropped entries negative.
+        max_logit (with return_max_logit): (nheads,) in the dtype of softmax_lse, not differentiable. The largest logit
+            of each head that enters the softmax, over batch, queries and visible keys: after softmax_scale, softcap
+            and ALiBi, without the sink; -inf if no query sees a key.
 """
 
 
@@ -94,6 +98,7 @@ def flash_attn_func(
     return_attn_probs=False,
     *,
     sinks=None,
+    return_max_logit=False,
 ):
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -107,7 +112,7 @@ def flash_attn_func(
     """
     return _attend(
         (q, k, v), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -124,6 +129,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
     *,
     sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -136,7 +142,7 @@ def flash_attn_qkvpacked_func(
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
         (qkv,), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -154,6 +160,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
     *,
     sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -167,7 +174,7 @@ def flash_attn_kvpacked_func(
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
         (q, kv), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -193,6 +200,7 @@ def flash_attn_varlen_func(
     seqused_k=None,
     leftpad_k=None,
     sinks=None,
+    return_max_logit=False,
 ):
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -227,7 +235,7 @@ def flash_attn_varlen_func(
     }
     return _attend(
         (q, k, v), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -246,6 +254,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
     *,
     sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -266,7 +275,7 @@ def flash_attn_varlen_qkvpacked_func(
     }
     return _attend(
         (qkv,), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -288,6 +297,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
     *,
     sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -308,7 +318,7 @@ def flash_attn_varlen_kvpacked_func(
     }
     return _attend(
         (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -377,7 +387,7 @@ def flash_attn_with_kvcache(
 
 def _attend(
     inputs, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks,
+    return_attn_probs, sinks, return_max_logit,
 ):  # fmt: skip
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,), varlen is empty for dense sequences."""
     names = (("qkv",), ("q", "kv"), ("q", "k", "v"))[len(inputs) - 1]
@@ -394,11 +404,15 @@ def _attend(
     if padded:
         inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
     lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
-    out, lse, dmask, _ = library.attention(
+    out, lse, dmask, _, *max_logit = library.attention(
         *inputs, *(None,) * (3 - len(inputs)), varlen.get("cu_seqlens_q"), varlen.get("cu_seqlens_k"),
         varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, sinks, *lengths,
         dropout_p, scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
+        bool(return_max_logit),
     )  # fmt: skip
     if padded:
         out = out[..., :head_dim].contiguous()
-    return (out, lse, dmask) if return_attn_probs else out
+    results = (out, lse, dmask) if return_attn_probs else (out,)
+    if return_max_logit:
+        results = (*results, *max_logit)
+    return results if len(results) > 1 else out

@@ -15,11 +15,12 @@ import torch
 
 @dataclass
 class Attention:
-    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout."""
+    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout, max_logit (h)."""
 
     out: torch.Tensor
     lse: torch.Tensor
     probs: torch.Tensor
+    max_logit: torch.Tensor
 
 
 def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), device=None) -> torch.Tensor:
@@ -67,6 +68,9 @@ def attention(
         scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(dtype)
     seen = visible(sq, sk, causal, window, q.device)
     scores = scores.masked_fill(~seen, float("-inf"))
+    max_logit = torch.full(scores.shape[1:2], float("-inf"), dtype=dtype, device=q.device)
+    if scores.numel() > 0:
+        max_logit = scores.detach().amax((0, 2, 3))
     if sinks is None:
         dead_row = ~seen.any(dim=-1)
         scores = scores.masked_fill(dead_row[:, None], 0.0)
@@ -78,7 +82,7 @@ def attention(
         lse = torch.logsumexp(with_sink, dim=-1)
         probs = torch.softmax(with_sink, dim=-1)[..., :-1]
     dropped = probs if keep is None else (probs * rp_dropout).masked_fill(~keep, 0.0)
-    return Attention((dropped @ v).transpose(1, 2), lse, probs)
+    return Attention((dropped @ v).transpose(1, 2), lse, probs, max_logit)
 
 
 def gather_pages(pages, table_row, length) -> torch.Tensor:
@@ -109,6 +113,7 @@ def attention_varlen(
     dtype = options.get("dtype", torch.float64)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=dtype, device=q.device)
+    max_logit = torch.full((q.shape[1],), float("-inf"), dtype=dtype, device=q.device)
     for i, (sq0, sq, sk0, sk) in enumerate(zip(layout.starts_q, layout.lens_q, layout.starts_k, layout.lens_k)):
         if block_table is None:
             k_i, v_i = k[sk0 : sk0 + sk], v[sk0 : sk0 + sk]
@@ -120,7 +125,8 @@ def attention_varlen(
         part = attention(q_i[None], k_i[None], v_i[None], alibi_slopes=slopes, keep=keep_i, **options)
         out[sq0 : sq0 + sq] = part.out[0]
         lse[:, sq0 : sq0 + sq] = part.lse[0]
-    return Attention(out, lse, None)
+        max_logit = torch.maximum(max_logit, part.max_logit)
+    return Attention(out, lse, None, max_logit)
 
 
 def assert_same_places(predicate, ours, expected, name):

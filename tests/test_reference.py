@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from reference import assert_accurate, attention, gather_pages, visible
@@ -52,7 +54,9 @@ def test_sinks_by_hand():
     sinks = torch.tensor([4.0]).log()
     result = attention(q, k, v, scale=1.0, sinks=sinks)
     assert abs(result.out.item() - 20 / 8) < 1e-6 and abs(result.lse.exp().item() - 8.0) < 1e-5
+    assert abs(result.max_logit.item() - math.log(3)) < 1e-6
     empty = attention(q, k[:, :0], v[:, :0], sinks=sinks)
+    assert empty.max_logit.item() == -math.inf
     assert empty.out.item() == 0.0 and abs(empty.lse.exp().item() - 4.0) < 1e-6
 
 

@@ -1,6 +1,7 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,6 +11,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -63,10 +65,19 @@ void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   }
 }
 
+// The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
+at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
+  at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
+  params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
+  params.softmax_slack_log2 = 0.0f;
+  return max_logit;
+}
+
 // The outputs of a forward and the launch that fills them; dense and variable-length calls differ only in `params`.
 std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const OptionalTensor& out_, at::IntArrayRef lse_shape, const Scores& scores,
-                                double p_dropout, bool return_softmax, const OptionalGenerator& gen) {
+                                double p_dropout, bool return_softmax, const OptionalGenerator& gen,
+                                bool return_max_logit) {
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
   at::Tensor out = direct ? *out_ : at::empty(q.sizes(), q.options());
@@ -84,6 +95,8 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out, lse);
   set_params_scores(params, scores);
   if (returns_probabilities) params.p_ptr = probabilities.mutable_data_ptr();
+  std::vector<at::Tensor> results{out, lse, probabilities, rng_state};
+  if (return_max_logit) results.push_back(allocate_max_logit(params, lse.options()));
   if (launches) {
     set_params_dropout(params, p_dropout);
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
@@ -97,9 +110,9 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   }
   if (out_.has_value() && !direct) {
     out_->copy_(out);
-    out = *out_;
+    results[0] = *out_;
   }
-  return {out, lse, probabilities, rng_state};
+  return results;
 }
 
 // ---- backward ----
@@ -209,7 +222,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                             int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
-                            const OptionalGenerator& gen, const OptionalTensor& sinks) {
+                            const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
@@ -228,7 +241,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   params.p_cols = static_cast<int>(round_up(k.size(1), kProbabilityTile));
   return forward(params, q, k, v, out, {batch, heads, seqlen_q},
                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
-                 return_softmax, gen);
+                 return_softmax, gen, return_max_logit);
 }
 
 const int* int_pointer(const OptionalTensor& tensor) {
@@ -255,7 +268,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/,
-                                   const OptionalTensor& sinks) {
+                                   const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -285,7 +298,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
   params.paged = describe_pages(block_table, k);
   return forward(params, q, k, v, out, {q.size(1), q.size(0)},
                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
-                 return_softmax, gen);
+                 return_softmax, gen, return_max_logit);
 }
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -367,18 +380,18 @@ std::string build_info() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flash;
   m.doc() = "Exact attention on CUDA tensors: the kernels behind flash_attn.";
-  m.def("fwd", &fwd, "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"),
-        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+  m.def("fwd", &fwd, "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]", py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+        py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+        py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
+        py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
+  m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]",
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
-        py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
+        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
   m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),

@@ -9,7 +9,7 @@ import torch
 
 from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
-from .forward import attend, new_dropout, new_s_dmask, rng_state_of, write_s_dmask
+from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .scores import ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
@@ -106,6 +106,7 @@ def varlen_fwd(
     gen,
     num_splits=0,
     sinks=None,
+    return_max_logit=False,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
@@ -140,6 +141,7 @@ def varlen_fwd(
     dropout = new_dropout(p_dropout, gen)
     out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out.zero_()
     lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
+    max_logit = new_max_logit(q, return_max_logit)
     s_dmask = new_s_dmask(q, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
     for sequence in layout:
         i, rows = sequence.index, slice(sequence.q0, sequence.q1)
@@ -149,10 +151,10 @@ def varlen_fwd(
         queries, row_lse = q[rows].unsqueeze(0), lse[:, rows].unsqueeze(0)
         rule_i = rule.for_batch(i)
         dropout_i = None if dropout is None else dropout.for_batch(i)
-        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i, sinks)
+        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i, sinks, max_logit)
         if s_dmask.numel():
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
-    return [out, lse, s_dmask, rng_state_of(dropout)]
+    return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k) -> int:

@@ -40,20 +40,25 @@ def _index(x):
 def forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    return_max_logit,
 ):  # fmt: skip
-    """Attention forward -> (out, lse, S_dmask, rng_state). `deterministic` matters to the backward alone."""
+    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
+
+    `deterministic` matters to the backward alone.
+    """
     backend = backends.get(q.device.type)
     q, k, v = (_rows_contiguous(x) for x in unpack(q, k, v))
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-            return_softmax, None, sinks,
+            return_softmax, None, sinks, return_max_logit,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
             q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
             _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
             window_left, window_right, softcap, return_softmax, None, 0, sinks,
+            return_max_logit,
         )  # fmt: skip
     return tuple(result)
 
@@ -61,6 +66,7 @@ def forward(
 def forward_fake(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    return_max_logit,
 ):  # fmt: skip
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(q, k, v)
@@ -80,6 +86,7 @@ def forward_fake(
         q.new_empty(lse_shape, dtype=_accumulator(q)),
         q.new_empty(dmask_shape),
         q.new_empty((2,), dtype=torch.int64),
+        *([q.new_empty(heads, dtype=_accumulator(q))] if return_max_logit else []),
     )
 
 

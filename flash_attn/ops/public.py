@@ -31,7 +31,7 @@ def _flash_attn_forward(
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
     return calls.forward(
         q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, False, return_softmax,
+        window_size_left, window_size_right, softcap, False, return_softmax, False,
     )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def _(
 ):  # fmt: skip
     return calls.forward_fake(
         q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, False, return_softmax,
+        window_size_left, window_size_right, softcap, False, return_softmax, False,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _flash_attn_varlen_forward(
     return calls.forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax,
+        return_softmax, False,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _(
     return calls.forward_fake(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax,
+        return_softmax, False,
     )  # fmt: skip
 
 

@@ -14,6 +14,10 @@ namespace flash {
 // Rows and keys are counted in 32 bits, with room for sums of two lengths.
 constexpr int kMaxLength = 0x3fffffff;
 
+// How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
+// to 2^8 are as exact as those up to 1.
+constexpr float kSoftmaxSlackLog2 = 8.0f;
+
 enum class Dtype { kFp16, kBf16 };
 
 // Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
@@ -61,6 +65,7 @@ struct Flash_fwd_params {
   const void* __restrict__ v_ptr = nullptr;  // as K
   void* __restrict__ o_ptr = nullptr;        // as Q
   float* __restrict__ softmax_lse_ptr = nullptr;  // (b, h, seqlen_q) or (h, total_q)
+  float* __restrict__ max_logit_ptr = nullptr;    // (h), -inf before the launch; null: not wanted
   void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
   MatrixStrides q_strides, k_strides, v_strides, o_strides;
 
@@ -75,6 +80,7 @@ struct Flash_fwd_params {
   // of raw scores otherwise.
   bool has_score_mod = false;
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
+  float softmax_slack_log2 = kSoftmaxSlackLog2;  // 0 where max_logit is wanted: the references are then the maxima
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
   const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none

@@ -106,8 +106,8 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
   return block;
 }
 
-// Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each the
-// rows that see the most keys under a causal mask first.
+// Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each
+// the rows that see the most keys under a causal mask first.
 __device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params, int block_m, int index) {
   return params.is_varlen() ? varlen_row_block(params, block_m, index) : dense_row_block(params, block_m, index);
 }

@@ -4,12 +4,13 @@
 #include <cute/tensor.hpp>
 
 #include "common/accumulator.h"
+#include "flash.h"
 
 namespace flash {
 
 template <int kRows>
 struct Softmax {
-  static constexpr float kSlackLog2 = 8.0f;  // probabilities up to 2^8 are as exact as those up to 1
+  static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
@@ -27,19 +28,30 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
-  // kSlackLog2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
+  // slack_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
   // would pass that. The result does not depend on the reference except through rounding. scale > 0.
   template <bool kMasked, class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
-    float correction[kRows];
-    if (raise_reference(scores, scale, correction)) rescale(out, correction);
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float slack_log2 = kSlackLog2) {
+    using namespace cute;
+    raise_references(scores, scale, slack_log2, [&](int mi, float correction) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+    });
     exponentiate<kMasked>(scores, scale);
   }
 
   // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
   // by `correction` before it takes up the new probabilities. row_sum is.
   template <class Scores>
-  __device__ __forceinline__ bool raise_reference(const Scores& scores, float scale, float (&correction)[kRows]) {
+  __device__ __forceinline__ bool raise_reference(const Scores& scores, float scale, float (&correction)[kRows],
+                                                  float slack_log2 = kSlackLog2) {
+    return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
+  }
+
+  // correct(mi, correction) is called for every row if references rise.
+  template <class Scores, class Correct>
+  __device__ __forceinline__ bool raise_references(const Scores& scores, float scale, float slack_log2,
+                                                   const Correct& correct) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
     float new_max[kRows];
@@ -50,17 +62,18 @@ struct Softmax {
 #pragma unroll
       for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
       new_max[mi] = quad_max(new_max[mi]);
-      raise |= (new_max[mi] - row_max[mi]) * scale > kSlackLog2;
+      raise |= (new_max[mi] - row_max[mi]) * scale > slack_log2;
     }
     if (!__any_sync(0xffffffffu, raise)) return false;
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const float reference = fmaxf(row_max[mi], new_max[mi]);
-      correction[mi] = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
+      const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
       row_max[mi] = reference;
-      row_sum[mi] *= correction[mi];
+      row_sum[mi] *= correction;
       large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
+      correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);
     return true;

@@ -3,6 +3,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/max_logit.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
@@ -26,6 +27,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const FwdLaunch& launch, 
   FwdMainloop<Config> mainloop(launch.params, storage, block, group, state.k_place, state.v_place);
   storage.q_full[q_stage][group].wait(state.q_place.phase);
   mainloop.run(q_stage);
+  store_max_logit(mainloop.softmax, launch.params, block, mainloop.coords, mainloop.row_begin());
   store_o(mainloop, launch.o_map, q_stage);
   store_lse(mainloop);
   wait_for_store(storage, q_stage, group);

@@ -136,7 +136,7 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);
     modify_scores<true>(scores, key);
     float correction[kRows];
-    softmax.raise_reference(scores, params.softmax_scale_log2, correction);
+    softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
     set_probabilities(acc_s, key);
   }
@@ -157,7 +157,8 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);
     modify_scores<kEdge>(scores, key);
     float correction[kRows];
-    const bool raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction);
+    const bool raised =
+        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc_o);
