@@ -20,6 +20,8 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
 constexpr int kShortRows = 512;
 
+constexpr int kSm90ShortRows = 1024;
+
 constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,
                                   int multiprocessors) {
   return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);

@@ -81,8 +81,8 @@ struct Sm90FwdTile {
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
 
-constexpr Sm90FwdTile kSm90FwdTiles[2][kNumHeadDims - kSm90FirstHeadDim] = {
-    // without dropout
+constexpr Sm90FwdTile kSm90FwdTiles[3][kNumHeadDims - kSm90FirstHeadDim] = {
+    // kPlain
     {
         {64, 192, 128, 3, 2},
         {96, 128, 128, 2, 2},
@@ -90,7 +90,15 @@ constexpr Sm90FwdTile kSm90FwdTiles[2][kNumHeadDims - kSm90FirstHeadDim] = {
         {192, 128, 96, 2, 1},
         {256, 128, 64, 2, 1},
     },
-    // with dropout
+    // kShort
+    {
+        {64, 128, 128, 3, 2},
+        {96, 128, 128, 2, 2},
+        {128, 128, 128, 2, 2},
+        {192, 128, 96, 2, 1},
+        {256, 128, 64, 2, 1},
+    },
+    // kDropout
     {
         {64, 128, 128, 3, 2},
         {96, 128, 128, 2, 2},
@@ -100,8 +108,8 @@ constexpr Sm90FwdTile kSm90FwdTiles[2][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
-constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, bool has_dropout) {
-  return kSm90FwdTiles[has_dropout][head_dim_index(head_dim) - kSm90FirstHeadDim];
+constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
+  return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
 // Q and O, then K and V. 16-bit elements.

@@ -54,17 +54,15 @@ struct Softmax {
                                                    const Correct& correct) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
+    if (!__any_sync(0xffffffffu, may_exceed_slack(scores, scale, slack_log2))) return false;
     float new_max[kRows];
-    bool raise = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       new_max[mi] = scores(mi, 0);
 #pragma unroll
       for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
       new_max[mi] = quad_max(new_max[mi]);
-      raise |= (new_max[mi] - row_max[mi]) * scale > slack_log2;
     }
-    if (!__any_sync(0xffffffffu, raise)) return false;
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -77,6 +75,25 @@ struct Softmax {
     }
     is_large = __any_sync(0xffffffffu, large);
     return true;
+  }
+
+  // Whether some score of this thread may lie more than slack_log2 / scale above its reference. The bits of floats that
+  // are not negative are ordered like integers, of which three are compared at once: negative scores count as 0.
+  template <class Scores>
+  __device__ __forceinline__ bool may_exceed_slack(const Scores& scores, float scale, float slack_log2) const {
+    using namespace cute;
+    static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
+    bool exceeds = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      int bound = 0;
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ni += 2) {
+        bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
+      }
+      exceeds |= (__int_as_float(bound) - row_max[mi]) * scale > slack_log2;
+    }
+    return exceeds;
   }
 
   template <class Out>

@@ -1,4 +1,4 @@
-// Everything the wgmma forward derives from (dtype, head dim, dropout): tile, MMA, shared layouts, registers.
+// Everything the wgmma forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,11 +11,13 @@
 namespace flash {
 namespace sm90 {
 
-template <Dtype kDtype, int kHeadDim_, bool kHasDropout_>
+using plan::FwdVariant;
+
+template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
-  static constexpr bool kHasDropout = kHasDropout_;
-  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fwd_tile(kHeadDim_, kHasDropout);
+  static constexpr FwdVariant kVariant = kVariant_;
+  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

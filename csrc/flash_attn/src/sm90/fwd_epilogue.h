@@ -48,11 +48,12 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const CUt
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   const int warp_row = threadIdx.x % 128 / 32 * 16;
-  const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, params.seqlen_q, block.batch, block.q_begin, block.seqlen_q);
+  const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
   for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-    SM90_TMA_STORE_4D::copy(&o_map, tile + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
-                            mainloop.row_begin() + warp_row + rows.shift, block.head, rows.outer);
+    SM90_TMA_STORE_5D::copy(&o_map, tile + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
+                            mainloop.row_begin() + warp_row + rows.shift, block.head, rows.outer,
+                            rows.origin);
   }
   tma_store_arrive();
 }

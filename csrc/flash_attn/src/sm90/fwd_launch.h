@@ -59,15 +59,26 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
                        launch, params.device, stream, configured_devices);
 }
 
+// Where the rows of a larger tile would often stand beyond the end of a sequence.
+inline bool prefers_short_tile(const Flash_fwd_params& params) {
+  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  return (is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q) <= plan::kSm90ShortRows;
+}
+
 }  // namespace sm90
 
 // cudaErrorNotSupported: not for this family, nothing was launched.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream) {
+  using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
+  using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
+  using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
   if (params.paged.block_table != nullptr) return cudaErrorNotSupported;
-  return BOOL_SWITCH(params.has_dropout, kHasDropout, [&] {
-    return sm90::run_flash_fwd<sm90::FwdConfig<kDtype, kHeadDim, kHasDropout>, kDtype>(params, stream);
-  });
+  if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  if constexpr (Short::kBlockM < Plain::kBlockM) {
+    if (sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
+  }
+  return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
 }
 
 }  // namespace flash

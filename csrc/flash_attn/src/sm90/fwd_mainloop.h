@@ -115,7 +115,7 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void set_probabilities(AccS& acc_s, int key) {
     using namespace cute;
-    if constexpr (Config::kHasDropout) {
+    if constexpr (Config::kVariant == FwdVariant::kDropout) {
       auto scores = row_col_view(acc_s);
       DropoutMask(params.dropout, block.batch, block.head).apply(scores, coords, row_begin(), key);
     }
@@ -160,6 +160,7 @@ struct FwdMainloop {
     const bool raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    warpgroup_fence_operand(acc_s);  // the exponentials come before the wait
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc_o);
     warpgroup_fence_operand(tOrP);

@@ -73,12 +73,13 @@ struct FwdProducer {
 
   // A tile of kRows rows from coordinate `row` on, chunk by chunk.
   template <int kRows>
-  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, int row, int head, int outer,
-                                       cute::TMA::CacheHintSm90 hint) const {
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int head, cute::TMA::CacheHintSm90 hint) const {
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols, row, head, outer);
+      cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
+                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols, row + rows.shift, head,
+                                   rows.outer, rows.origin);
     }
   }
 
@@ -90,8 +91,7 @@ struct FwdProducer {
     if (issues) {
       full[place.stage].arrive_and_expect(kKvBytes);
       load<Config::kBlockN>(map, full[place.stage], smem + place.stage * Config::kSmemKv,
-                            n_block * Config::kBlockN + rows.shift, head, rows.outer,
-                            cute::TMA::CacheHintSm90::EVICT_LAST);
+                            rows, n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     place.advance();
   }
@@ -99,16 +99,15 @@ struct FwdProducer {
   // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
   __device__ __forceinline__ void load_q(const RowBlock& block) {
     const Flash_fwd_params& params = launch.params;
-    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, params.seqlen_q, block.batch, block.q_begin,
-                       block.seqlen_q);
+    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
       storage.q_empty[q_place.stage][group].wait(q_place.phase ^ 1);
       if (issues) {
         Barrier& full = storage.q_full[q_place.stage][group];
         full.arrive_and_expect(kQBytes);
-        load<64>(launch.q_map, full, storage.q[q_place.stage][group], block.row_begin + 64 * group + rows.shift,
-                 block.head, rows.outer, cute::TMA::CacheHintSm90::EVICT_FIRST);
+        load<64>(launch.q_map, full, storage.q[q_place.stage][group], rows, block.row_begin + 64 * group,
+                 block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
       }
     }
     q_place.advance();
@@ -120,8 +119,7 @@ struct FwdProducer {
     const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
     const BlockRange range = block_range(visibility, block.row_begin, block.row_end, Config::kBlockN);
     const int count = range.count();
-    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, params.seqlen_k, block.batch, block.k_begin,
-                       block.seqlen_k);
+    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.k_begin, block.seqlen_k);
     const int head = block.head / params.h_h_k_ratio;
     auto load_k = [&](int i) {
       load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place, range.block_interior_first(i), rows,
