@@ -1,5 +1,6 @@
 """What the public functions make of their arguments before the operators see them; shapes are the backends' matter."""
 
+import torch
 from torch import Tensor
 
 
@@ -34,6 +35,14 @@ def window(window_size):
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
     return window_size
+
+
+def sinks(value):
+    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    if value is None:
+        return None
+    check_tensors(("sinks",), (value,))
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
 def check_tensors(names, values):

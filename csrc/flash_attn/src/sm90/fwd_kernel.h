@@ -3,6 +3,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/max_logit.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
@@ -45,6 +46,7 @@ struct FwdConsumer {
     const Tile next = next_tile();
     if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
     mainloop.template end<kOverlapsTiles>(tile, q_place.stage);
+    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
     store_lse(mainloop, tile);
     stored_stage = q_stage;

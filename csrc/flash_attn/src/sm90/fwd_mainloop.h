@@ -151,7 +151,7 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);
     modify_scores<true>(scores, tile, key);
     float correction[kRows];
-    softmax.raise_reference(scores, params.softmax_scale_log2, correction);
+    softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
     set_probabilities(tile, key);
   }
@@ -168,7 +168,8 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);
     modify_scores<kEdge>(scores, tile, key);
     float correction[kRows];
-    const bool raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction);
+    const bool raised =
+        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
     cute::warpgroup_fence_operand(acc_s);  // the exponentials come before the wait
     wait_for<0>(acc_o);
