@@ -77,6 +77,7 @@ struct Sm90FwdTile {
   int block_n;    // keys per step
   int kv_stages;  // shared memory buffers of K and of V
   int q_stages;   // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
+  bool overlaps;  // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
 };
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
@@ -84,27 +85,27 @@ constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this f
 constexpr Sm90FwdTile kSm90FwdTiles[3][kNumHeadDims - kSm90FirstHeadDim] = {
     // kPlain
     {
-        {64, 192, 128, 3, 2},
-        {96, 128, 128, 2, 2},
-        {128, 128, 128, 2, 2},
-        {192, 128, 96, 2, 1},
-        {256, 128, 64, 2, 1},
+        {64, 192, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
     },
     // kShort
     {
-        {64, 128, 128, 3, 2},
-        {96, 128, 128, 2, 2},
-        {128, 128, 128, 2, 2},
-        {192, 128, 96, 2, 1},
-        {256, 128, 64, 2, 1},
+        {64, 128, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
     },
     // kDropout
     {
-        {64, 128, 128, 3, 2},
-        {96, 128, 128, 2, 2},
-        {128, 128, 128, 2, 2},
-        {192, 128, 96, 2, 1},
-        {256, 128, 64, 2, 1},
+        {64, 128, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
     },
 };
 

@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   const int warp_row = threadIdx.x % 128 / 32 * 16;
-  const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.q_begin, block.seqlen_q);
+  const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
   for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
     SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,

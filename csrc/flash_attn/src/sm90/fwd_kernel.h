@@ -13,12 +13,12 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1 };
 
-// A consumer warpgroup: one row block after the other. With two buffers of Q the first product of the next row block
-// is started before the output of this one is stored.
+// A consumer warpgroup: one row block after the other.
 template <class Config>
 struct FwdConsumer {
   using Tile = FwdTile<Config>;
-  static constexpr bool kOverlapsTiles = Config::kQStages > 1;
+  static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
+  static constexpr bool kFreesLate = Config::kQStages > 1;  // nobody waits for the buffer yet
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -40,7 +40,7 @@ struct FwdConsumer {
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
-    if constexpr (kOverlapsTiles) free_stored_buffer();
+    if constexpr (kFreesLate) free_stored_buffer();
     mainloop.run(tile, q_stage);
     q_place.advance();
     const Tile next = next_tile();
@@ -50,10 +50,8 @@ struct FwdConsumer {
     store_o(mainloop, tile, launch.o_map, q_stage);
     store_lse(mainloop, tile);
     stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles) {
-      free_stored_buffer();
-      if (next.exists()) begin();
-    }
+    if constexpr (!kFreesLate) free_stored_buffer();
+    if (!kOverlapsTiles && next.exists()) begin();
     return next;
   }
 

@@ -14,7 +14,7 @@ constexpr int64_t kSectionBytes = 24 << 20;
 
 inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
                                          bool is_query) {
-  return {data,     strides, params.varlen.cu_seqlens_q != nullptr, params.b, is_query ? params.seqlen_q : params.seqlen_k,
+  return {data,     strides, params.is_varlen(), params.b, is_query ? params.seqlen_q : params.seqlen_k,
           is_query ? params.h : params.h_k, params.d};
 }
 
@@ -34,7 +34,7 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
 template <class Config>
 void set_tile_order(FwdLaunch& launch) {
   const Flash_fwd_params& params = launch.params;
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  const bool is_varlen = params.is_varlen();
   launch.tiles_of_head =
       static_cast<int>(plan::row_blocks(is_varlen, is_varlen ? params.b : 1, params.seqlen_q, Config::kBlockM));
   launch.tiles = launch.tiles_of_head * params.h * (is_varlen ? 1 : params.b);
@@ -61,7 +61,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
 
 // Where the rows of a larger tile would often stand beyond the end of a sequence.
 inline bool prefers_short_tile(const Flash_fwd_params& params) {
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
+  const bool is_varlen = params.is_varlen();
   return (is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q) <= plan::kSm90ShortRows;
 }
 

@@ -122,7 +122,7 @@ struct FwdProducer {
   // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
   __device__ __forceinline__ void load_q(const RowBlock& block) {
     const Flash_fwd_params& params = launch.params;
-    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.q_begin, block.seqlen_q);
+    const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
       storage.q_empty[q_place.stage][group].wait(q_place.phase ^ 1);
@@ -136,28 +136,30 @@ struct FwdProducer {
     q_place.advance();
   }
 
-  // V stays one block behind K, as the consumers want them.
-  __device__ __forceinline__ void load_tile(const RowBlock& block) {
+  // A row block on its way through the loads.
+  struct Tile {
+    RowBlock block;
+    BlockRange range;
+    TmaRows rows;
+    int head_k;
+  };
+
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const BlockRange range = key_blocks(params, block, Config::kBlockN);
-    const int count = range.count();
-    const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.k_begin, block.seqlen_k);
-    const int head = block.head / params.h_h_k_ratio;
-    auto load_k = [&](int i) {
-      load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place, range.block_interior_first(i), rows,
-              head);
-    };
-    auto load_v = [&](int i) {
-      load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place, range.block_interior_first(i), rows,
-              head);
-    };
-    load_k(0);
-    load_q(block);
-    for (int i = 1; i < count; ++i) {
-      load_k(i);
-      load_v(i - 1);
-    }
-    load_v(count - 1);
+    const RowBlock block = queue.read();
+    queue.finish();
+    return {block, key_blocks(params, block, Config::kBlockN),
+            TmaRows(params.is_varlen(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
+  }
+
+  __device__ __forceinline__ void load_k(const Tile& tile, int i) {
+    load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place, tile.range.block_interior_first(i),
+            tile.rows, tile.head_k);
+  }
+
+  __device__ __forceinline__ void load_v(const Tile& tile, int i) {
+    load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place, tile.range.block_interior_first(i),
+            tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void run() {
@@ -166,10 +168,21 @@ struct FwdProducer {
       cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.k_map));
       cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.v_map));
     }
+    // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
     TileQueue<Config> queue(storage);
-    for (RowBlock block = queue.read(); !block.empty(); block = queue.read()) {
-      load_tile(block);
-      queue.finish();
+    Tile tile = next_tile(queue);
+    if (!tile.block.empty()) load_k(tile, 0);
+    while (!tile.block.empty()) {
+      load_q(tile.block);
+      const int count = tile.range.count();
+      for (int i = 1; i < count; ++i) {
+        load_k(tile, i);
+        load_v(tile, i - 1);
+      }
+      const Tile next = next_tile(queue);
+      if (!next.block.empty()) load_k(next, 0);
+      load_v(tile, count - 1);
+      tile = next;
     }
   }
 };
