@@ -24,6 +24,7 @@ struct FwdConfig {
   static constexpr int kKvStages = kTile.kv_stages;
   static constexpr int kQStages = kTile.q_stages;
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(kQStages == 1 || kQStages == 2, "the consumers know one other buffer of Q at most");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.

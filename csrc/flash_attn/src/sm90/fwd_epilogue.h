@@ -11,13 +11,13 @@ namespace flash {
 namespace sm90 {
 
 template <class Config>
-__device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop) {
+__device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile) {
   if (threadIdx.x % 4 != 0) return;
-  const RowBlock& block = mainloop.block;
+  const RowBlock& block = tile.block;
   float* const lse = mainloop.params.softmax_lse_ptr + lse_offset(block, mainloop.params);
 #pragma unroll
   for (int mi = 0; mi < FwdMainloop<Config>::kRows; ++mi) {
-    const int row = mainloop.row_begin() + mainloop.coords.row(mi);
+    const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
     if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, mainloop.params.softmax_scale_log2);
   }
 }
@@ -25,11 +25,12 @@ __device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop) {
 // The staged rows take the place of the rows of Q, which only their own warp has read. The store is under way when this
 // returns: wait_for_store() says when the buffer is free.
 template <class Config>
-__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const CUtensorMap& o_map, int q_stage) {
+__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
+                                        const CUtensorMap& o_map, int q_stage) {
   using namespace cute;
   using Element = typename Config::Element;
   const Flash_fwd_params& params = mainloop.params;
-  const RowBlock& block = mainloop.block;
+  const RowBlock& block = tile.block;
   const float sink = row_sink(params, block);
   auto out = row_col_view(mainloop.acc_o);
 #pragma unroll
@@ -38,8 +39,8 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const CUt
 #pragma unroll
     for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
   }
-  Element* const tile = mainloop.storage.q[q_stage][mainloop.group];
-  auto staged = make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{});
+  Element* const buffer = mainloop.storage.q[q_stage][mainloop.group];
+  auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutQ{});
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaPv{}).get_thread_slice(threadIdx.x % 128);
   const auto values = convert<Element>(mainloop.acc_o);
@@ -51,11 +52,24 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const CUt
   const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
   for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-    SM90_TMA_STORE_5D::copy(&o_map, tile + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
-                            mainloop.row_begin() + warp_row + rows.shift, block.head, rows.outer,
+    SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
+                            mainloop.row_begin(tile) + warp_row + rows.shift, block.head, rows.outer,
                             rows.origin);
   }
   tma_store_arrive();
+}
+
+// Output 0 for rows without a key, two lanes to a row.
+template <class Config>
+__device__ __forceinline__ void store_nothing_seen(const FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile) {
+  const Flash_fwd_params& params = mainloop.params;
+  const RowBlock& block = tile.block;
+  const int row = mainloop.row_begin(tile) + threadIdx.x % 128 / 2;
+  if (row >= block.row_end) return;
+  auto* const out = static_cast<typename Config::Element*>(params.o_ptr) + q_offset(block, params.o_strides) +
+                    row * params.o_strides.row;
+  for (int col = threadIdx.x % 2 * 8; col < params.d; col += 16) *reinterpret_cast<uint4*>(out + col) = uint4{};
+  if (threadIdx.x % 2 == 0) params.softmax_lse_ptr[lse_offset(block, params) + row] = keyless_lse(params, block);
 }
 
 // This warp's last store has read its rows: Q may be loaded there.

@@ -13,36 +13,70 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1 };
 
-// Where a consumer warpgroup stands in the rings.
+// A consumer warpgroup: one row block after the other. With two buffers of Q the first product of the next row block
+// is started before the output of this one is stored.
 template <class Config>
-struct ConsumerState {
-  RingIndex<Config::kKvStages> k_place, v_place;
+struct FwdConsumer {
+  using Tile = FwdTile<Config>;
+  static constexpr bool kOverlapsTiles = Config::kQStages > 1;
+
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+  TileQueue<Config> queue;
   RingIndex<Config::kQStages> q_place;
-};
+  int stored_stage = -1;  // of Q, where the last output was staged
+  FwdMainloop<Config> mainloop;
 
-template <class Config>
-__device__ __forceinline__ void compute_attn_1rowblock(const FwdLaunch& launch, FwdStorage<Config>& storage,
-                                                       const RowBlock& block, int group, ConsumerState<Config>& state) {
-  const int q_stage = state.q_place.stage;
-  FwdMainloop<Config> mainloop(launch.params, storage, block, group, state.k_place, state.v_place);
-  storage.q_full[q_stage][group].wait(state.q_place.phase);
-  mainloop.run(q_stage);
-  store_max_logit(mainloop.softmax, launch.params, block, mainloop.coords, mainloop.row_begin());
-  store_o(mainloop, launch.o_map, q_stage);
-  store_lse(mainloop);
-  wait_for_store(storage, q_stage, group);
-  state.q_place.advance();
-}
+  __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
+      : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-template <class Config>
-__device__ __forceinline__ void run_consumer(const FwdLaunch& launch, FwdStorage<Config>& storage, int group) {
-  TileQueue<Config> queue(storage);
-  ConsumerState<Config> state;
-  for (RowBlock block = queue.read(); !block.empty(); block = queue.read()) {
-    queue.finish();
-    compute_attn_1rowblock<Config>(launch, storage, block, group, state);
+  // The next row block that sees some key; those before it that see none are done with.
+  __device__ __forceinline__ Tile next_tile() {
+    while (true) {
+      const Tile tile(queue.read(), launch.params.window);
+      queue.finish();
+      if (!tile.sees_nothing()) return tile;
+      store_nothing_seen(mainloop, tile);
+    }
   }
-}
+
+  // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
+  __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
+    const int q_stage = q_place.stage;
+    mainloop.first_step(tile);
+    if constexpr (kOverlapsTiles) free_stored_buffer();
+    mainloop.run(tile, q_stage);
+    q_place.advance();
+    const Tile next = next_tile();
+    if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
+    mainloop.template end<kOverlapsTiles>(tile, q_place.stage);
+    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    store_o(mainloop, tile, launch.o_map, q_stage);
+    store_lse(mainloop, tile);
+    stored_stage = q_stage;
+    if constexpr (!kOverlapsTiles) {
+      free_stored_buffer();
+      if (next.exists()) begin();
+    }
+    return next;
+  }
+
+  // Q may be loaded where the last output was staged.
+  __device__ __forceinline__ void free_stored_buffer() {
+    if (stored_stage >= 0) wait_for_store(storage, stored_stage, mainloop.group);
+  }
+
+  __device__ __forceinline__ void begin() {
+    mainloop.wait_for_tile(q_place.stage, q_place.phase);
+    mainloop.begin(q_place.stage);
+  }
+
+  __device__ __forceinline__ void run() {
+    Tile tile = next_tile();
+    if (tile.exists()) begin();
+    while (tile.exists()) tile = compute_attn_1rowblock(tile);
+  }
+};
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
@@ -59,7 +93,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     if (warp == kSchedulerWarp) run_scheduler<Config>(launch, storage);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    run_consumer<Config>(launch, storage, warp_group - 1);
+    FwdConsumer<Config>(launch, storage, warp_group - 1).run();
   }
 }
 

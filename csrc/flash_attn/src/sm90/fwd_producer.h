@@ -119,6 +119,7 @@ struct FwdProducer {
     const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
     const BlockRange range = block_range(visibility, block.row_begin, block.row_end, Config::kBlockN);
     const int count = range.count();
+    if (count == 0) return;
     const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.k_begin, block.seqlen_k);
     const int head = block.head / params.h_h_k_ratio;
     auto load_k = [&](int i) {
@@ -129,13 +130,13 @@ struct FwdProducer {
       load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place, range.block_interior_first(i), rows,
               head);
     };
-    if (count > 0) load_k(0);
+    load_k(0);
     load_q(block);
     for (int i = 1; i < count; ++i) {
       load_k(i);
       load_v(i - 1);
     }
-    if (count > 0) load_v(count - 1);
+    load_v(count - 1);
   }
 
   __device__ __forceinline__ void run() {
