@@ -245,8 +245,8 @@ def check_gradients(problem: Problem, dout, grads, keep=None, dlse=None, **overr
 
 
 def sink_gradient_error(problem: Problem, dout, keep=None, dlse=None, **overrides) -> torch.Tensor:
-    """Six standard deviations (h) of dsinks, from the rounding of P, of out, from which rowsum(dout * out) is taken, and
-    of the float32 LSE. A gradient of h numbers is too few for the error of plain attention to be a yardstick.
+    """Six standard deviations (h) of dsinks, from the rounding of P, of out, from which rowsum(dout * out) is taken,
+    and of the float32 LSE. A gradient of h numbers is too few for the error of plain attention to be a yardstick.
     """
     exact = expected(problem, keep=keep, **overrides)
     weight = torch.exp(problem.sinks[:, None] - exact.lse)

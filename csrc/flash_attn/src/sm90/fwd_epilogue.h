@@ -61,19 +61,6 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   tma_store_arrive();
 }
 
-// Output 0 for rows without a key, two lanes to a row.
-template <class Config>
-__device__ __forceinline__ void store_nothing_seen(const FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile) {
-  const Flash_fwd_params& params = mainloop.params;
-  const RowBlock& block = tile.block;
-  const int row = mainloop.row_begin(tile) + threadIdx.x % 128 / 2;
-  if (row >= block.row_end) return;
-  auto* const out = static_cast<typename Config::Element*>(params.o_ptr) + q_offset(block, params.o_strides) +
-                    row * params.o_strides.row;
-  for (int col = threadIdx.x % 2 * 8; col < params.d; col += 16) *reinterpret_cast<uint4*>(out + col) = uint4{};
-  if (threadIdx.x % 2 == 0) params.softmax_lse_ptr[lse_offset(block, params) + row] = keyless_lse(params, block);
-}
-
 // This warp's last store has read its rows: Q may be loaded there.
 template <class Config>
 __device__ __forceinline__ void wait_for_store(FwdStorage<Config>& storage, int q_stage, int group) {

@@ -30,14 +30,10 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // The next row block that sees some key; those before it that see none are done with.
   __device__ __forceinline__ Tile next_tile() {
-    while (true) {
-      const Tile tile(queue.read(), launch.params.window);
-      queue.finish();
-      if (!tile.sees_nothing()) return tile;
-      store_nothing_seen(mainloop, tile);
-    }
+    const Tile tile(queue.read(), launch.params.window);
+    queue.finish();
+    return tile;
   }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.

@@ -31,7 +31,7 @@ __device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCr
   warpgroup_fence_operand(acc);
 }
 
-// A row block, and the key blocks that it visits.
+// A row block, and the key blocks that it visits: at least one.
 template <class Config>
 struct FwdTile {
   RowBlock block;
@@ -42,7 +42,6 @@ struct FwdTile {
   }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
-  __device__ __forceinline__ bool sees_nothing() const { return exists() && range.count() == 0; }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
     return {block.seqlen_q, block.seqlen_k, window};
   }

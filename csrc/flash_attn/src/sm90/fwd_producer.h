@@ -42,12 +42,35 @@ __device__ __forceinline__ int next_index(const FwdLaunch& launch, int index) {
   return gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
 }
 
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
+template <class Element>
+__device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& params, const RowBlock& block) {
+  const int lane = threadIdx.x % 32;
+  auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
+  for (int row = block.row_begin; row < block.row_end; ++row) {
+    if (8 * lane < params.d) *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+  }
+  const float lse = keyless_lse(params, block);
+  for (int row = block.row_begin + lane; row < block.row_end; row += 32) {
+    params.softmax_lse_ptr[lse_offset(block, params) + row] = lse;
+  }
+}
+
+__device__ __forceinline__ BlockRange key_blocks(const Flash_fwd_params& params, const RowBlock& block, int block_n) {
+  return block_range({block.seqlen_q, block.seqlen_k, params.window}, block.row_begin, block.row_end, block_n);
+}
+
+// Row blocks that see no key are done with here.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   TileQueue<Config> queue(storage);
   for (int index = blockIdx.x; index < launch.tiles; index = next_index(launch, index)) {
     const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
     if (block.empty()) continue;
+    if (key_blocks(launch.params, block, Config::kBlockN).count() == 0) {
+      store_nothing_seen<typename Config::Element>(launch.params, block);
+      continue;
+    }
     queue.push(block);
     queue.wait_until_taken();
   }
@@ -116,10 +139,8 @@ struct FwdProducer {
   // V stays one block behind K, as the consumers want them.
   __device__ __forceinline__ void load_tile(const RowBlock& block) {
     const Flash_fwd_params& params = launch.params;
-    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-    const BlockRange range = block_range(visibility, block.row_begin, block.row_end, Config::kBlockN);
+    const BlockRange range = key_blocks(params, block, Config::kBlockN);
     const int count = range.count();
-    if (count == 0) return;
     const TmaRows rows(params.varlen.cu_seqlens_q != nullptr, block.batch, block.k_begin, block.seqlen_k);
     const int head = block.head / params.h_h_k_ratio;
     auto load_k = [&](int i) {
