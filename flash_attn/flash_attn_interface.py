@@ -396,7 +396,8 @@ def _attend(
         arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
     scale = arguments.scale(softmax_scale, inputs[0])
     left, right = arguments.window(window_size)
-    sinks = arguments.sinks(sinks)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
     dropout_p = float(dropout_p)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
     head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
@@ -412,7 +413,6 @@ def _attend(
     )  # fmt: skip
     if padded:
         out = out[..., :head_dim].contiguous()
-    results = (out, lse, dmask) if return_attn_probs else (out,)
-    if return_max_logit:
-        results = (*results, *max_logit)
-    return results if len(results) > 1 else out
+    if not return_max_logit:
+        return (out, lse, dmask) if return_attn_probs else out
+    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

@@ -240,19 +240,21 @@ def check_gradients(problem: Problem, dout, grads, keep=None, dlse=None, **overr
         if name != "sinks":
             assert_gradient_accurate(ours, reference, same, f"d{name}")
     if problem.sinks is not None:
-        excess = (grads[3].double() - exact[3]).abs() - sink_gradient_error(problem, dout, keep, **overrides)
+        excess = (grads[3].double() - exact[3]).abs() - sink_gradient_error(problem, dout, keep, dlse, **overrides)
         assert (excess <= 1e-4).all(), f"dsinks: beyond six standard deviations by {excess.max().item():.3e}"
 
 
-def sink_gradient_error(problem: Problem, dout, keep=None, **overrides) -> torch.Tensor:
-    """Six standard deviations (h) of dsinks, from the rounding of P and of out, of which rowsum(dout * out) is taken.
-
-    A gradient of h numbers is too few for the error of plain attention to be a yardstick.
+def sink_gradient_error(problem: Problem, dout, keep=None, dlse=None, **overrides) -> torch.Tensor:
+    """Six standard deviations (h) of dsinks, from the rounding of P, of out, from which rowsum(dout * out) is taken,
+    and of the float32 LSE. A gradient of h numbers is too few for the error of plain attention to be a yardstick.
     """
     exact = expected(problem, keep=keep, **overrides)
     weight = torch.exp(problem.sinks[:, None] - exact.lse)
     rows = dout.double().square().sum(-1) * exact.out.square().mean(-1)
-    variance = 2 * (torch.finfo(problem.q.dtype).eps / 2) ** 2 * weight.square() * rows.transpose(-1, -2)
+    of_delta = 2 * (torch.finfo(problem.q.dtype).eps / 2) ** 2 * rows.transpose(-1, -2)
+    delta = (dout.double() * exact.out).sum(-1).transpose(-1, -2) - (0.0 if dlse is None else dlse.double())
+    of_lse = (torch.finfo(torch.float32).eps * exact.lse.masked_fill(exact.lse.isinf(), 0.0) * delta).square()
+    variance = weight.square() * (of_delta + of_lse)
     return 6 * variance.sum(-1).view(-1, problem.case.nheads).sum(0).sqrt()
 
 

@@ -39,8 +39,6 @@ def window(window_size):
 
 def sinks(value):
     """Sinks as the backends want them: half precision widened to float32, contiguous."""
-    if value is None:
-        return None
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 

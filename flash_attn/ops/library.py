@@ -36,7 +36,7 @@ _forward_op = _backward_op = None  # set by _register_attention
 
 def attention(*args):
     """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    tensors = [x for x in (*args[:3], args[9]) if x is not None]
+    tensors = [x for x in (args[0], args[1], args[2], args[9]) if x is not None]
     if _needs_dispatch(tensors):
         return _forward_op(*args)
     if _transformed():

@@ -32,6 +32,12 @@ __device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const 
   return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
 }
 
+// The LSE of a row that sees no key: the sink, or +inf.
+__device__ __forceinline__ float keyless_lse(const Flash_fwd_params& params, const RowBlock& block) {
+  const float sink = row_sink(params, block);
+  return sink == -INFINITY ? INFINITY : sink;
+}
+
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
 // First row of a segment (see varlen_first_slot); segment batch + 2 is the end.

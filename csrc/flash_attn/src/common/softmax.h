@@ -148,24 +148,28 @@ struct Softmax {
     return row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
   }
 
-  // The same with a sink, one more key without a value: `sink` is its logit, a natural logarithm, -inf for none. A sink
-  // above the reference becomes the reference, so that it neither overflows nor is lost; it joins the sum of the quad,
-  // so that it counts once.
+  // The same with a sink, one more key without a value: `sink` is its logit, a natural logarithm, -inf for none. It
+  // joins the sum of the quad, so that it counts once; above the reference it becomes the reference of row_sum, so that
+  // it neither overflows nor is lost.
   __device__ __forceinline__ float finish(int mi, float keep_scale, float scale, float sink) {
     const float factor = finish(mi, keep_scale);
     if (sink == -INFINITY) return factor;
-    const float sink_log2 = sink * kLog2e;
-    const float reference = row_max[mi] * scale;  // -inf for a row that saw nothing
-    const bool raised = sink_log2 > reference;
-    const float correction = raised ? exp2f(reference - sink_log2) : 1.0f;
-    if (raised) row_max[mi] = sink_log2 / scale;
-    row_sum[mi] = row_sum[mi] * correction + (raised ? 1.0f : exp2f(sink_log2 - reference));
+    const float above = sink_above(mi, scale, sink);
+    const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
+    row_sum[mi] = row_sum[mi] * correction + (above > 0.0f ? 1.0f : exp2f(above));
     return keep_scale * correction / row_sum[mi];
   }
 
-  // Natural-log LSE after finish(), with the sink; +inf marks a row that saw nothing.
-  __device__ __forceinline__ float lse(int mi, float scale) const {
-    return row_sum[mi] == 0.0f ? INFINITY : (row_max[mi] * scale + log2f(row_sum[mi])) * kLn2;
+  // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
+  __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
+    if (row_sum[mi] == 0.0f) return INFINITY;
+    const float log_sum = log2f(row_sum[mi]);
+    return sink_above(mi, scale, sink) > 0.0f ? sink + log_sum * kLn2 : (row_max[mi] * scale + log_sum) * kLn2;
+  }
+
+  // How far the sink lies above the reference, in powers of 2; +inf for a row that saw nothing.
+  __device__ __forceinline__ float sink_above(int mi, float scale, float sink) const {
+    return sink * kLog2e - row_max[mi] * scale;
   }
 };
 

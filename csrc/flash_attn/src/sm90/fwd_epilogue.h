@@ -14,11 +14,13 @@ template <class Config>
 __device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile) {
   if (threadIdx.x % 4 != 0) return;
   const RowBlock& block = tile.block;
-  float* const lse = mainloop.params.softmax_lse_ptr + lse_offset(block, mainloop.params);
+  const Flash_fwd_params& params = mainloop.params;
+  const float sink = row_sink(params, block);
+  float* const lse = params.softmax_lse_ptr + lse_offset(block, params);
 #pragma unroll
   for (int mi = 0; mi < FwdMainloop<Config>::kRows; ++mi) {
     const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
-    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, mainloop.params.softmax_scale_log2);
+    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, params.softmax_scale_log2, sink);
   }
 }
 

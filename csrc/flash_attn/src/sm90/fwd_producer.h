@@ -42,7 +42,7 @@ __device__ __forceinline__ int next_index(const FwdLaunch& launch, int index) {
   return gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
 }
 
-// Output 0 for rows that see no key, and the LSE that Softmax::lse() gives them: by one warp, a row at a time.
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
 template <class Element>
 __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& params, const RowBlock& block) {
   const int lane = threadIdx.x % 32;
@@ -50,9 +50,9 @@ __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& param
   for (int row = block.row_begin; row < block.row_end; ++row) {
     if (8 * lane < params.d) *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
   }
-  const float sink = row_sink(params, block);
+  const float lse = keyless_lse(params, block);
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) {
-    params.softmax_lse_ptr[lse_offset(block, params) + row] = sink == -INFINITY ? INFINITY : sink;
+    params.softmax_lse_ptr[lse_offset(block, params) + row] = lse;
   }
 }
 
