@@ -193,6 +193,12 @@ def _compose_backward(dlosses, logits, labels, lse, rule):
     return grad.to(logits.dtype)
 
 
+def _tile(columns):
+    """Columns that a program takes at a time, and its warps."""
+    block = min(power_of_two(columns), 4096)
+    return {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
+
+
 def _launch_forward(logits, labels, lse, rule, partial=False):
     """-> (losses, z_losses, lse), or with partial (subtracted, None, lse) of the logits here alone."""
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_forward_kernel
@@ -202,14 +208,12 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
     z_losses = None if partial else torch.empty_like(losses)
     lse_given = lse is not None
     lse = lse.float().contiguous() if lse_given else torch.empty_like(losses)
-    block = min(power_of_two(columns), 4096)
     if rows > 0:
         with device_of(logits):
             cross_entropy_forward_kernel[(rows,)](
                 losses, z_losses, lse, logits, labels.contiguous(), logits.stride(0), columns, rule.first_class,
                 rule.classes, rule.ignore_index, rule.logit_scale, rule.smoothing, rule.lse_square_scale,
-                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, BLOCK=block,
-                num_warps=8 if block >= 2048 else 4,
+                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, **_tile(columns),
             )  # fmt: skip
     return losses, z_losses, lse
 
@@ -218,11 +222,11 @@ def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
 
     rows, columns = logits.shape
-    block = min(power_of_two(columns), 4096)
+    tile = _tile(columns)
     if rows > 0:
         with device_of(logits):
-            cross_entropy_backward_kernel[(rows, -(-columns // block))](
+            cross_entropy_backward_kernel[(rows, -(-columns // tile["BLOCK"]))](
                 dlogits, dlosses, logits, lse, labels.contiguous(), dlogits.stride(0), dlosses.stride(0),
                 logits.stride(0), columns, rule.first_class, rule.classes, rule.ignore_index, rule.logit_scale,
-                rule.smoothing, rule.lse_square_scale, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+                rule.smoothing, rule.lse_square_scale, **tile,
             )  # fmt: skip
