@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -109,7 +110,7 @@ def main():
             functions["compiled"] = torch.compile(functions["torch"], dynamic=False)
         for mode, size in (("fwd", forward_bytes), ("bwd", backward_bytes)):
             if mode == "fwd":
-                calls = {key: lambda f=function: f(*inputs) for key, function in functions.items()}
+                calls = {key: partial(function, *inputs) for key, function in functions.items()}
             else:
                 calls = {key: backward_of(function, inputs) for key, function in functions.items()}
             times = measure(timer, calls)
@@ -118,8 +119,7 @@ def main():
             result["rows"].append({"name": name, "mode": mode, "ms": times, "bytes": size})
             compiled = f"{ratios['compiled']:7.2f}x" if "compiled" in ratios else ""
             print(f"{name:32} {mode:4} {times['ours']:8.3f} {rate:6.0f} {ratios['torch']:6.2f}x {compiled}", flush=True)
-            del calls
-        del functions, inputs
+        functions = inputs = calls = None  # their memory is needed for the next problem
         torch.cuda.empty_cache()
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
