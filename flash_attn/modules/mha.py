@@ -268,7 +268,9 @@ class MHA(nn.Module):
         fused = fused and self.rotary_emb.scale is None and self.rotary_emb_dim % 16 == 0
         if rotary and not fused:
             offset = params.seqlen_offset if lengths is None else lengths
-            heads = self.rotary_emb(heads, offset, max_seqlen=params.max_seqlen, num_heads_q=self.num_heads)
+            heads = self.rotary_emb(
+                heads, seqlen_offset=offset, max_seqlen=params.max_seqlen, num_heads_q=self.num_heads
+            )
         q, kv = self._split(heads)
         if prefill or not self.use_flash_attn:
             _require(prefill or lengths is None, "lengths_per_sample", "None without use_flash_attn", "a tensor")
