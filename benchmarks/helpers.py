@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from timing import CudaTimer
 

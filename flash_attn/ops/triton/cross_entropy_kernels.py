@@ -5,19 +5,30 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.0e38)  # finite: the difference of two maxima of lanes without any logit must not be NaN
+LOWEST = tl.constexpr(-3.0e38)  # finite: the difference of the maxima of two lanes without a logit must not be NaN
+
+
+@triton.jit
+def _add_scores(score, largest, total):
+    """Take a tile of scores (lanes, VECTOR), in units of log 2, into the running maximum and sum of every lane.
+
+    A tile's row lies in one thread, so that nothing here crosses threads.
+    """
+    new = tl.maximum(largest, tl.max(score, axis=1))
+    return new, total * tl.exp2(largest - new) + tl.sum(tl.exp2(score - new[:, None]), axis=1)
 
 
 @triton.jit
 def cross_entropy_forward_kernel(
     losses_ptr, z_losses_ptr, lse_ptr, logits_ptr, labels_ptr,
     row_stride, columns, first_class, classes, ignore_index, logit_scale, smoothing, lse_square_scale,
-    HAS_SMOOTHING: tl.constexpr, LSE_GIVEN: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, LSE_GIVEN: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: its log-sum-exp and its loss. PARTIAL: the logits are a part of the vocabulary, and the loss is instead
     what the row's logits here subtract from the LSE of all parts. Ignored rows are not read."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
+    begin = row * row_stride
     label = tl.load(labels_ptr + row).to(tl.int64)
     ignored = label == ignore_index
 
@@ -25,28 +36,36 @@ def cross_entropy_forward_kernel(
     if LSE_GIVEN:
         lse = tl.load(lse_ptr + row)
     else:
-        # Every lane keeps a maximum and a sum of its own: one exponential per logit, no reduction inside the loop.
-        lane = tl.arange(0, BLOCK)
-        largest = tl.full([BLOCK], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        plain_sum = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, tl.where(ignored, 0, columns), BLOCK):
-            inside = start + lane < columns
-            logit = tl.load(logits_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
+        # Tiles start at multiples of VECTOR, wherever rows do; the first and the last are masked, the others are not.
+        end = begin + tl.where(ignored, 0, columns)
+        start = begin // VECTOR * VECTOR
+        tiles = ((end - start + BLOCK - 1) // BLOCK).to(tl.int32)
+        offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        largest = tl.full([BLOCK // VECTOR], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK // VECTOR], tl.float32)
+        plain_sum = tl.zeros([BLOCK // VECTOR], tl.float32)
+        for edge in range(0, tl.minimum(tiles, 2)):
+            index = start + edge * (tiles - 1) * BLOCK + offset
+            inside = (index >= begin) & (index < end)
+            logit = tl.load(logits_ptr + index, mask=inside, other=0.0).to(tl.float32)
             if HAS_SMOOTHING:
-                plain_sum += logit
+                plain_sum += tl.sum(logit, axis=1)
             score = tl.where(inside, logit * (logit_scale * LOG2_E), -float("inf"))
-            smaller = tl.exp2(-tl.abs(score - largest))
-            total = tl.where(score > largest, total * smaller + 1.0, total + smaller)
-            largest = tl.maximum(largest, score)
+            largest, total = _add_scores(score, largest, total)
+        for tile in tl.range(1, tiles - 1, num_stages=STAGES):
+            logit = tl.load(logits_ptr + start + tile * BLOCK + offset).to(tl.float32)
+            if HAS_SMOOTHING:
+                plain_sum += tl.sum(logit, axis=1)
+            largest, total = _add_scores(logit * (logit_scale * LOG2_E), largest, total)
         row_largest = tl.max(largest, axis=0)
-        lse = (row_largest + tl.log2(tl.sum(total * tl.exp2(largest - row_largest), axis=0))) * LN_2
+        total = tl.sum(total * tl.exp2(largest - row_largest), axis=0)
+        lse = row_largest * LN_2 + tl.log2(total) * LN_2
         logits_sum = tl.sum(plain_sum, axis=0) * logit_scale
         tl.store(lse_ptr + row, lse)
 
     column = label - first_class
     here = (column >= 0) & (column < columns) & (label != ignore_index)
-    subtracted = tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32) * logit_scale
+    subtracted = tl.load(logits_ptr + begin + column, mask=here, other=0.0).to(tl.float32) * logit_scale
     if HAS_SMOOTHING:
         subtracted = (1.0 - smoothing) * subtracted + smoothing / classes * logits_sum
     if PARTIAL:

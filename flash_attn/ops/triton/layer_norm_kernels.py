@@ -98,6 +98,7 @@ def norm_backward_kernel(
     rows, columns, dout_stride, dout1_stride, dsum_stride, sum_stride, rows_per_program,
     eps, dropout_p, keep_scale,
     IS_RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a run of rows, and what these rows add to the gradients of the weights and biases.
 
@@ -113,7 +114,7 @@ def norm_backward_kernel(
         dbias1 = tl.zeros([ROWS, COLUMNS], tl.float32)
 
     first = tl.program_id(0) * rows_per_program
-    for start in range(first, tl.minimum(first + rows_per_program, rows), ROWS):
+    for start in tl.range(first, tl.minimum(first + rows_per_program, rows), ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         in_rows = row < rows
         inside = in_rows[:, None] & (column < columns)[None, :]

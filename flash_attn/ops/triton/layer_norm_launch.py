@@ -68,11 +68,15 @@ def _rows(x):
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _tile(columns):
+def _forward_tile(columns):
     """Rows and columns of a tile, and its warps."""
     block = power_of_two(columns)
     rows = max(2048 // block, 1)
     return {"ROWS": rows, "COLUMNS": block, "num_warps": min(max(rows * block // 512, 4), 32)}
+
+
+def _backward_tile(columns):
+    return {**_forward_tile(columns), "STAGES": 2}
 
 
 def _stride(x):
@@ -87,7 +91,7 @@ def launch_forward(inputs, parameters, seed, outputs, masks, options):
     out, out1, total = outputs
     weight, bias, weight1, bias1, rowscale = parameters
     rows, columns = x.shape
-    tile = _tile(columns)
+    tile = _forward_tile(columns)
     if rows > 0:
         with device_of(x):
             norm_forward_kernel[(-(-rows // tile["ROWS"]),)](
@@ -115,7 +119,7 @@ def launch_backward(douts, saved, dtypes, options):
     dx1 = dx if x1_dtype == x_dtype and seed is None else None
     if x1_dtype is not None and dx1 is None:
         dx1 = torch.empty_like(dx, dtype=x1_dtype)
-    tile = _tile(columns)
+    tile = _backward_tile(columns)
     tiles = -(-rows // tile["ROWS"])
     programs = min(tiles, _programs(total.device))
     wanted = [dtype is not None and (i < 2 or dout1 is not None) for i, dtype in enumerate(parameter_dtypes)]
