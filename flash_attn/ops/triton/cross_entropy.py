@@ -193,16 +193,11 @@ def _compose_backward(dlosses, logits, labels, lse, rule):
     return grad.to(logits.dtype)
 
 
-def _forward_tile(logits):
+def _tile(logits):
     """Columns that a program takes at a time, those of one thread that are loaded at once, and its warps."""
     vector = 16 // logits.element_size()
     block = min(max(power_of_two(logits.shape[1]), 32 * vector), 4096)
-    return {"BLOCK": block, "VECTOR": vector, "STAGES": 2, "num_warps": max(block // 1024, 1)}
-
-
-def _backward_tile(columns):
-    block = min(power_of_two(columns), 4096)
-    return {"BLOCK": block, "num_warps": 4}
+    return {"BLOCK": block, "VECTOR": vector, "num_warps": max(block // 1024, 1)}
 
 
 def _launch_forward(logits, labels, lse, rule, partial=False):
@@ -219,7 +214,7 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
             cross_entropy_forward_kernel[(rows,)](
                 losses, z_losses, lse, logits, labels.contiguous(), logits.stride(0), columns, rule.first_class,
                 rule.classes, rule.ignore_index, rule.logit_scale, rule.smoothing, rule.lse_square_scale,
-                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, **_forward_tile(logits),
+                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, STAGES=3, **_tile(logits),
             )  # fmt: skip
     return losses, z_losses, lse
 
@@ -228,11 +223,11 @@ def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
 
     rows, columns = logits.shape
-    tile = _backward_tile(columns)
+    tile = _tile(logits)
     if rows > 0:
         with device_of(logits):
-            cross_entropy_backward_kernel[(rows, -(-columns // tile["BLOCK"]))](
+            cross_entropy_backward_kernel[(rows, -(-(columns + tile["VECTOR"] - 1) // tile["BLOCK"]))](
                 dlogits, dlosses, logits, lse, labels.contiguous(), dlogits.stride(0), dlosses.stride(0),
                 logits.stride(0), columns, rule.first_class, rule.classes, rule.ignore_index, rule.logit_scale,
-                rule.smoothing, rule.lse_square_scale, **tile,
+                rule.smoothing, rule.lse_square_scale, SAME_ROWS=dlogits.stride(0) == logits.stride(0), **tile,
             )  # fmt: skip

@@ -75,8 +75,15 @@ def _forward_tile(columns):
     return {"ROWS": rows, "COLUMNS": block, "num_warps": min(max(rows * block // 512, 4), 32)}
 
 
-def _backward_tile(columns):
-    return {**_forward_tile(columns), "STAGES": 2}
+def _backward_tile(total, dout, dout1, dsum):
+    """The same for a backward, and how many tiles of its inputs are in flight, as far as shared memory holds them."""
+    block = power_of_two(total.shape[1])
+    rows = max(8192 // block, 1)
+    tile_bytes = rows * block * sum(t.element_size() for t in (total, dout, dout1, dsum) if t is not None)
+    shared = _shared_memory(total.device) - 8192  # which the reductions need
+    stages = 1 + min(max(shared // tile_bytes, 0), 2)
+    warps = min(max(rows * block // 1024, 8) * (1 if dout1 is None else 2), 32)
+    return {"ROWS": rows, "COLUMNS": block, "STAGES": stages, "num_warps": warps}
 
 
 def _stride(x):
@@ -119,7 +126,7 @@ def launch_backward(douts, saved, dtypes, options):
     dx1 = dx if x1_dtype == x_dtype and seed is None else None
     if x1_dtype is not None and dx1 is None:
         dx1 = torch.empty_like(dx, dtype=x1_dtype)
-    tile = _backward_tile(columns)
+    tile = _backward_tile(total, dout, dout1, dsum)
     tiles = -(-rows // tile["ROWS"])
     programs = min(tiles, _programs(total.device))
     wanted = [dtype is not None and (i < 2 or dout1 is not None) for i, dtype in enumerate(parameter_dtypes)]
@@ -141,5 +148,12 @@ def launch_backward(douts, saved, dtypes, options):
 
 @cache
 def _programs(device):
-    """How many programs share the rows of a backward: enough to hide latency, few enough to sum up at little cost."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """How many programs share the rows of a backward: one per SM."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@cache
+def _shared_memory(device):
+    """Bytes of shared memory that a program may have; torch before 2.5 does not tell."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
