@@ -99,6 +99,8 @@ def main():
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--eager-only", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU: torch.cuda is not available")
     torch._functorch.config.donated_buffer = False  # it forbids the repeated backward of compiled code
     timer = CudaTimer(torch.device("cuda"))
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}

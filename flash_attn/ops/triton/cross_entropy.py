@@ -193,13 +193,6 @@ def _compose_backward(dlosses, logits, labels, lse, rule):
     return grad.to(logits.dtype)
 
 
-def _tile(logits):
-    """Columns that a program takes at a time, those of one thread that are loaded at once, and its warps."""
-    vector = 16 // logits.element_size()
-    block = min(max(power_of_two(logits.shape[1]), 32 * vector), 4096)
-    return {"BLOCK": block, "VECTOR": vector, "num_warps": max(block // 1024, 1)}
-
-
 def _launch_forward(logits, labels, lse, rule, partial=False):
     """-> (losses, z_losses, lse), or with partial (subtracted, None, lse) of the logits here alone."""
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_forward_kernel
@@ -209,12 +202,15 @@ def _launch_forward(logits, labels, lse, rule, partial=False):
     z_losses = None if partial else torch.empty_like(losses)
     lse_given = lse is not None
     lse = lse.float().contiguous() if lse_given else torch.empty_like(losses)
+    vector = 16 // logits.element_size()  # what a thread loads at once
+    block = min(max(power_of_two(columns), 32 * vector), 4096)
     if rows > 0:
         with device_of(logits):
             cross_entropy_forward_kernel[(rows,)](
                 losses, z_losses, lse, logits, labels.contiguous(), logits.stride(0), columns, rule.first_class,
                 rule.classes, rule.ignore_index, rule.logit_scale, rule.smoothing, rule.lse_square_scale,
-                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, STAGES=3, **_tile(logits),
+                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, BLOCK=block,
+                VECTOR=vector, STAGES=3, num_warps=max(block // 1024, 1),
             )  # fmt: skip
     return losses, z_losses, lse
 
@@ -223,11 +219,11 @@ def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
     from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
 
     rows, columns = logits.shape
-    tile = _tile(logits)
+    block = min(power_of_two(columns), 4096)
     if rows > 0:
         with device_of(logits):
-            cross_entropy_backward_kernel[(rows, -(-(columns + tile["VECTOR"] - 1) // tile["BLOCK"]))](
+            cross_entropy_backward_kernel[(rows, -(-columns // block))](
                 dlogits, dlosses, logits, lse, labels.contiguous(), dlogits.stride(0), dlosses.stride(0),
                 logits.stride(0), columns, rule.first_class, rule.classes, rule.ignore_index, rule.logit_scale,
-                rule.smoothing, rule.lse_square_scale, SAME_ROWS=dlogits.stride(0) == logits.stride(0), **tile,
+                rule.smoothing, rule.lse_square_scale, BLOCK=block, num_warps=4,
             )  # fmt: skip

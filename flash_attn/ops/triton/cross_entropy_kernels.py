@@ -81,32 +81,18 @@ def cross_entropy_forward_kernel(
 def cross_entropy_backward_kernel(
     dlogits_ptr, dlosses_ptr, logits_ptr, lse_ptr, labels_ptr,
     dlogits_row_stride, dlosses_stride, row_stride, columns, first_class, classes, ignore_index,
-    logit_scale, smoothing, lse_square_scale,
-    SAME_ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    logit_scale, smoothing, lse_square_scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row of the gradient. dlogits may be logits. SAME_ROWS: both have the same row stride.
-    Tiles start at multiples of VECTOR, wherever rows do. Ignored rows are not read."""
+    """BLOCK columns of one row of the gradient. dlogits may be logits. Ignored rows are not read."""
     row = tl.program_id(0).to(tl.int64)
-    begin = row * row_stride
-    end = begin + columns
-    start = begin // VECTOR * VECTOR + tl.program_id(1) * BLOCK
-    index = start + tl.arange(0, BLOCK)
-    if not SAME_ROWS:
-        dlogits_ptr += row * dlogits_row_stride - begin
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
     label = tl.load(labels_ptr + row).to(tl.int64)
     live = label != ignore_index
     lse = tl.load(lse_ptr + row)
     factor = tl.load(dlosses_ptr + row * dlosses_stride).to(tl.float32) * logit_scale
     factor = tl.where((label >= 0) & (label < classes), factor, float("nan"))
-    of_probability = 1.0 + 2.0 * lse_square_scale * lse
-    at_label = index == begin + label - first_class
-    subtracted = smoothing / classes + tl.where(at_label, 1.0 - smoothing, 0.0)
-    if live & (start >= begin) & (start + BLOCK <= end):
-        logit = tl.load(logits_ptr + index).to(tl.float32)
-        grad = tl.exp2((logit * logit_scale - lse) * LOG2_E) * of_probability - subtracted
-        tl.store(dlogits_ptr + index, grad * factor)
-    else:
-        inside = (index >= begin) & (index < end)
-        logit = tl.load(logits_ptr + index, mask=inside & live, other=0.0).to(tl.float32)
-        grad = tl.exp2((logit * logit_scale - lse) * LOG2_E) * of_probability - subtracted
-        tl.store(dlogits_ptr + index, tl.where(live, grad * factor, 0.0), mask=inside)
+    logit = tl.load(logits_ptr + row * row_stride + column, mask=inside & live, other=0.0).to(tl.float32)
+    grad = tl.exp2((logit * logit_scale - lse) * LOG2_E) * (1.0 + 2.0 * lse_square_scale * lse) - smoothing / classes
+    grad = tl.where(column == label - first_class, grad - (1.0 - smoothing), grad)
+    tl.store(dlogits_ptr + row * dlogits_row_stride + column, tl.where(live, grad * factor, 0.0), mask=inside)

@@ -154,6 +154,6 @@ def _programs(device):
 
 @cache
 def _shared_memory(device):
-    """Bytes of shared memory that a program may have; torch before 2.5 does not tell."""
+    """Bytes of shared memory that a program may have; the least of all GPUs from sm_80 on where torch does not tell."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
