@@ -99,9 +99,7 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def build_file(
-    build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, str | None]
-) -> str:
+def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, str | None]) -> str:
     """Text of build.ninja: one edge per kernel file, one for the manifest, one for the archive. sources: each file with
     its only architecture, or None."""
     tools = Path(__file__).resolve().parent

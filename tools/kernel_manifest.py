@@ -62,9 +62,7 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
         name = INSTANTIATION.fullmatch(path.stem)
         if name is None:
             raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_bf16_sm80.cu")
-        files.append(
-            KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"], name["family"])
-        )
+        files.append(KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"], name["family"]))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in src/instantiations, found none")
     return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family))

@@ -10,7 +10,9 @@ namespace sm90 {
 struct Barrier {
   uint64_t state;
 
-  __device__ __forceinline__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state)); }
+  __device__ __forceinline__ uint32_t address() const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(&state));
+  }
 
   // By one thread, before fence_init() and a barrier of all threads.
   __device__ __forceinline__ void init(uint32_t arrivals) {

@@ -43,12 +43,14 @@ struct FwdConfig {
   template <int kN>
   using Shape = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
   // S (64, N) = Q K^T from shared memory; O (64, D) += P V with P in registers.
-  using MmaQk = typename Checked<kBlockN, decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
-                                                                              cute::GMMA::Major::K,
-                                                                              cute::GMMA::Major::K>())>::Mma;
-  using MmaPv = typename Checked<kHeadDim, decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDim>,
-                                                                               cute::GMMA::Major::K,
-                                                                               cute::GMMA::Major::MN>())>::Mma;
+  using MmaQk =
+      typename Checked<kBlockN,
+                       decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
+                                                           cute::GMMA::Major::K, cute::GMMA::Major::K>())>::Mma;
+  using MmaPv =
+      typename Checked<kHeadDim,
+                       decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDim>,
+                                                           cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 
   // A tile is a row of chunks of kChunkCols columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled.
   static constexpr int kChunkCols = kHeadDim % 64 == 0 ? 64 : 32;
@@ -62,8 +64,8 @@ struct FwdConfig {
   using SmemLayoutQ = Tile<64>;  // of one warpgroup, and O
   using SmemLayoutK = Tile<kBlockN>;
   // V of the same bytes as (D, N), which the second product reads.
-  using SmemLayoutVt = decltype(cute::tile_to_shape(MnMajorAtom{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
-                                                    cute::Step<cute::_2, cute::_1>{}));
+  using SmemLayoutVt = decltype(cute::tile_to_shape(
+      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
   static constexpr int kSmemQ = 64 * kHeadDim;  // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
 };

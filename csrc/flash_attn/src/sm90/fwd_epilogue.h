@@ -55,8 +55,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
 #pragma unroll
   for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
     SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
-                            mainloop.row_begin(tile) + warp_row + rows.shift, block.head, rows.outer,
-                            rows.origin);
+                            mainloop.row_begin(tile) + warp_row + rows.shift, block.head, rows.outer, rows.origin);
   }
   tma_store_arrive();
 }

@@ -14,8 +14,13 @@ constexpr int64_t kSectionBytes = 24 << 20;
 
 inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
                                          bool is_query) {
-  return {data,     strides, params.is_varlen(), params.b, is_query ? params.seqlen_q : params.seqlen_k,
-          is_query ? params.h : params.h_k, params.d};
+  return {data,
+          strides,
+          params.is_varlen(),
+          params.b,
+          is_query ? params.seqlen_q : params.seqlen_k,
+          is_query ? params.h : params.h_k,
+          params.d};
 }
 
 template <class Config>

@@ -101,8 +101,8 @@ struct FwdProducer {
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols, row + rows.shift, head,
-                                   rows.outer, rows.origin);
+                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                   row + rows.shift, head, rows.outer, rows.origin);
     }
   }
 
@@ -113,8 +113,8 @@ struct FwdProducer {
     empty[place.stage].wait(place.phase ^ 1);
     if (issues) {
       full[place.stage].arrive_and_expect(kKvBytes);
-      load<Config::kBlockN>(map, full[place.stage], smem + place.stage * Config::kSmemKv,
-                            rows, n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
+      load<Config::kBlockN>(map, full[place.stage], smem + place.stage * Config::kSmemKv, rows,
+                            n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     place.advance();
   }
@@ -129,8 +129,8 @@ struct FwdProducer {
       if (issues) {
         Barrier& full = storage.q_full[q_place.stage][group];
         full.arrive_and_expect(kQBytes);
-        load<64>(launch.q_map, full, storage.q[q_place.stage][group], rows, block.row_begin + 64 * group,
-                 block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
+        load<64>(launch.q_map, full, storage.q[q_place.stage][group], rows, block.row_begin + 64 * group, block.head,
+                 cute::TMA::CacheHintSm90::EVICT_FIRST);
       }
     }
     q_place.advance();
@@ -153,13 +153,13 @@ struct FwdProducer {
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
-    load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place, tile.range.block_interior_first(i),
-            tile.rows, tile.head_k);
+    load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
+            tile.range.block_interior_first(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
-    load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place, tile.range.block_interior_first(i),
-            tile.rows, tile.head_k);
+    load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
+            tile.range.block_interior_first(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void run() {

@@ -46,8 +46,9 @@ inline EncodeTensorMap find_tensor_map_encoder() {
 
 // Axes: (column, row, head, outer, origin). Dense: outer is the batch. Packed: rows are clipped at the end of any
 // sequence, although there is one map for all of them. The row axis has kPackedRows rows and a sequence stands at its
-// end; outer moves by single rows, so that the sequence meets its place in memory; and origin takes the kPackedRows rows
-// off again, by a stride whose multiple passes 2^64. So nothing outside a sequence is read or written, see TmaRows.
+// end; outer moves by single rows, so that the sequence meets its place in memory; and origin takes the kPackedRows
+// rows off again, by a stride whose multiple passes 2^64. So nothing outside a sequence is read or written, see
+// TmaRows.
 constexpr int kPackedRows = 1 << 30;
 constexpr int kTensorMapAxes = 5;
 
@@ -58,24 +59,23 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   const int64_t row_bytes = source.strides.row * kBytes;
   // The stride of an axis of length 1 is never used, and may be anything.
   auto stride_of = [](int64_t bytes, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? bytes : 16); };
-  const cuuint64_t lengths[kTensorMapAxes] = {static_cast<cuuint64_t>(source.head_dim),
-                                              static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
-                                              static_cast<cuuint64_t>(source.heads),
-                                              static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
-                                              static_cast<cuuint64_t>(source.is_packed ? kAny : 1)};
+  const cuuint64_t lengths[kTensorMapAxes] = {
+      static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
+      static_cast<cuuint64_t>(source.heads), static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
+      static_cast<cuuint64_t>(source.is_packed ? kAny : 1)};
   const cuuint64_t strides[kTensorMapAxes - 1] = {
       stride_of(row_bytes, source.is_packed ? kPackedRows : source.rows),
       stride_of(source.strides.head * kBytes, source.heads),
       source.is_packed ? static_cast<cuuint64_t>(row_bytes) : stride_of(source.strides.batch * kBytes, source.batch),
       source.is_packed ? static_cast<cuuint64_t>((int64_t{1} << 34) - row_bytes) : 16};
-  const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows), 1,
-                                                  1, 1};
+  const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
+                                                  1, 1, 1};
   const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
-  const CUresult status = encode(
-      &map, dtype == Dtype::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kTensorMapAxes,
-      const_cast<void*>(source.data), lengths, strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box.cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, dtype == Dtype::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kTensorMapAxes, const_cast<void*>(source.data), lengths, strides, box_lengths, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, box.cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 
