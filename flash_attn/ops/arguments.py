@@ -51,6 +51,14 @@ def window(window_size):
     return window_size
 
 
+def sinks(value):
+    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    if value is None:
+        return None
+    check_tensors(("sinks",), (value,))
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
+
+
 def check_tensors(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):

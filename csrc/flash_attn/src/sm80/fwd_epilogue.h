@@ -28,10 +28,11 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   const Flash_fwd_params& params = mainloop.params;
   const RowBlock& block = mainloop.block;
 
+  const float sink = row_sink(params, block);
   auto out = row_col_view(mainloop.acc_o);
 #pragma unroll
   for (int mi = 0; mi < size<0>(out); ++mi) {
-    const float factor = mainloop.softmax.finish(mi, params.dropout.keep_scale);
+    const float factor = mainloop.softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
 #pragma unroll
     for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
   }
