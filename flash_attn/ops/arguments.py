@@ -1,6 +1,21 @@
 """What the public functions make of their arguments before the operators see them; shapes are the backends' matter."""
 
+import torch
 from torch import Tensor
+
+
+def autocast(inputs):
+    """The inputs as torch.autocast wants them: with a float32 one among them, all in its dtype (float64 ones excepted).
+
+    Half precision inputs stay as they are, whatever the dtype of autocast.
+    """
+    if torch.float32 not in [x.dtype for x in inputs]:
+        return inputs
+    device_type = inputs[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return inputs
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
 
 
 def max_seqlens(inputs, varlen, exact):
@@ -34,6 +49,12 @@ def window(window_size):
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
     return window_size
+
+
+def sinks(value):
+    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    check_tensors(("sinks",), (value,))
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
 def check_tensors(names, values):
