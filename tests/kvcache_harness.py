@@ -49,6 +49,11 @@ class KvCase:
     def new(self) -> int:
         return self.seqlen_new or 0
 
+    def __str__(self):
+        """What differs from the defaults: the name of a test."""
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{f.name}={getattr(self, f.name)}".replace(" ", "") for f in changed) or "default"
+
 
 @dataclass
 class KvProblem:
