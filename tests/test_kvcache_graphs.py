@@ -135,6 +135,16 @@ def test_out_and_plan_leave_the_lse_to_allocate(device, page_size, seqlen_new, n
     assert requested_bytes(lambda: plan.update(problem.lengths))[0] == 0
 
 
+@pytest.mark.parametrize("head_dim", (64, 37, 100))
+@pytest.mark.parametrize("layout", ("contiguous", "unaligned", "permuted"))
+@pytest.mark.parametrize("page_size", (0, 16))
+def test_the_cache_is_never_copied(device, head_dim, layout, page_size):
+    case = KvCase((1000, 3, 0, 1999), 1, 1, CAPACITY, head_dim=head_dim, layout=layout, page_size=page_size)
+    problem = make_problem(case, device)
+    total, _ = requested_bytes(lambda: run(problem, num_splits=1))
+    assert total < problem.k_cache.numel() * problem.k_cache.element_size() / 8
+
+
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("planned", (False, True))
 def test_no_synchronisation(device, page_size, planned):
