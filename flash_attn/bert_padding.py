@@ -80,7 +80,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 def pad_input(hidden_states, indices, batch, seqlen):
     """Scatter tokens back into a padded batch: (total, ...) -> (batch, seqlen, ...), zero where there is no token.
 
-    indices: integer (total,), from `unpad_input`.
+    indices: int32 or int64 (total,), as from `unpad_input`.
     """
     output = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return output.view(batch, seqlen, *hidden_states.shape[1:])
