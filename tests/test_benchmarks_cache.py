@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,8 +23,11 @@ import implementations
 import kvcache_plots
 import measure
 import over_cache
-import report
 import rows
+
+SPEC = importlib.util.spec_from_file_location("benchmarks_report", ROOT / "benchmarks" / "report.py")
+report = importlib.util.module_from_spec(SPEC)  # tools/ has a module report too
+SPEC.loader.exec_module(report)
 
 CPU = torch.device("cpu")
 BASE = Case(3, 1, 50, 8, 2, 32, "float32", kind="cache")
