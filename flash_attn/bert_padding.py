@@ -14,9 +14,9 @@ def index_first_axis(input, indices):
 
 
 def index_put_first_axis(values, indices, first_axis_dim):
-    """Rows `indices` of a zero tensor set to `values`: (m, ...) and int64 (m,) -> (first_axis_dim, ...)."""
+    """Rows `indices` of a zero tensor set to `values`: (m, ...) and int (m,) -> (first_axis_dim, ...)."""
     output = torch.zeros(first_axis_dim, *values.shape[1:], dtype=values.dtype, device=values.device)
-    return output.index_copy_(0, indices, values)
+    return output.index_copy_(0, indices.long(), values)
 
 
 def index_first_axis_residual(input, indices):
@@ -80,7 +80,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 def pad_input(hidden_states, indices, batch, seqlen):
     """Scatter tokens back into a padded batch: (total, ...) -> (batch, seqlen, ...), zero where there is no token.
 
-    indices: int64 (total,), from `unpad_input`.
+    indices: int32 or int64 (total,), as from `unpad_input`.
     """
     output = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return output.view(batch, seqlen, *hidden_states.shape[1:])
