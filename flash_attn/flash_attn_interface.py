@@ -7,7 +7,7 @@ recompute the probabilities from Q, K and the log-sum-exp.
 Common to all of them:
 
 dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
-             float32 (float64 for float64 inputs).
+             float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 strides      any; a head dim with a stride other than 1 costs a copy.
@@ -331,6 +331,7 @@ def _attend(
     arguments.check_tensors(names, inputs)
     if varlen:
         arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
+    inputs = arguments.autocast(inputs)
     scale = arguments.scale(softmax_scale, inputs[0])
     left, right = arguments.window(window_size)
     if sinks is not None:

@@ -83,9 +83,11 @@ def test_gradients(device):
     assert torch.autograd.gradcheck(lambda x: index_first_axis_residual(x, repeated), (values,))
 
 
-def test_index_functions(device):
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_index_functions(device, dtype):
+    """int32 as well: transformers makes the indices of single tokens from cu_seqlens."""
     x = torch.randn(6, 2, 3, device=device, requires_grad=True)
-    indices = torch.tensor([4, 0, 5], device=device)
+    indices = torch.tensor([4, 0, 5], device=device, dtype=dtype)
     picked, residual = index_first_axis_residual(x, indices)
     assert torch.equal(picked, x[indices]) and torch.equal(residual, x)
     assert torch.equal(index_first_axis(x, indices), picked)

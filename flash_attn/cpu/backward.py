@@ -7,6 +7,7 @@ import math
 import torch
 
 from . import checks
+from .entry import entry_point
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
 from .scores import LOG2E, ScoreRule, compute_dtype
 from .tiles import blocks, head_chunks, tile_shape
@@ -107,7 +108,7 @@ class _RowBlock:
         keys_grad.baddbmm_(ds.transpose(1, 2), self.queries)
 
 
-@torch.no_grad()
+@entry_point
 def bwd(
     dout,
     q,

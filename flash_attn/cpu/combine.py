@@ -7,12 +7,13 @@ import math
 import torch
 
 from . import checks
+from .entry import entry_point
 from .scores import compute_dtype
 
 PARTIAL_AXES = "splits, batch, seqlen, heads, head_dim"
 
 
-@torch.no_grad()
+@entry_point
 def combine(out_partial, lse_partial, out=None):
     """Attention over all keys from its results over disjoint parts of them.
 

@@ -9,6 +9,7 @@ import torch
 
 from ..dropout import dropout_streams, dropout_threshold, keep_block, keep_scale
 from . import checks
+from .entry import entry_point
 from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
 from .tiles import HeadChunk, blocks, head_chunks, tile_shape
 
@@ -222,7 +223,7 @@ def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.T
                 s_dmask[tile.batches, tile.heads, row0:row1, col0:col1] = p
 
 
-@torch.no_grad()
+@entry_point
 def fwd(
     q,
     k,

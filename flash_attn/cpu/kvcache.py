@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from . import checks
+from .entry import entry_point
 from .forward import DENSE_Q_AXES, attend
 from .invariant import attend_invariant
 from .kvcache_plan import PlanKey, check_plan
@@ -83,7 +84,7 @@ class Cache(NamedTuple):
                 cache[pages, positions % cache.shape[1]] = rows
 
 
-@torch.no_grad()
+@entry_point
 def fwd_kvcache(
     q,
     kcache,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import checks
+from .entry import entry_point
 
 
 class PlanKey(NamedTuple):
@@ -36,7 +37,7 @@ class PlanKey(NamedTuple):
         return len(self) + 2 * self.batch
 
 
-@torch.no_grad()
+@entry_point
 def kvcache_plan(
     seqlens_k,
     leftpad_k,

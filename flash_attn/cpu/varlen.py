@@ -9,6 +9,7 @@ import torch
 
 from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
+from .entry import entry_point
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .scores import ScoreRule, compute_dtype
 
@@ -81,7 +82,7 @@ def _sequence_keys(x: torch.Tensor, block_table: torch.Tensor | None, sequence: 
     return gather_pages(x, block_table, sequence.index, sequence.k0, sequence.k1).unsqueeze(0)
 
 
-@torch.no_grad()
+@entry_point
 def varlen_fwd(
     q,
     k,
@@ -169,7 +170,7 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes
     return batch
 
 
-@torch.no_grad()
+@entry_point
 def varlen_bwd(
     dout,
     q,

@@ -4,6 +4,20 @@ import torch
 from torch import Tensor
 
 
+def autocast(inputs):
+    """The inputs as torch.autocast wants them: with a float32 one among them, all in its dtype (float64 ones excepted).
+
+    Half precision inputs stay as they are, whatever the dtype of autocast.
+    """
+    if torch.float32 not in [x.dtype for x in inputs]:
+        return inputs
+    device_type = inputs[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return inputs
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
+
+
 def max_seqlens(inputs, varlen, exact):
     """(max_seqlen_q, max_seqlen_k) as ints.
 
