@@ -12,9 +12,9 @@ heads        nheads divisible by nheads_k; query head i reads K/V head i // (nhe
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
-masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf.
-gradients    of out and softmax_lse with respect to q, k, v; not with respect to alibi_slopes. A gradient of softmax_lse
-             costs padded copies, and needs head_dim <= 248. Not twice differentiable.
+masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
+gradients    of out and softmax_lse with respect to q, k, v and sinks; not with respect to alibi_slopes. Not twice
+             differentiable.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -51,16 +51,23 @@ _OPTIONS_DOC = """
             position p and key j.
         deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
         return_attn_probs: bool. Also return softmax_lse and S_dmask.
+        sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
+            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
+            share of the probability and adds nothing to the output. -inf is no sink. Learnable.
+        return_max_logit: bool; keyword only. Also return max_logit, as the last result.
 """
 
 _RESULT_DOC = """
     Returns:
         out: {out}, contiguous.
-        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, float32
-            (float64 for float64 inputs).
+        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, the sink
+            included, float32 (float64 for float64 inputs).
         S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
             (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
             probabilities before dropout, dropped entries negative.
+        max_logit (with return_max_logit): (nheads,) in the dtype of softmax_lse, not differentiable. The largest logit
+            of each head that enters the softmax, over batch, queries and visible keys: after softmax_scale, softcap
+            and ALiBi, without the sink; -inf if no query sees a key.
 """
 
 
@@ -89,6 +96,9 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
+    return_max_logit=False,
 ):
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -102,7 +112,7 @@ def flash_attn_func(
     """
     return _attend(
         (q, k, v), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -117,6 +127,9 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -129,7 +142,7 @@ def flash_attn_qkvpacked_func(
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
         (qkv,), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -145,6 +158,9 @@ def flash_attn_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -158,7 +174,7 @@ def flash_attn_kvpacked_func(
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
         (q, kv), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -183,6 +199,8 @@ def flash_attn_varlen_func(
     *,
     seqused_k=None,
     leftpad_k=None,
+    sinks=None,
+    return_max_logit=False,
 ):
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -217,7 +235,7 @@ def flash_attn_varlen_func(
     }
     return _attend(
         (q, k, v), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -234,6 +252,9 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -254,7 +275,7 @@ def flash_attn_varlen_qkvpacked_func(
     }
     return _attend(
         (qkv,), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
@@ -274,6 +295,9 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    sinks=None,
+    return_max_logit=False,
 ):
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -294,13 +318,13 @@ def flash_attn_varlen_kvpacked_func(
     }
     return _attend(
         (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
 def _attend(
     inputs, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs,
+    return_attn_probs, sinks, return_max_logit,
 ):  # fmt: skip
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,), varlen is empty for dense sequences."""
     names = (("qkv",), ("q", "kv"), ("q", "k", "v"))[len(inputs) - 1]
@@ -309,6 +333,8 @@ def _attend(
         arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
     scale = arguments.scale(softmax_scale, inputs[0])
     left, right = arguments.window(window_size)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
     dropout_p = float(dropout_p)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
     head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
@@ -316,11 +342,14 @@ def _attend(
     if padded:
         inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
     lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
-    out, lse, dmask, _ = library.attention(
+    out, lse, dmask, _, *max_logit = library.attention(
         *inputs, *(None,) * (3 - len(inputs)), varlen.get("cu_seqlens_q"), varlen.get("cu_seqlens_k"),
-        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, *lengths, dropout_p,
-        scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
+        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, sinks, *lengths,
+        dropout_p, scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
+        bool(return_max_logit),
     )  # fmt: skip
     if padded:
         out = out[..., :head_dim].contiguous()
-    return (out, lse, dmask) if return_attn_probs else out
+    if not return_max_logit:
+        return (out, lse, dmask) if return_attn_probs else out
+    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

@@ -43,6 +43,7 @@ class Problem:
     k: torch.Tensor
     v: torch.Tensor
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     layout: Varlen | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -56,12 +57,29 @@ class Problem:
     def options(self) -> dict:
         """Keyword arguments that the public functions and the reference share."""
         c = self.case
-        return {"causal": c.causal, "window": c.window, "softcap": c.softcap, "alibi_slopes": self.alibi_slopes}
+        return {
+            "causal": c.causal,
+            "window": c.window,
+            "softcap": c.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+
+    @property
+    def inputs(self) -> dict:
+        """The tensors that have a gradient."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
+        return {name: x for name, x in tensors.items() if x is not None}
 
 
 def alibi_slopes(case: Case, device: str) -> torch.Tensor | None:
     shape = {"none": None, "heads": (case.nheads,), "batch": (case.batch, case.nheads)}[case.alibi]
     return None if shape is None else torch.rand(shape, device=device) * 0.3
+
+
+def make_sinks(case: Case, device: str) -> torch.Tensor | None:
+    """Logits of the size of a row's LSE: some sinks take most of the probability, some hardly any."""
+    return torch.randn(case.nheads, device=device) * 3 + 4 if case.sinks else None
 
 
 def make_problem(case: Case, device: str, lengths=None) -> Problem:
@@ -71,7 +89,7 @@ def make_problem(case: Case, device: str, lengths=None) -> Problem:
         q = torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, device=device, dtype=dtype)
         shape = (case.batch, case.seqlen_k, case.nheads_k, case.head_dim)
         k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in "kv")
-        return Problem(case, q, k, v, alibi_slopes(case, device))
+        return Problem(case, q, k, v, alibi_slopes(case, device), make_sinks(case, device))
     return _concatenated(case, device, dtype, default_lengths(case) if lengths is None else lengths)
 
 
@@ -103,7 +121,7 @@ def _concatenated(case: Case, device, dtype, lengths) -> Problem:
     q = torch.full((total_q, case.nheads, case.head_dim), NAN, device=device, dtype=dtype)
     q[: cu_q[-1]] = torch.randn(cu_q[-1], case.nheads, case.head_dim, device=device, dtype=dtype)
     problem = Problem(
-        case, q, q, q, alibi_slopes(case, device),
+        case, q, q, q, alibi_slopes(case, device), make_sinks(case, device),
         Varlen(cu_q[:-1], lens_q, [s + pad for s, pad in zip(cu_k, leftpad)], lens_k, total_q),
         _int32(cu_q, device), _int32(cu_k, device), max(lens_q, default=0), max(stored, default=0),
     )  # fmt: skip
@@ -202,20 +220,42 @@ def check_public_call(problem: Problem, **overrides):
     return out, lse
 
 
-def gradients(problem: Problem, dout, dtype, keep=None, **overrides):
-    """(dq, dk, dv) of the reference in a dtype."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    out = expected(problem, dtype, keep, q=leaves[0], k=leaves[1], v=leaves[2], **overrides).out
-    grads = torch.autograd.grad(out, leaves, dout.to(dtype), allow_unused=True)
+def gradients(problem: Problem, dout, dtype, keep=None, dlse=None, **overrides):
+    """The gradients of `problem.inputs` by the reference in a dtype, from those of out and, if given, of the LSE."""
+    inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
+    leaves = list(inputs.values())
+    result = expected(problem, dtype, keep, **inputs, **overrides)
+    outputs, weights = [result.out], [dout.to(dtype)]
+    if dlse is not None:
+        outputs, weights = [*outputs, result.lse], [*weights, dlse.to(dtype)]
+    grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
 
 
-def check_gradients(problem: Problem, dout, grads, keep=None, **overrides):
-    exact = gradients(problem, dout, torch.float64, keep, **overrides)
-    plain = gradients(problem, dout, problem.q.dtype, keep, **overrides)
-    for name, ours, reference, same in zip(("dq", "dk", "dv"), grads, exact, plain):
-        assert ours.dtype == problem.q.dtype
-        assert_gradient_accurate(ours, reference, same, name)
+def check_gradients(problem: Problem, dout, grads, keep=None, dlse=None, **overrides):
+    exact = gradients(problem, dout, torch.float64, keep, dlse, **overrides)
+    plain = gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
+    for (name, x), ours, reference, same in zip(problem.inputs.items(), grads, exact, plain, strict=True):
+        assert ours.dtype == x.dtype
+        if name != "sinks":
+            assert_gradient_accurate(ours, reference, same, f"d{name}")
+    if problem.sinks is not None:
+        excess = (grads[3].double() - exact[3]).abs() - sink_gradient_error(problem, dout, keep, dlse, **overrides)
+        assert (excess <= 1e-4).all(), f"dsinks: beyond six standard deviations by {excess.max().item():.3e}"
+
+
+def sink_gradient_error(problem: Problem, dout, keep=None, dlse=None, **overrides) -> torch.Tensor:
+    """Six standard deviations (h) of dsinks, from the rounding of P, of out, from which rowsum(dout * out) is taken,
+    and of the float32 LSE. A gradient of h numbers is too few for the error of plain attention to be a yardstick.
+    """
+    exact = expected(problem, keep=keep, **overrides)
+    weight = torch.exp(problem.sinks[:, None] - exact.lse)
+    rows = dout.double().square().sum(-1) * exact.out.square().mean(-1)
+    of_delta = 2 * (torch.finfo(problem.q.dtype).eps / 2) ** 2 * rows.transpose(-1, -2)
+    delta = (dout.double() * exact.out).sum(-1).transpose(-1, -2) - (0.0 if dlse is None else dlse.double())
+    of_lse = (torch.finfo(torch.float32).eps * exact.lse.masked_fill(exact.lse.isinf(), 0.0) * delta).square()
+    variance = weight.square() * (of_delta + of_lse)
+    return 6 * variance.sum(-1).view(-1, problem.case.nheads).sum(0).sqrt()
 
 
 def backend_forward(q, k, v, out=None, alibi=None, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0,

@@ -2,7 +2,8 @@
 
 Every tensor operation runs in the dtype asked for: float64 gives the reference, the inputs' own dtype gives "plain
 attention", whose error is the yardstick. Definition: Vaswani et al. 2017 (softmax(Q K^T) V), Press et al. 2022
-(ALiBi), with masks aligned to the bottom right corner.
+(ALiBi), with masks aligned to the bottom right corner; sinks are a further column of scores, as OpenAI's gpt-oss (2025)
+has them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import torch
 
 @dataclass
 class Attention:
-    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout."""
+    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout, max_logit (h)."""
 
     out: torch.Tensor
     lse: torch.Tensor
     probs: torch.Tensor
+    max_logit: torch.Tensor
 
 
 def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), device=None) -> torch.Tensor:
@@ -46,11 +48,13 @@ def attention(
     softcap=0.0,
     alibi_slopes=None,
     scale=None,
+    sinks=None,
     keep=None,
     rp_dropout=1.0,
     dtype=torch.float64,
 ) -> Attention:
-    """Dense attention. q (b, sq, h, d), k/v (b, sk, h_k, d), alibi_slopes (h) or (b, h), keep bool (b, h, sq, sk)."""
+    """Dense attention. q (b, sq, h, d), k/v (b, sk, h_k, d), alibi_slopes (h) or (b, h), finite sinks (h), keep bool
+    (b, h, sq, sk)."""
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -63,12 +67,22 @@ def attention(
         distance = (position - torch.arange(sk, device=q.device)[None, :]).abs()
         scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(dtype)
     seen = visible(sq, sk, causal, window, q.device)
-    dead_row = ~seen.any(dim=-1)
-    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(dead_row[:, None], 0.0)
-    lse = torch.logsumexp(scores, dim=-1).masked_fill(dead_row, float("inf"))
-    probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    max_logit = torch.full(scores.shape[1:2], float("-inf"), dtype=dtype, device=q.device)
+    if scores.numel() > 0:
+        max_logit = scores.detach().amax((0, 2, 3))
+    if sinks is None:
+        dead_row = ~seen.any(dim=-1)
+        scores = scores.masked_fill(dead_row[:, None], 0.0)
+        lse = torch.logsumexp(scores, dim=-1).masked_fill(dead_row, float("inf"))
+        probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
+    else:
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        with_sink = torch.cat([scores, column], dim=-1)
+        lse = torch.logsumexp(with_sink, dim=-1)
+        probs = torch.softmax(with_sink, dim=-1)[..., :-1]
     dropped = probs if keep is None else (probs * rp_dropout).masked_fill(~keep, 0.0)
-    return Attention((dropped @ v).transpose(1, 2), lse, probs)
+    return Attention((dropped @ v).transpose(1, 2), lse, probs, max_logit)
 
 
 def gather_pages(pages, table_row, length) -> torch.Tensor:
@@ -99,6 +113,7 @@ def attention_varlen(
     dtype = options.get("dtype", torch.float64)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=dtype, device=q.device)
+    max_logit = torch.full((q.shape[1],), float("-inf"), dtype=dtype, device=q.device)
     for i, (sq0, sq, sk0, sk) in enumerate(zip(layout.starts_q, layout.lens_q, layout.starts_k, layout.lens_k)):
         if block_table is None:
             k_i, v_i = k[sk0 : sk0 + sk], v[sk0 : sk0 + sk]
@@ -110,7 +125,8 @@ def attention_varlen(
         part = attention(q_i[None], k_i[None], v_i[None], alibi_slopes=slopes, keep=keep_i, **options)
         out[sq0 : sq0 + sq] = part.out[0]
         lse[:, sq0 : sq0 + sq] = part.lse[0]
-    return Attention(out, lse, None)
+        max_logit = torch.maximum(max_logit, part.max_logit)
+    return Attention(out, lse, None, max_logit)
 
 
 def assert_same_places(predicate, ours, expected, name):

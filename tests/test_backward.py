@@ -10,6 +10,7 @@ from cases import GQA_RATIOS, HEAD_DIMS, Case
 from harness import Problem, check_gradients, gradients, make_problem, run
 
 from flash_attn import (
+    backends,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -24,11 +25,10 @@ CLOSE_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def check_training_step(problem: Problem, dout=None, **overrides):
-    leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    ours = dataclasses.replace(problem, q=leaves[0], k=leaves[1], v=leaves[2])
-    out, _, dmask = run(ours, **overrides)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in problem.inputs.items()}
+    out, _, dmask = run(dataclasses.replace(problem, **leaves), **overrides)
     dout = torch.randn_like(out) if dout is None else dout
-    grads = torch.autograd.grad(out, leaves, dout)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
     check_gradients(problem, dout, grads, dmask >= 0 if problem.case.dropout else None,
                     **{("scale" if k == "softmax_scale" else k): v for k, v in overrides.items()})  # fmt: skip
     return grads
@@ -75,17 +75,20 @@ def test_fully_masked_rows_have_no_gradient(device):
     assert (dq[:, :150] == 0).all() and torch.isfinite(dk).all() and torch.isfinite(dv).all()
 
 
+@pytest.mark.parametrize("features", ({"dropout": 0.3}, {"sinks": True}), ids=str)
 @pytest.mark.parametrize("dtype,unit", [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
-def test_single_key_under_dropout(device, dtype, unit):
-    """dq is 0 but for the rounding of out, from which rowsum(dout * out) is taken, times the key."""
-    problem = make_problem(Case(2, 40, 40, 2, 2, 64, dtype, window=(0, 0), dropout=0.3), device)
+def test_single_key(device, dtype, unit, features):
+    """dq is right but for the rounding of out, from which rowsum(dout * out) is taken, times the key, and of dS."""
+    problem = make_problem(Case(2, 40, 40, 2, 2, 64, dtype, window=(0, 0), **features), device)
     leaf = problem.q.detach().clone().requires_grad_()
-    out = run(dataclasses.replace(problem, q=leaf))[0]
+    out, _, dmask = run(dataclasses.replace(problem, q=leaf))
     dout = torch.randn_like(out)
     dq = torch.autograd.grad(out, leaf, dout)[0].double()
+    exact = gradients(problem, dout, torch.float64, dmask >= 0 if problem.case.dropout else None)[0]
+    assert problem.sinks is not None or exact.abs().max() < 1e-12
     rounding = (dout.double() * out.detach().double()).abs().sum(-1, keepdim=True) * unit
-    bound = rounding * problem.k.double().abs() * 64**-0.5 * 1.01 + 1e-6
-    assert (dq.abs() <= bound).all()
+    bound = rounding * problem.k.double().abs() * 64**-0.5 * 1.01 + 2 * unit * exact.abs() + 1e-6
+    assert ((dq - exact).abs() <= bound).all()
 
 
 def test_lse_of_minus_120(device):
@@ -186,16 +189,23 @@ def test_varlen_rows_of_no_sequence_have_zero_gradient(device):
 
 
 @pytest.mark.devices("cpu")
+@pytest.mark.parametrize("sinks", (False, True))
 @pytest.mark.parametrize("features", ({}, {"causal": True, "window": (2, -1)}, {"softcap": 3.0, "alibi": "batch"},
-                                      {"dropout": 0.4}), ids=str)  # fmt: skip
-def test_gradcheck(device, features):
-    problem = make_problem(Case(1, 5, 6, 2, 1, 3, "float64", **features), device)
+                                      {"dropout": 0.4}, {"kind": "padded", "causal": True}), ids=str)  # fmt: skip
+def test_gradcheck(device, features, sinks):
+    """Of out and of the LSE, together; some rows see no key."""
+    batch = 4 if "kind" in features else 1
+    problem = make_problem(Case(batch, 7, 6, 2, 1, 3, "float64", sinks=sinks, **features), device)
+    if sinks:
+        problem.sinks = problem.sinks.double()
+    inputs = {name: x.nan_to_num().requires_grad_() for name, x in problem.inputs.items()}
 
-    def function(q, k, v):
+    def function(*values):
         torch.manual_seed(8)
-        return run(dataclasses.replace(problem, q=q, k=k, v=v), return_attn_probs=False)
+        out, lse, _ = run(dataclasses.replace(problem, **dict(zip(inputs, values))))
+        return out, lse.masked_fill(lse.isinf(), 0.0)
 
-    assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (problem.q, problem.k, problem.v)])
+    assert torch.autograd.gradcheck(function, list(inputs.values()))
 
 
 def test_backward_repeats_bitwise(device):
@@ -223,21 +233,68 @@ def test_gradients_of_single_inputs(device):
         assert all(x.grad is None for j, x in enumerate(tensors) if j != i)
 
 
-def test_the_lse_is_differentiable_or_refuses(device):
+def test_gradient_of_the_lse_alone(device):
     """Never a silently missing gradient of the LSE."""
     q, k, v = (torch.randn(1, 20, 2, 32, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    if not lse.requires_grad:
-        pytest.fail("the LSE carries no gradient and says nothing")
-    try:
-        dq = torch.autograd.grad(lse.sum(), q)[0]
-    except NotImplementedError as error:
-        assert str(error)
-        return
+    assert lse.requires_grad
+    dq = torch.autograd.grad(lse.sum(), q)[0]
     leaf = q.detach().double().requires_grad_()
     scores = torch.einsum("bqhd,bkhd->bhqk", leaf, k.detach().double()) / 32**0.5
     reference = torch.autograd.grad(torch.logsumexp(scores, -1).sum(), leaf)[0]
     torch.testing.assert_close(dq.double(), reference, atol=2e-3, rtol=2e-2)
+
+
+LSE_CASES = (
+    Case(2, 40, 90, 4, 2, 64, DTYPE),
+    Case(2, 200, 130, 6, 2, 128, DTYPE, causal=True),
+    Case(1, 70, 300, 2, 2, 256, "float16", causal=True, window=(50, -1)),
+    Case(2, 65, 80, 2, 1, 40, "float16", softcap=5.0, alibi="heads"),
+    Case(1, 100, 140, 4, 1, 96, DTYPE, dropout=0.2),
+    Case(4, 129, 100, 4, 2, 64, DTYPE, kind="padded", causal=True),
+    Case(4, 64, 200, 2, 2, 192, "float16", kind="packed", dropout=0.3),
+    Case(2, 200, 130, 4, 2, 64, DTYPE, causal=True, sinks=True),
+    Case(4, 129, 100, 4, 2, 128, "float16", kind="padded", causal=True, sinks=True, dropout=0.1),
+)
+
+
+@pytest.mark.parametrize("lse_case", LSE_CASES, ids=lambda case: case.id)
+def test_gradients_of_output_and_lse_together(device, lse_case):
+    """With every mask; a row that sees no key has a constant LSE, whose gradient is not read."""
+    problem = make_problem(lse_case, device)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in problem.inputs.items()}
+    out, lse, dmask = run(dataclasses.replace(problem, **leaves))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * 3
+    used = dlse.masked_fill(lse.isinf(), float("nan"))
+    strided = torch.stack([used, used], dim=-1)[..., 0]
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, strided))
+    check_gradients(problem, dout, grads, dmask >= 0 if lse_case.dropout else None, dlse)
+
+
+@pytest.mark.parametrize("kind", ("dense", "varlen"))
+def test_backends_take_the_gradient_of_the_lse(device, kind):
+    """The last argument of `bwd` and `varlen_bwd`: any strides, and softmax_d is rowsum(dout * out) - dlse."""
+    q, k, v = (torch.randn(2, 50, 2, 32, device=device, dtype=torch.bfloat16) for _ in "qkv")
+    backend = backends.get(device)
+    out, lse, _, state = backend.fwd(q, k, v, None, None, 0.0, 0.2, True, -1, -1, 0.0, False, None)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    turned = dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    tail = (0.2, True, -1, -1, 0.0, True, None, state)
+    dense = backend.bwd(dout, q, k, v, out, lse, None, None, None, None, 0.0, *tail, turned)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
+    torch.testing.assert_close(dense[3][..., :50], delta)
+    assert (dense[3][..., 50:] == 0).all() and dense[3].shape == (2, 2, 128)
+    if kind == "varlen":
+        flat = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
+        flat_lse, flat_dlse = (x.transpose(0, 1).reshape(2, 100) for x in (lse, dlse))
+        cu = torch.tensor([0, 50, 100], dtype=torch.int32, device=device)
+        packed = backend.varlen_bwd(
+            *flat, flat_lse, None, None, None, cu, cu, None, 50, 50, 0.0, tail[0], False, *tail[1:], flat_dlse
+        )
+        starts = (0, 50 + 128)
+        assert all(torch.equal(packed[3][:, s : s + 50], dense[3][i, :, :50]) for i, s in enumerate(starts))
+        for ours, same in zip(packed[:3], dense[:3]):
+            torch.testing.assert_close(ours, same.flatten(0, 1), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("argument", ("seqused_k", "leftpad_k", "block_table"))

@@ -254,6 +254,33 @@ def test_no_tensor_is_written_before_an_error(device):
     assert (out == 7.0).all() and all(torch.equal(t[name], copies[name]) for name in t)
 
 
+@pytest.mark.parametrize("kind", ("dense", "varlen"))
+def test_gradient_of_the_lse(device, kind):
+    t = dense(device)
+    lse_shape = [B, H, SQ]
+    lengths = ()
+    if kind == "varlen":
+        t = {name: x.flatten(0, 1) for name, x in t.items()}
+        lse_shape = [H, B * SQ]
+        lengths = (*(torch.tensor([0, n, 2 * n], dtype=torch.int32, device=device) for n in (SQ, SK)),)
+    lse = torch.zeros(lse_shape, device=device)
+    dq = torch.full_like(t["q"], 7.0)
+    maxima = (SQ, SK) if lengths else ()
+    zero_tensors = (False,) if lengths else ()
+    backend = backends.get(device)
+    call = backend.varlen_bwd if lengths else backend.bwd
+
+    def backward(dlse):
+        call(t["q"], t["q"], t["k"], t["v"], t["q"], lse, dq, None, None, *lengths, None, *maxima, 0.0, 1.0,
+             *zero_tensors, False, -1, -1, 0.0, False, None, None, dlse)  # fmt: skip
+
+    fails("dlse: expected dtype float32, got bfloat16", backward, lse.to(HALF))
+    fails(f"dlse: expected shape {lse_shape}, got {lse_shape[:-1]}", backward, lse[..., 0])
+    own, elsewhere = str(t["q"].device), other_device(device)
+    fails(f"dlse: expected a tensor on q's device ({own}), got one on {elsewhere}", backward, lse.to(elsewhere))
+    assert (dq == 7.0).all()
+
+
 def test_errors_draw_no_random_numbers(device):
     torch.manual_seed(3)
     expected = torch.rand(3, device=device)

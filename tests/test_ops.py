@@ -37,12 +37,16 @@ def varlen_inputs(device, grad=False):
     return q, k, v, cu_q, cu_k
 
 
-def dense_arguments(tensors, grad=False):
-    return (*tensors, *(None,) * (9 - len(tensors)), 0, 0, *OPTIONS, False, False)
+def dense_arguments(tensors, sinks=None, max_logit=False):
+    return (*tensors, *(None,) * (9 - len(tensors)), sinks, 0, 0, *OPTIONS, False, False, max_logit)
 
 
-def varlen_arguments(q, k, v, cu_q, cu_k):
-    return (q, k, v, cu_q, cu_k, None, None, None, None, 9, 9, *OPTIONS, False, False)
+def varlen_arguments(q, k, v, cu_q, cu_k, sinks=None, max_logit=False):
+    return (q, k, v, cu_q, cu_k, None, None, None, None, sinks, 9, 9, *OPTIONS, False, False, max_logit)
+
+
+def make_sinks(device, grad=False):
+    return torch.randn(HEADS, device=device, requires_grad=grad)
 
 
 def test_opcheck_forward(device):
@@ -66,12 +70,26 @@ def test_opcheck_varlen_forward_with_gradient(device):
     opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device, grad=True)))
 
 
+def test_opcheck_forward_with_sinks(device):
+    opcheck(CORE.fwd.default, dense_arguments(dense_inputs(device), make_sinks(device)))
+    opcheck(CORE.fwd.default, dense_arguments(dense_inputs(device), make_sinks(device, grad=True)))
+    opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device, grad=True), make_sinks(device, grad=True)))
+
+
+def test_opcheck_forward_with_max_logit(device):
+    opcheck(CORE.fwd.default, dense_arguments(dense_inputs(device, grad=True), make_sinks(device, grad=True), True))
+    opcheck(CORE.fwd.default, varlen_arguments(*varlen_inputs(device, grad=True), None, True))
+
+
 @pytest.mark.parametrize("with_dlse", (False, True))
-def test_opcheck_backward(device, with_dlse):
+@pytest.mark.parametrize("with_sinks", (False, True))
+def test_opcheck_backward(device, with_dlse, with_sinks):
     q, k, v = dense_inputs(device)
-    out, lse, _, rng_state = CORE.fwd(*dense_arguments((q, k, v)))
+    sinks = make_sinks(device) if with_sinks else None
+    out, lse, _, rng_state, _ = CORE.fwd(*dense_arguments((q, k, v), sinks))
     dlse = torch.randn_like(lse) if with_dlse else None
-    arguments = (torch.randn_like(out), dlse, q, k, v, out, lse, rng_state, None, None, None, 0, 0, *OPTIONS, False)
+    saved = (q, k, v, out, lse, rng_state)
+    arguments = (torch.randn_like(out), dlse, *saved, None, None, None, sinks, 0, 0, *OPTIONS, False)
     opcheck(CORE.bwd.default, arguments)
 
 
@@ -200,12 +218,14 @@ def test_public_operators_are_not_used_by_the_functions(device):
 
 def test_fakes_size_s_dmask(device):
     q, k, v = dense_inputs("meta")
-    out, lse, dmask, rng_state = CORE.fwd(*dense_arguments((q, k, v))[:11], 0.1, *OPTIONS[1:], False, True)
+    results = CORE.fwd(*dense_arguments((q, k, v))[:12], 0.1, *OPTIONS[1:], False, True, True)
+    out, lse, dmask, rng_state, max_logit = results
+    assert max_logit.shape == (HEADS,) and max_logit.dtype == torch.float32
     assert dmask.shape == (BATCH, HEADS, 128, 128) and dmask.dtype == q.dtype
     assert lse.shape == (BATCH, HEADS, SEQLEN_Q) and lse.dtype == torch.float32
     assert out.shape == q.shape and rng_state.dtype == torch.int64
-    real = flash_attn_func(*dense_inputs(device), dropout_p=0.1, return_attn_probs=True)
-    assert [x.shape for x in real] == [out.shape, lse.shape, dmask.shape]
+    real = flash_attn_func(*dense_inputs(device), dropout_p=0.1, return_attn_probs=True, return_max_logit=True)
+    assert [x.shape for x in real] == [out.shape, lse.shape, dmask.shape, max_logit.shape]
 
 
 def compiled(function, backend, dynamic=None):
@@ -248,6 +268,29 @@ def test_compiled_gradients(device, backend, dynamic):
         return flash_attn_func(q, k, v, window_size=(3, 1), softcap=5.0, return_attn_probs=True)[:2]
 
     assert_same(dense, dense_inputs(device, grad=True), backend, dynamic)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_compiled_sinks(device, backend, dtype):
+    """Gradients of sinks too, and of the LSE that holds them; half precision sinks are converted within."""
+    inputs = dense_inputs(device, grad=True)
+    sinks = make_sinks(device).to(dtype).requires_grad_()
+
+    def dense(q, k, v, sinks):
+        return flash_attn_func(q, k, v, causal=True, return_attn_probs=True, sinks=sinks)[:2]
+
+    assert_same(dense, (*inputs, sinks), backend)
+    q, k, v, cu_q, cu_k = varlen_inputs(device, grad=True)
+    assert_same(lambda *x: flash_attn_varlen_func(*x[:5], 9, 9, sinks=x[5]), (q, k, v, cu_q, cu_k, sinks), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_max_logit(device, backend):
+    def dense(q, k, v):
+        return flash_attn_func(q, k, v, causal=True, return_max_logit=True)
+
+    assert_same(dense, dense_inputs(device, grad=True), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

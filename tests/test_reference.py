@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from reference import assert_accurate, attention, gather_pages, visible
@@ -42,6 +44,20 @@ def test_masked_rows_and_their_gradients():
     assert (q.grad[:, :2] == 0).all() and not any(x.grad.isnan().any() for x in (q, k, v))
     empty = attention(q, k[:, :0], v[:, :0])
     assert (empty.out == 0).all() and torch.isposinf(empty.lse).all()
+
+
+def test_sinks_by_hand():
+    """Two keys of weights 3 and 1, a sink of weight 4; a row without keys has the sink alone."""
+    q = torch.ones(1, 1, 1, 1)
+    k = torch.tensor([3.0, 1.0]).log().view(1, 2, 1, 1)
+    v = torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+    sinks = torch.tensor([4.0]).log()
+    result = attention(q, k, v, scale=1.0, sinks=sinks)
+    assert abs(result.out.item() - 20 / 8) < 1e-6 and abs(result.lse.exp().item() - 8.0) < 1e-5
+    assert abs(result.max_logit.item() - math.log(3)) < 1e-6
+    empty = attention(q, k[:, :0], v[:, :0], sinks=sinks)
+    assert empty.max_logit.item() == -math.inf
+    assert empty.out.item() == 0.0 and abs(empty.lse.exp().item() - 4.0) < 1e-6
 
 
 def test_alibi_and_softcap_by_hand():

@@ -72,8 +72,11 @@ def default_archs() -> list[str]:
     return visible or list(SUPPORTED_ARCHS)
 
 
-def gencode_flags(archs: list[str]) -> list[str]:
-    """Machine code for each arch; when building for all supported ones, PTX of the highest for newer GPUs too."""
+def gencode_flags(archs: list[str], only_arch: str | None = None) -> list[str]:
+    """Machine code for each arch; when building for all supported ones, PTX of the highest for newer GPUs too.
+    only_arch: of a family that uses features of one architecture, which no other runs."""
+    if only_arch is not None:
+        return [f"-gencode=arch=compute_{only_arch}a,code=sm_{only_arch}a"]
     targets = {arch: f"sm_{arch}" for arch in archs}
     if set(archs) >= set(SUPPORTED_ARCHS):
         targets[archs[-1]] = f"[sm_{archs[-1]},compute_{archs[-1]}]"
@@ -96,23 +99,28 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: list[Path]) -> str:
-    """Text of build.ninja: one edge per kernel file, one for the manifest, one for the archive."""
+def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, sources: dict[Path, str | None]) -> str:
+    """Text of build.ninja: one edge per kernel file, one for the manifest, one for the archive. sources: each file with
+    its only architecture, or None."""
     tools = Path(__file__).resolve().parent
     source_dir = build.source_dir.resolve()
     includes = [f"-I{source_dir / 'src'}", f"-I{source_dir}"]
-    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *gencode_flags(build.archs), *includes, f"-I{cutlass_include}"]
+    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *includes, f"-I{cutlass_include}"]
     script = tools / "compile_kernel.py"
     compiler = [sys.executable, str(script), "--source", "$in", "--object", "$out", "--depfile", "$depfile"]
     checked = [*compiler, "--budget", str(build.budget), "--toolkit", toolkit.full_version, "--", *nvcc]
     host = [str(toolkit.nvcc), "-std=c++17", "-O2", "-Xcompiler=-fPIC,-fvisibility=hidden", *includes]
     rules = [
-        f"rule kernel\n  command = {shell(checked)}\n  depfile = $out.d\n  deps = gcc\n  description = $in",
+        f"rule kernel\n  command = {shell(checked)} $gencode\n  depfile = $out.d\n  deps = gcc\n  description = $in",
         f"rule host\n  command = {shell([*host, '-c', '$in', '-o', '$out'])}\n  description = $in",
         "rule archive\n  command = rm -f $out && ar crs $out $in\n  description = $out",
     ]
     judges = " ".join(escaped(path) for path in (script, tools / "resources.py", build.budget))
-    edges = [f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n  depfile = {s.stem}.o.d" for s in sources]
+    edges = [
+        f"build {s.stem}.o: kernel {escaped(s)} | {judges}\n"
+        f"  depfile = {s.stem}.o.d\n  gencode = {shell(gencode_flags(build.archs, only_arch))}"
+        for s, only_arch in sources.items()
+    ]
     edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'src' / 'flash.h')}")
     objects = " ".join([f"{s.stem}.o" for s in sources] + ["kernel_manifest.o"])
     edges.append(f"build {ARCHIVE}: archive {objects}\ndefault {ARCHIVE}")
@@ -160,7 +168,7 @@ def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]
     """Build the archive. Returns its build info; also writes build_report.json beside it."""
     check_archs(toolkit, build.archs)
     files = kernel_files(build.source_dir)
-    selected = select(files, build.head_dims, build.dtypes)
+    selected = select(files, build.head_dims, build.dtypes, build.archs)
     passes = sorted((build.source_dir / "src" / "passes").glob("*.cu"))
     cutlass = find_cutlass(ROOT, site_dirs, ROOT / "build" / "cutlass")
     build.out_dir.mkdir(parents=True, exist_ok=True)
@@ -170,7 +178,7 @@ def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]
     left_out = [f for f in files if f not in selected]
     write_if_changed(build.out_dir / "kernel_manifest.cpp", manifest_source(info, digest, left_out))
     largest_first: list[KernelFile] = sorted(selected, key=lambda f: f.head_dim, reverse=True)
-    sources = [f.path.resolve() for f in largest_first] + [p.resolve() for p in passes]
+    sources = {f.path.resolve(): f.only_arch for f in largest_first} | {p.resolve(): None for p in passes}
     write_if_changed(build.out_dir / "build.ninja", build_file(build, toolkit, cutlass.include, sources))
 
     say(

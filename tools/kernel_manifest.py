@@ -13,7 +13,11 @@ from errors import BuildError
 SUPPORTED_ARCHS = ("80", "90")
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache"}  # of a direction: Flash_<...>_params
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
-INSTANTIATION = re.compile(r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)_(?P<dtype>fp16|bf16)_sm80")
+INSTANTIATION = re.compile(
+    r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)_(?P<dtype>fp16|bf16)_(?P<family>sm80|sm90)"
+)
+# Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
+FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,16 @@ class KernelFile:
     direction: str  # fwd, bwd or fwd_split (against a KV cache)
     head_dim: int
     dtype: str
+    family: str = "sm80"
+
+    @property
+    def function(self) -> str:
+        """The template of flash.h that the file specialises."""
+        return f"run_mha_{self.direction}_{FAMILIES[self.family][0]}"
+
+    @property
+    def only_arch(self) -> str | None:
+        return FAMILIES[self.family][1]
 
 
 def words(text: str) -> list[str]:
@@ -49,14 +63,16 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
         name = INSTANTIATION.fullmatch(path.stem)
         if name is None:
             raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_bf16_sm80.cu")
-        files.append(KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"]))
+        files.append(KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"], name["family"]))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in src/instantiations, found none")
-    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction))
+    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family))
 
 
-def select(files: list[KernelFile], head_dims: list[str] | None, dtypes: list[str] | None) -> list[KernelFile]:
-    """The files of a development subset; None selects all."""
+def select(
+    files: list[KernelFile], head_dims: list[str] | None, dtypes: list[str] | None, archs: list[str] | None = None
+) -> list[KernelFile]:
+    """The files of a development subset that have code for some of `archs`; None selects all."""
     known_dims = sorted({f.head_dim for f in files})
     known_dtypes = [d for d in DTYPES if any(f.dtype == d for f in files)]
     for dim in head_dims or []:
@@ -65,7 +81,13 @@ def select(files: list[KernelFile], head_dims: list[str] | None, dtypes: list[st
     for dtype in dtypes or []:
         if dtype not in known_dtypes:
             raise BuildError(f"FLASH_ATTN_DTYPES: expected some of {known_dtypes}, got {dtype!r}")
-    return [f for f in files if (not head_dims or str(f.head_dim) in head_dims) and (not dtypes or f.dtype in dtypes)]
+    return [
+        f
+        for f in files
+        if (not head_dims or str(f.head_dim) in head_dims)
+        and (not dtypes or f.dtype in dtypes)
+        and (archs is None or f.only_arch is None or f.only_arch in archs)
+    ]
 
 
 def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
@@ -100,7 +122,7 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
     instantiation that a subset leaves out, so that the binding links against any archive."""
     stubs = "".join(
         f"template <>\n"
-        f"cudaError_t run_mha_{f.direction}_<Dtype::{DTYPES[f.dtype]}, {f.head_dim}>("
+        f"cudaError_t {f.function}<Dtype::{DTYPES[f.dtype]}, {f.head_dim}>("
         f"const Flash_{PARAMETERS[f.direction]}_params&, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"

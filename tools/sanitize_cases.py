@@ -25,13 +25,13 @@ import flash_attn
 
 CASES = (
     Case(1, 65, 129, 2, 2, 40, "float16"),
-    Case(2, 129, 129, 2, 1, 64, "bfloat16", causal=True),
+    Case(2, 129, 129, 2, 1, 64, "bfloat16", causal=True, sinks=True),
     Case(1, 200, 73, 2, 2, 96, "float16", causal=True),
     Case(1, 130, 257, 3, 1, 128, "bfloat16", window=(30, 40), softcap=15.0),
     Case(1, 128, 300, 2, 2, 128, "float16", causal=True, window=(100, -1), alibi="batch"),
     Case(1, 65, 130, 2, 2, 192, "bfloat16", causal=True, alibi="heads"),
     Case(1, 63, 129, 2, 1, 256, "float16"),
-    Case(3, 65, 129, 4, 2, 64, "bfloat16", causal=True, kind="padded"),
+    Case(3, 65, 129, 4, 2, 64, "bfloat16", causal=True, kind="padded", sinks=True),
     Case(3, 70, 150, 2, 2, 128, "float16", causal=True, kind="seqused"),
     Case(3, 40, 100, 2, 1, 96, "bfloat16", kind="leftpad", page_size=7),
     Case(3, 65, 300, 4, 1, 128, "bfloat16", causal=True, kind="packed", page_size=16),
@@ -53,17 +53,17 @@ def has_backward(case):
 
 def check(case, device, deterministic):
     problem = make_problem(case, device)
-    leaves = [x.requires_grad_(has_backward(case)) for x in (problem.q, problem.k, problem.v)]
+    leaves = [x.requires_grad_(has_backward(case)) for x in problem.inputs.values()]
     out, lse, dmask = run(problem, deterministic=deterministic)
     keep = dmask.cpu() >= 0 if case.dropout else None
     grads = []
     if has_backward(case):
-        dout = torch.randn_like(out)
-        grads = [grad.cpu() for grad in torch.autograd.grad(out, leaves, dout)]
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        grads = [grad.cpu() for grad in torch.autograd.grad((out, lse), leaves, (dout, dlse))]
     reference = on_cpu(problem)
     check_forward(reference, out.detach().cpu(), lse.detach().cpu(), keep)
     if grads:
-        check_gradients(reference, dout.cpu(), grads, keep)
+        check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())
 
 
 def main(arguments=None):

@@ -159,6 +159,14 @@ inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, 
   last_stride(name, *slopes);
 }
 
+inline void sinks(const std::optional<at::Tensor>& tensor, const at::Tensor& q) {
+  if (!tensor.has_value()) return;
+  device("sinks", *tensor, q);
+  dtype("sinks", *tensor, at::kFloat);
+  shape("sinks", *tensor, {q.size(-2)});
+  last_stride("sinks", *tensor);
+}
+
 // An int32 vector of lengths or offsets.
 inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
   if (!tensor.has_value()) return;
@@ -202,10 +210,11 @@ inline void like(const char* name, const at::Tensor& tensor, const at::Tensor& f
   shape(name, tensor, forward.sizes());
 }
 
-inline void lse(const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
-  device("softmax_lse", tensor, q);
-  dtype("softmax_lse", tensor, at::kFloat);
-  shape("softmax_lse", tensor, expected);
+// The LSE or its gradient.
+inline void lse(const char* name, const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
+  device(name, tensor, q);
+  dtype(name, tensor, at::kFloat);
+  shape(name, tensor, expected);
 }
 
 inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, const at::Tensor& q) {

@@ -45,6 +45,7 @@ struct Scores {
   int64_t window_left, window_right;
   double softcap;
   const OptionalTensor& alibi_slopes;
+  const OptionalTensor& sinks;
 };
 
 inline Window make_window(const Scores& scores) {
@@ -65,6 +66,7 @@ inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
     params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
     params.alibi_slopes_batch_stride = scores.alibi_slopes->dim() == 2 ? scores.alibi_slopes->stride(0) : 0;
   }
+  if (scores.sinks.has_value()) params.sinks_ptr = scores.sinks->const_data_ptr<float>();
 }
 
 inline void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -1,6 +1,8 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -8,6 +10,8 @@
 #include <torch/version.h>
 
 #include <array>
+#include <cstdlib>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -15,10 +19,12 @@
 #include "describe.h"
 #include "kvcache_api.h"
 #include "launch_check.h"
+#include "plan/family.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
+#include "tile_counter.h"
 
 namespace flash {
 namespace {
@@ -29,24 +35,50 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- forward ----
 
+plan::Family choose_family(const Flash_fwd_params& params) {
+  return plan::choose_family({compute_capability(params.device), params.d, params.paged.block_table != nullptr},
+                             std::getenv("FLASH_ATTN_FAMILY"));
+}
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_family(const Flash_fwd_params& params, cudaStream_t stream) {
+  if constexpr (kHeadDim > 32) {
+    if (choose_family(params) == plan::Family::kWgmma) {
+      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
+      if (status != cudaErrorNotSupported) return status;
+    }
+  }
+  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
+}
+
 void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(
-      FP16_SWITCH(
-          is_fp16,
-          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_<kDtype, kHeadDim>(params, stream); }); }),
-      "flash_fwd_kernel", q);
+  check_launch(FP16_SWITCH(is_fp16,
+                           [&] {
+                             return HEADDIM_SWITCH(
+                                 params.d, [&] { return run_mha_fwd_family<kDtype, kHeadDim>(params, stream); });
+                           }),
+               "flash_fwd_kernel", q);
   if (params.p_ptr != nullptr) {
     check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
                  "dropout_probs_kernel", q);
   }
 }
 
+// The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
+at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
+  at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
+  params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
+  params.softmax_slack_log2 = 0.0f;
+  return max_logit;
+}
+
 // The outputs of a forward and the launch that fills them; dense and variable-length calls differ only in `params`.
 std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const OptionalTensor& out_, at::IntArrayRef lse_shape, const Scores& scores,
-                                double p_dropout, bool return_softmax, const OptionalGenerator& gen) {
+                                double p_dropout, bool return_softmax, const OptionalGenerator& gen,
+                                bool return_max_logit) {
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
   at::Tensor out = direct ? *out_ : at::empty(q.sizes(), q.options());
@@ -64,28 +96,35 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out, lse);
   set_params_scores(params, scores);
   if (returns_probabilities) params.p_ptr = probabilities.mutable_data_ptr();
+  std::vector<at::Tensor> results{out, lse, probabilities, rng_state};
+  if (return_max_logit) results.push_back(allocate_max_logit(params, lse.options()));
   if (launches) {
     set_params_dropout(params, p_dropout);
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
+    at::Tensor own_counter;
+    const bool uneven = params.window.right != kUnbounded || params.varlen.cu_seqlens_q != nullptr;
+    if (uneven && choose_family(params) == plan::Family::kWgmma) {
+      params.tile_counter_ptr = tile_counter(q, own_counter);
+    }
     run_mha_fwd(params, q);
   }
   if (out_.has_value() && !direct) {
     out_->copy_(out);
-    out = *out_;
+    results[0] = *out_;
   }
-  return {out, lse, probabilities, rng_state};
+  return results;
 }
 
 // ---- backward ----
 
 void run_mha_bwd(const Flash_bwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
-    check_launch(run_softmax_d_<kDtype>(params, stream), "softmax_d_kernel", q);
-    check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }),
-                 "flash_bwd_kernel", q);
-  });
+  check_launch(
+      FP16_SWITCH(
+          q.scalar_type() == at::kHalf,
+          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }); }),
+      "flash_bwd_kernel", q);
 }
 
 // Where a gradient is computed: the caller's tensor if the kernels can write it, else a new one that is copied there.
@@ -105,8 +144,7 @@ struct Gradient {
 // fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode a turn counter for each tile.
 std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::BwdTile tile = plan::bwd_tile(params.d);
-  const int64_t tiles =
-      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, tile.block_m);
+  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
   at::Tensor dq_accum = at::zeros({tiles, tile.block_m, tile.head_dim}, q.options().dtype(at::kFloat));
   at::Tensor turns = at::zeros({deterministic ? tiles : 0}, q.options().dtype(at::kInt));
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
@@ -114,20 +152,33 @@ std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at
   return {dq_accum, turns};
 }
 
+// Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
+at::Tensor allocate_dsinks(Flash_bwd_params& params, const at::TensorOptions& options) {
+  const int64_t batch = params.is_varlen() ? 1 : params.b;
+  const int64_t blocks = plan::row_blocks(params.is_varlen(), params.is_varlen() ? params.b : 1, params.seqlen_q,
+                                          static_cast<int>(plan::kSoftmaxDGap));
+  at::Tensor sums = at::zeros({batch, params.h, blocks}, options);
+  params.dsinks_ptr = sums.mutable_data_ptr<float>();
+  return sums;
+}
+
 struct Gradients {
   const at::Tensor& dout;
+  const OptionalTensor& dlse;
   const OptionalTensor& dq;
   const OptionalTensor& dk;
   const OptionalTensor& dv;
 };
 
 void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const at::Tensor& out) {
+                     const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
   checks::like("dout", gradients.dout, q, q);
   checks::like("out", out, q, q);
   if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q, q);
   if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k, q);
   if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v, q);
+  checks::lse("softmax_lse", softmax_lse, q, lse_shape);
+  if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
 
 std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradients, const at::Tensor& q,
@@ -135,12 +186,12 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
                                  const Scores& scores, double p_dropout, bool deterministic,
                                  const OptionalTensor& rng_state) {
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
-                   dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous();
+                   dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous(),
+                   dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
   Gradient dq(gradients.dq, q), dk(gradients.dk, k), dv(gradients.dv, v);
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  params.d_rows = static_cast<int>(plan::softmax_d_rows(is_varlen, params.b, q.size(-3)));
-  at::Tensor softmax_d = is_varlen ? at::zeros({q.size(-2), params.d_rows}, lse.options())
-                                   : at::zeros({params.b, q.size(-2), params.d_rows}, lse.options());
+  params.d_rows = plan::softmax_d_rows(params.is_varlen(), params.b, q.size(-3));
+  at::Tensor softmax_d = params.is_varlen() ? at::zeros({q.size(-2), params.d_rows}, lse.options())
+                                            : at::empty({params.b, q.size(-2), params.d_rows}, lse.options());
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out_aligned, lse_contiguous);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);
@@ -153,13 +204,18 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   params.dq_strides = matrix_strides(dq.computed);
   params.dk_strides = matrix_strides(dk.computed);
   params.dv_strides = matrix_strides(dv.computed);
+  if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   const auto workspace = allocate_dq(params, q, deterministic);
+  at::Tensor dsinks;
+  if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, lse.options());
   run_mha_bwd(params, q);
   dq.finish();
   dk.finish();
   dv.finish();
-  return {dq.result, dk.result, dv.result, softmax_d};
+  std::vector<at::Tensor> results{dq.result, dk.result, dv.result, softmax_d};
+  if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
+  return results;
 }
 
 // ---- entry points ----
@@ -167,7 +223,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                             int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
-                            const OptionalGenerator& gen) {
+                            const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
@@ -175,6 +231,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   checks::output(out, q);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::length("q", batch);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
@@ -184,8 +241,8 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   params.p_rows = static_cast<int>(round_up(seqlen_q, kProbabilityTile));
   params.p_cols = static_cast<int>(round_up(k.size(1), kProbabilityTile));
   return forward(params, q, k, v, out, {batch, heads, seqlen_q},
-                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
-                 return_softmax, gen);
+                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
+                 return_softmax, gen, return_max_logit);
 }
 
 const int* int_pointer(const OptionalTensor& tensor) {
@@ -211,7 +268,8 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                                    const OptionalTensor& alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k,
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
-                                   bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/) {
+                                   bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/,
+                                   const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -228,6 +286,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
@@ -239,8 +298,8 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                    int_pointer(leftpad_k)};
   params.paged = describe_pages(block_table, k);
   return forward(params, q, k, v, out, {q.size(1), q.size(0)},
-                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
-                 return_softmax, gen);
+                 {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
+                 return_softmax, gen, return_max_logit);
 }
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -248,16 +307,16 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& alibi_slopes,
                             double p_dropout, double softmax_scale, bool is_causal, int64_t window_left,
                             int64_t window_right, double softcap, bool deterministic, const OptionalGenerator& /*gen*/,
-                            const OptionalTensor& rng_state) {
+                            const OptionalTensor& rng_state, const OptionalTensor& dlse, const OptionalTensor& sinks) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  const Gradients gradients{dout, dq, dk, dv};
-  check_gradients(gradients, q, k, v, out);
-  checks::lse(softmax_lse, q, {batch, q.size(2), q.size(1)});
+  const Gradients gradients{dout, dlse, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::length("q", batch);
   checks::rng_state(rng_state, p_dropout, q);
   const c10::cuda::CUDAGuard guard(q.device());
@@ -266,7 +325,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
   Flash_bwd_params params;
   params.b = static_cast<int>(batch);
   return backward(params, gradients, q, k, v, out, softmax_lse,
-                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
 }
 
@@ -278,18 +337,19 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool deterministic, const OptionalGenerator& /*gen*/,
-                                   const OptionalTensor& rng_state) {
+                                   const OptionalTensor& rng_state, const OptionalTensor& dlse,
+                                   const OptionalTensor& sinks) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
-  const Gradients gradients{dout, dq, dk, dv};
-  check_gradients(gradients, q, k, v, out);
-  checks::lse(softmax_lse, q, {q.size(1), q.size(0)});
+  const Gradients gradients{dout, dlse, dq, dk, dv};
+  check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
+  checks::sinks(sinks, q);
   checks::rng_state(rng_state, p_dropout, q);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
@@ -298,7 +358,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
   params.b = static_cast<int>(batch);
   params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), nullptr, nullptr};
   return backward(params, gradients, q, k, v, out, softmax_lse,
-                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes}, p_dropout,
+                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
 }
 
@@ -315,28 +375,31 @@ std::string build_info() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flash;
   m.doc() = "Exact attention on CUDA tensors: the kernels behind flash_attn.";
-  m.def("fwd", &fwd, "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("return_softmax"), py::arg("gen"), py::call_guard<py::gil_scoped_release>());
-  m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state]", py::arg("q"),
-        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+  m.def("fwd", &fwd, "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]", py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+        py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+        py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
+        py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
+  m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]",
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
+  m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"), py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
-  m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"),
-        py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
-        py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"),
-        py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"), py::call_guard<py::gil_scoped_release>());
+        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"),
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"),
+        py::arg("dv"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
+        py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
+        py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+        py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
+        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
         py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
         py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),

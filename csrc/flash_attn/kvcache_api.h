@@ -61,7 +61,8 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.seqlen_q = static_cast<int>(sizes.seqlen_q);
   params.seqlen_new = static_cast<int>(sizes.seqlen_new);
   params.capacity = static_cast<int>(sizes.capacity);
-  params.window = make_window({1.0, sizes.is_causal, sizes.window_left, sizes.window_right, 0.0, std::nullopt});
+  params.window =
+      make_window({1.0, sizes.is_causal, sizes.window_left, sizes.window_right, 0.0, std::nullopt, std::nullopt});
   params.device = device;
   const DeviceFacts& facts = device_facts(device);
   params.multiprocessors = facts.multiprocessors;
@@ -237,7 +238,7 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   params.o_strides = cache_strides(out);
   params.o_vectors = piece_bytes(out) == 16;
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
-  set_params_scores(params, {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes});
+  set_params_scores(params, {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, std::nullopt});
   set_params_cache(params, cache);
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
   if (q.size(0) > 0) run_kvcache(params, q);

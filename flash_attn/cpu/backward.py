@@ -17,8 +17,27 @@ def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None
     return None if p == 0.0 else Dropout(p, *rng_state.tolist())
 
 
-def attend_backward(dout, q, k, v, out, lse, dq, dk, dv, softmax_d, rule: ScoreRule, dropout: Dropout | None) -> None:
-    """Write dq, dk, dv (like q, k, v) and softmax_d (b, h, sq) = rowsum(dout * out) in place.
+def row_deltas(dout, out, lse, dlse) -> torch.Tensor:
+    """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
+
+    dlse, the gradient of the LSE or None, adds dlse * P to dS, because dLSE / dS = P. An infinite LSE is a constant.
+    """
+    dtype = compute_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
+
+
+def sink_gradient(sinks, lse, delta) -> torch.Tensor:
+    """The gradient (h) of sinks, from lse and delta (b, h, sq).
+
+    A sink is a key whose value is 0, so its dP is 0 and dS = P * (dP - delta) = -exp(sink - lse) * delta in every row.
+    """
+    probability = (sinks[:, None] - lse).exp_().masked_fill_(lse.isinf(), 0.0)
+    return -(probability * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
+    """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas.
 
     Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
     k has; rows with an infinite lse get no gradient. Sums over tiles and over the query heads of a group are taken in
@@ -43,8 +62,7 @@ def attend_backward(dout, q, k, v, out, lse, dq, dk, dv, softmax_d, rule: ScoreR
         keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
         streams = None if dropout is None else dropout.streams(chunk)
         for row0, row1 in blocks(live, sq, rows):
-            block = _RowBlock(chunk, dout, q, out, lse, row0, row1, rule, 1.0 if dropout is None else dropout.scale)
-            chunk.store_row_values(softmax_d, row0, row1, block.delta)
+            block = _RowBlock(chunk, dout, q, lse, delta, row0, row1, rule, 1.0 if dropout is None else dropout.scale)
             for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
                 tile = chunk.tile(row0, row1, col0, col1)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
@@ -58,13 +76,12 @@ def attend_backward(dout, q, k, v, out, lse, dq, dk, dv, softmax_d, rule: ScoreR
 class _RowBlock:
     """What the tiles of one block of query rows share: scaled queries, dout, delta, LSE, and the sum of dq."""
 
-    def __init__(self, chunk, dout, q, out, lse, row0, row1, rule: ScoreRule, keep_factor: float):
+    def __init__(self, chunk, dout, q, lse, delta, row0, row1, rule: ScoreRule, keep_factor: float):
         dtype = compute_dtype(q.dtype)
         self.rule, self.chunk, self.rows = rule, chunk, row1 - row0
         self.queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
-        self.dout = chunk.queries(dout, row0, row1, dtype)
-        self.delta = (self.dout * chunk.queries(out, row0, row1, dtype)).sum(-1, keepdim=True)
-        self.dout.mul_(keep_factor)
+        self.dout = chunk.queries(dout, row0, row1, dtype).mul_(keep_factor)
+        self.delta = chunk.row_values(delta, row0, row1)
         lse_rows = chunk.row_values(lse, row0, row1).to(dtype) * LOG2E
         # Either infinity marks a row without keys; +inf makes its probabilities exactly 0.
         self.lse = lse_rows.masked_fill(lse_rows == -math.inf, math.inf)
@@ -111,6 +128,8 @@ def bwd(
     deterministic,
     gen,
     rng_state,
+    dlse=None,
+    sinks=None,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
@@ -120,9 +139,11 @@ def bwd(
         dq, dk, dv: None, or tensors like q, k, v (any strides) that are written and returned.
         rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
         deterministic, gen: accepted and without effect (the CPU backend is deterministic and draws nothing here).
+        dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
+        sinks: those of the forward, whose softmax_lse holds them.
 
-    Returns [dq, dk, dv, softmax_d]: softmax_d (b, h, sq rounded up to 128) = rowsum(dout * out), float32 (float64 for
-        float64 inputs), 0 beyond sq.
+    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
+        rowsum(dout * out) - dlse, float32 (float64 for float64 inputs), 0 beyond sq.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
@@ -130,7 +151,8 @@ def bwd(
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     checks.check_gradients(dout, q, k, out, dq, dk, dv)
     batch, sq, heads, _ = q.shape
-    checks.check_lse(softmax_lse, q, [batch, heads, sq])
+    checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
+    checks.check_sinks(sinks, q)
     checks.check_alibi(alibi_slopes, batch, heads)
     checks.check_numbers(p_dropout, softmax_scale, softcap)
     checks.check_rng_state(rng_state, p_dropout)
@@ -140,6 +162,7 @@ def bwd(
         torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
     )
     softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
+    delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse))
     dropout = dropout_of_state(p_dropout, rng_state)
-    attend_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_d[:, :, :sq], rule, dropout)
-    return [dq, dk, dv, softmax_d]
+    attend_backward(dout, q, k, v, softmax_lse, delta, dq, dk, dv, rule, dropout)
+    return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]

@@ -97,6 +97,17 @@ def check_alibi(slopes, batch: int, heads: int) -> None:
     check_last_stride("alibi_slopes", slopes)
 
 
+def check_sinks(sinks, q: torch.Tensor) -> None:
+    if sinks is None:
+        return
+    check_device("sinks", sinks)
+    dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
+    names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
+    require(sinks.dtype in dtypes, "sinks", f"dtype {names}", _dtype_name(sinks.dtype))
+    check_shape("sinks", sinks, [q.shape[-2]])
+    check_last_stride("sinks", sinks)
+
+
 def check_lengths(name: str, lengths, shape) -> None:
     """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
     if lengths is None:
@@ -138,12 +149,15 @@ def check_gradients(dout, q, k, out, dq, dk, dv) -> None:
             check_like_query(name, tensor, q, like.shape, any_stride=True)
 
 
-def check_lse(lse: torch.Tensor, q: torch.Tensor, shape) -> None:
-    check_device("softmax_lse", lse)
+def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:
+    """The LSE and its optional gradient."""
     dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
     names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
-    require(lse.dtype in dtypes, "softmax_lse", f"dtype {names}", _dtype_name(lse.dtype))
-    check_shape("softmax_lse", lse, shape)
+    for name, tensor in (("softmax_lse", lse), ("dlse", dlse)):
+        if tensor is not None:
+            check_device(name, tensor)
+            require(tensor.dtype in dtypes, name, f"dtype {names}", _dtype_name(tensor.dtype))
+            check_shape(name, tensor, shape)
 
 
 def check_rng_state(rng_state, p_dropout: float) -> None:

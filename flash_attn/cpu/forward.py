@@ -67,25 +67,31 @@ def new_s_dmask(q: torch.Tensor, shape, return_softmax: bool, dropout: Dropout |
     return q.new_zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), round_up(sk, S_DMASK_MULTIPLE))
 
 
-def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None) -> None:
+def new_max_logit(q: torch.Tensor, wanted: bool):
+    """The largest logit of each head so far (h), or None."""
+    return torch.full((q.shape[-2],), -math.inf, dtype=compute_dtype(q.dtype)) if wanted else None
+
+
+def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
     """Exact attention: q (b, sq, h, d), k/v (b, sk, h_k, d) -> out like q and lse (b, h, sq), written in place.
 
-    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. Rows that see no key: out 0, lse +inf. Keys that no row sees
-    are never read.
+    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Rows that see no key: out 0, lse the
+    sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), raised in place.
     """
     sq, sk = q.shape[1], k.shape[1]
     live = rule.first_live_row(sq, sk)
     out[:, :live].zero_()
-    lse[:, :, :live].fill_(math.inf)
+    lse[:, :, :live] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
     if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
         return
-    if _fused_kernel_fits(q, k, rule, dropout):
+    if sinks is None and max_logit is None and _fused_kernel_fits(q, k, rule, dropout):
         _attend_fused(q, k, v, out, lse, rule)
         return
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
     rows, cols = tile_shape(sq, sk, group)
     lo, hi = rule.key_range(live, sq, sq, sk)
+    sink_logits = None if sinks is None else (sinks.to(dtype) * LOG2E)[None, :, None].expand(lse.shape)
     for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
         keys, values = chunk.keys(k, lo, hi, dtype), chunk.keys(v, lo, hi, dtype)
         streams = None if dropout is None else dropout.streams(chunk)
@@ -99,6 +105,11 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None) -
                 rule.bias_and_mask_(chunk.by_head(s, row1 - row0), tile, sq, sk)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
                 state.absorb_(s, values[:, col0 - lo : col1 - lo], dropped)
+            if max_logit is not None:
+                peaks = chunk.by_head(state.maximum, row1 - row0).amax((0, 2, 3)) * LN2
+                max_logit[chunk.heads] = torch.maximum(max_logit[chunk.heads], peaks)
+            if sinks is not None:
+                state.absorb_sink_(chunk.row_values(sink_logits, row0, row1))
             block_out, block_lse = state.finish(1.0 if dropout is None else dropout.scale)
             chunk.store_rows(out, row0, row1, block_out)
             chunk.store_row_values(lse, row0, row1, block_lse)
@@ -125,6 +136,11 @@ class _RowState:
             s.masked_fill_(dropped.view(s.shape), 0.0)
         self.weighted.mul_(rescale).baddbmm_(s, values)
         self.maximum = maximum
+
+    def absorb_sink_(self, logits: torch.Tensor) -> None:
+        """Take in one more key of these base-2 logits (n, rows, 1), whose value is 0."""
+        value = self.weighted.new_zeros(len(logits), 1, self.weighted.shape[-1])
+        self.absorb_(logits.clone(), value, None)
 
     def finish(self, keep_factor: float):
         """Normalised output (n, rows, d) and natural-log LSE (n, rows, 1)."""
@@ -221,6 +237,8 @@ def fwd(
     softcap,
     return_softmax,
     gen,
+    sinks=None,
+    return_max_logit=False,
 ):
     """Forward attention of equally long sequences.
 
@@ -232,25 +250,29 @@ def fwd(
         softmax_scale: factor of q·k; softcap: 0 for none, else logits are softcap * tanh(scaled / softcap).
         is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
         return_softmax: return S_dmask (only with dropout).
+        sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d); lse (b, h, sq), natural log, float32 (float64 for float64
-        inputs), +inf for a row that sees no key; S_dmask empty or (b, h, sq, sk) rounded up to 128, see write_s_dmask;
-        rng_state int64 (2,).
+        inputs), for a row that sees no key the sink, or +inf without one; S_dmask empty or (b, h, sq, sk) rounded up to
+        128, see write_s_dmask; rng_state int64 (2,). With return_max_logit also the largest logit of each head (h), in
+        the dtype of lse: over all rows and visible keys, after softcap and ALiBi, without the sink; -inf for none.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
     _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap)
+    checks.check_sinks(sinks, q)
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dropout = new_dropout(p_dropout, gen)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
-    attend(q, k, v, out, lse, rule, dropout)
+    max_logit = new_max_logit(q, return_max_logit)
+    attend(q, k, v, out, lse, rule, dropout, sinks, max_logit)
     s_dmask = new_s_dmask(q, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():
         write_s_dmask(q, k, lse, rule, dropout, s_dmask)
-    return [out, lse, s_dmask, rng_state_of(dropout)]
+    return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
 def _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from . import checks
-from .backward import attend_backward, dropout_of_state
-from .forward import attend, new_dropout, new_s_dmask, rng_state_of, write_s_dmask
+from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
+from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .scores import ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
@@ -105,6 +105,8 @@ def varlen_fwd(
     return_softmax,
     gen,
     num_splits=0,
+    sinks=None,
+    return_max_logit=False,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
@@ -126,6 +128,7 @@ def varlen_fwd(
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
     checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_sinks(sinks, q)
     if out is not None:
         checks.check_like_query("out", out, q, q.shape)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
@@ -138,6 +141,7 @@ def varlen_fwd(
     dropout = new_dropout(p_dropout, gen)
     out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out.zero_()
     lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
+    max_logit = new_max_logit(q, return_max_logit)
     s_dmask = new_s_dmask(q, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
     for sequence in layout:
         i, rows = sequence.index, slice(sequence.q0, sequence.q1)
@@ -147,10 +151,10 @@ def varlen_fwd(
         queries, row_lse = q[rows].unsqueeze(0), lse[:, rows].unsqueeze(0)
         rule_i = rule.for_batch(i)
         dropout_i = None if dropout is None else dropout.for_batch(i)
-        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i)
+        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i, sinks, max_logit)
         if s_dmask.numel():
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
-    return [out, lse, s_dmask, rng_state_of(dropout)]
+    return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k) -> int:
@@ -191,16 +195,19 @@ def varlen_bwd(
     deterministic,
     gen,
     rng_state,
+    dlse=None,
+    sinks=None,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
-    Returns [dq, dk, dv, softmax_d]: dq like q, dk and dv like k; rows that belong to no sequence are 0; softmax_d
-        (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
+    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq like q, dk and dv like k; rows that belong to
+        no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
     batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
     checks.check_gradients(dout, q, k, out, dq, dk, dv)
-    checks.check_lse(softmax_lse, q, [heads, total_q])
+    checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
+    checks.check_sinks(sinks, q)
     checks.check_numbers(p_dropout, softmax_scale, softcap)
     checks.check_rng_state(rng_state, p_dropout)
 
@@ -209,18 +216,24 @@ def varlen_bwd(
     grads = [
         torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dq, q), (dk, k), (dv, v))
     ]
+    dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
     softmax_d = torch.zeros(heads, total_q + SOFTMAX_D_GAP * batch, dtype=compute_dtype(q.dtype))
     for sequence in sequences(total_q, k, cu_seqlens_q, cu_seqlens_k):
         i, rows, cols = sequence.index, slice(sequence.q0, sequence.q1), slice(sequence.k0, sequence.k1)
         d0 = sequence.q0 + SOFTMAX_D_GAP * i
+        row_lse = softmax_lse[:, rows].unsqueeze(0)
+        row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
+        delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
+        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse))
+        if sinks is not None:
+            dsinks[0] += sink_gradient(sinks, row_lse, delta)
         attend_backward(
             *(x[rows].unsqueeze(0) for x in (dout, q)),
             *(x[cols].unsqueeze(0) for x in (k, v)),
-            out[rows].unsqueeze(0),
-            softmax_lse[:, rows].unsqueeze(0),
+            row_lse,
+            delta,
             *(grad[part].unsqueeze(0) for grad, part in zip(grads, (rows, cols, cols))),
-            softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0),
             rule.for_batch(i),
             None if dropout is None else dropout.for_batch(i),
         )
-    return [*grads, softmax_d]
+    return [*grads, softmax_d, *dsinks]

@@ -65,6 +65,12 @@ def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
+def sinks(value):
+    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    check_tensors(("sinks",), (value,))
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
+
+
 def check_tensors(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):

@@ -10,8 +10,6 @@ import torch
 from flash_attn import backends
 
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
-_MAX_HEAD_DIM = 256
-_LSE_FEATURES = 8  # keeps the head dim a multiple of 8, which the GPU needs
 
 
 def round_up(x, multiple):
@@ -40,29 +38,35 @@ def _index(x):
 
 
 def forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    return_max_logit,
 ):  # fmt: skip
-    """Attention forward -> (out, lse, S_dmask, rng_state). `deterministic` matters to the backward alone."""
+    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
+
+    `deterministic` matters to the backward alone.
+    """
     backend = backends.get(q.device.type)
     q, k, v = (_rows_contiguous(x) for x in unpack(q, k, v))
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-            return_softmax, None,
+            return_softmax, None, sinks, return_max_logit,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
             q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
             _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
-            window_left, window_right, softcap, return_softmax, None,
+            window_left, window_right, softcap, return_softmax, None, 0, sinks,
+            return_max_logit,
         )  # fmt: skip
     return tuple(result)
 
 
 def forward_fake(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
+    return_max_logit,
 ):  # fmt: skip
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(q, k, v)
@@ -82,61 +86,43 @@ def forward_fake(
         q.new_empty(lse_shape, dtype=_accumulator(q)),
         q.new_empty(dmask_shape),
         q.new_empty((2,), dtype=torch.int64),
+        *([q.new_empty(heads, dtype=_accumulator(q))] if return_max_logit else []),
     )
 
 
 def backward(
-    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
 ):  # fmt: skip
-    """Attention backward -> the gradients of those of (q, k, v) that are given, each a new contiguous tensor."""
+    """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
     targets = unpack(*grads, *[None] * (3 - len(grads)))
-    tensors = (dout, *unpack(q, k, v), out)
-    results = targets
-    if dlse is not None:
-        tensors = _with_lse_gradient(*tensors, dlse.masked_fill(lse.isinf(), 0.0))
-        results = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
-    backward_into(
-        *tensors, lse, *results, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+    _, *dsinks = _backward_into(
+        dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+        dlse, sinks,
     )  # fmt: skip
-    if dlse is not None:
-        for target, result in zip(targets, results):
-            target.copy_(result[..., : target.shape[-1]])
-    return grads
+    return grads + dsinks
 
 
-def _with_lse_gradient(dout, q, k, v, out, dlse):
-    """(dout, q, k, v, out) with extra features that carry the gradient of the LSE through an unchanged backward.
-
-    That gradient enters the backward only as delta = rowsum(dout * out) - dlse. Extra features with q = k = v = 0,
-    out = 1 and dout = -dlse change delta by just that, and nothing else. Three of them hold dlse as a sum of values of
-    dout's dtype, each the remainder of those before, so that no digit of float32 is lost.
-    """
-    head_dim = q.shape[-1]
-    limit = _MAX_HEAD_DIM - _LSE_FEATURES
-    if head_dim > limit:
-        raise NotImplementedError(f"softmax_lse: expected a head dim of at most {limit} for a gradient, got {head_dim}")
-    remainder = -dlse.transpose(-1, -2)
-    q, k, v, out, dout = (torch.nn.functional.pad(x, (0, _LSE_FEATURES)) for x in (q, k, v, out, dout))
-    for feature in range(head_dim, head_dim + 3):
-        out[..., feature] = 1.0
-        dout[..., feature] = remainder
-        remainder = remainder - dout[..., feature]
-    return dout, q, k, v, out
-
-
-def backward_fake(dout, dlse, q, k, v, *rest):
-    """Outputs of `backward` by shape, dtype, strides and device alone."""
-    return [x.new_empty(x.shape) for x in (q, k, v) if x is not None]
-
-
-def backward_into(
-    dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
+def backward_fake(
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *rest
 ):  # fmt: skip
+    """Outputs of `backward` by shape, dtype, strides and device alone."""
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+
+
+def backward_into(*args):
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
+    return _backward_into(*args)[0]
+
+
+def _backward_into(
+    dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
+    sinks=None,
+):  # fmt: skip
+    """-> [softmax_d], and with sinks their gradient."""
     backend = backends.get(q.device.type)
     dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
     wanted = (dq, dk, dv)
@@ -145,18 +131,18 @@ def backward_into(
     if cu_seqlens_q is None:
         result = backend.bwd(
             dout, q, k, v, out, lse.contiguous(), *written, alibi_slopes, dropout_p, softmax_scale, causal, window_left,
-            window_right, softcap, deterministic, None, rng_state,
+            window_right, softcap, deterministic, None, rng_state, dlse, sinks,
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
             dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
-            deterministic, None, rng_state,
+            deterministic, None, rng_state, dlse, sinks,
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:
             target.copy_(source)
-    return result[3]
+    return result[3:]
 
 
 def softmax_d_fake(q, cu_seqlens_q):

@@ -12,15 +12,16 @@ from flash_attn.ops import calls
 
 _FORWARD_SCHEMA = (
     "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
-    "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-    "bool deterministic, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
+    "float softcap, bool deterministic, bool return_softmax, bool return_max_logit) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
     "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, Tensor rng_state, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-    "bool deterministic) -> Tensor[]"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
+    "float softcap, bool deterministic) -> Tensor[]"
 )
 _KVCACHE_SCHEMA = (
     "(Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, "
@@ -40,8 +41,8 @@ _forward_op = _backward_op = None  # set by _register_attention
 
 
 def attention(*args):
-    """`calls.forward` with gradients for q, k, v and the LSE, whatever is tracing or transforming the call."""
-    tensors = [x for x in args[:3] if x is not None]
+    """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
+    tensors = [x for x in (args[0], args[1], args[2], args[9]) if x is not None]
     if _needs_dispatch(tensors):
         return _forward_op(*args)
     if _transformed():
@@ -86,15 +87,25 @@ def _transformed():
     return torch._C._are_functorch_transforms_active()
 
 
+def _five_results(forward):
+    """The operator has a fixed number of results: a max_logit that is not wanted is empty."""
+
+    def padded(q, *args):
+        results = forward(q, *args)
+        return results if len(results) == 5 else (*results, results[1].new_empty(0))
+
+    return padded
+
+
 def _setup_context(ctx, inputs, output):
-    out, lse, dmask, rng_state = output
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *key_layout, alibi_slopes = inputs[:9]
-    ctx.save_for_backward(q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-    ctx.config = inputs[9:18]
+    out, lse, dmask, rng_state, *max_logit = output
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *key_layout, alibi_slopes, sinks = inputs[:10]
+    ctx.save_for_backward(q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+    ctx.config = inputs[10:19]
     ctx.key_layout = [
         name for name, x in zip(("seqused_k", "leftpad_k", "block_table"), key_layout) if x is not None
     ]  # fmt: skip
-    ctx.mark_non_differentiable(dmask, rng_state)
+    ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
     ctx.set_materialize_grads(False)
 
 
@@ -104,12 +115,12 @@ def _backward(ctx, dout, dlse, *_):
     saved = ctx.saved_tensors
     q, k, v, out = saved[:4]
     if dout is None and dlse is None:
-        return (None,) * 19
+        return (None,) * 21
     if dout is None:
         dout = torch.zeros_like(out)
     grads = iter(_attention_backward(dout, dlse, *saved, *ctx.config))
-    dq, dk, dv = (None if x is None else next(grads) for x in (q, k, v))
-    return (dq, dk, dv, *(None,) * 16)
+    dq, dk, dv, dsinks = (None if x is None else next(grads) for x in (q, k, v, saved[9]))
+    return (dq, dk, dv, *(None,) * 6, dsinks, *(None,) * 11)
 
 
 def _attention_backward(*args):
@@ -169,9 +180,9 @@ def _register_attention():
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
     _library.define(_FORWARD_SCHEMA, tags=tags)
     _library.define(_BACKWARD_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl("fwd", calls.forward, "CompositeExplicitAutograd")
+    _library.impl("fwd", _five_results(calls.forward), "CompositeExplicitAutograd")
     _library.impl("bwd", calls.backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("flash_attn_core::fwd", calls.forward_fake, lib=_library)
+    torch.library.register_fake("flash_attn_core::fwd", _five_results(calls.forward_fake), lib=_library)
     torch.library.register_fake("flash_attn_core::bwd", calls.backward_fake, lib=_library)
     torch.library.register_autograd("flash_attn_core::fwd", _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd("flash_attn_core::bwd", _refuse_double_backward, lib=_library)

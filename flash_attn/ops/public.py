@@ -30,8 +30,8 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
     return calls.forward(
-        q, k, v, None, None, None, None, None, alibi_slopes, 0, 0, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, False, return_softmax,
+        q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, False, return_softmax, False,
     )  # fmt: skip
 
 
@@ -41,8 +41,8 @@ def _(
     return_softmax,
 ):  # fmt: skip
     return calls.forward_fake(
-        q, k, v, None, None, None, None, None, alibi_slopes, 0, 0, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, False, return_softmax,
+        q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, False, return_softmax, False,
     )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def _flash_attn_varlen_forward(
     number of splits does not change the result.
     """
     return calls.forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax,
+        return_softmax, False,
     )  # fmt: skip
 
 
@@ -88,9 +88,9 @@ def _(
     leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
     return calls.forward_fake(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax,
+        return_softmax, False,
     )  # fmt: skip
 
 

@@ -20,15 +20,19 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
 constexpr int kShortRows = 512;
 
+constexpr int kSm90ShortRows = 1024;
+
 constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,
                                   int multiprocessors) {
   return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);
 }
 
-// Rows of softmax_d for one head: padded to 128 for dense batches, 128 spare rows per sequence for packed ones, so that
-// sequence i starts at row cu_seqlens_q[i] + 128 i.
+// Rows of softmax_d for one head: padded to the gap for dense batches, a gap of spare rows per sequence for packed
+// ones, so that sequence i starts at row cu_seqlens_q[i] + gap * i.
+constexpr int64_t kSoftmaxDGap = 128;
+
 constexpr int64_t softmax_d_rows(bool is_varlen, int64_t batch, int64_t seqlen_q) {
-  return is_varlen ? seqlen_q + 128 * batch : (seqlen_q + 127) / 128 * 128;
+  return is_varlen ? seqlen_q + kSoftmaxDGap * batch : (seqlen_q + kSoftmaxDGap - 1) / kSoftmaxDGap * kSoftmaxDGap;
 }
 
 }  // namespace plan

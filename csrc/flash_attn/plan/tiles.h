@@ -12,7 +12,6 @@ struct FwdTile {
   int block_n;        // keys per step
   int warps;          // each owns block_m / warps rows
   int blocks_per_sm;  // what the register budget is compiled for
-  int kv_stages;      // shared memory buffers of K and of V
 };
 
 constexpr int kMaxHeadDim = 256;
@@ -25,30 +24,30 @@ enum class FwdVariant { kPlain, kShort, kDropout };
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
     // kPlain
     {
-        {32, 128, 64, 4, 3, 1},
-        {64, 128, 128, 4, 2, 1},
-        {96, 128, 64, 4, 2, 1},
-        {128, 128, 64, 4, 2, 1},
-        {192, 128, 64, 8, 1, 1},
-        {256, 64, 64, 4, 2, 1},
+        {32, 128, 64, 4, 3},
+        {64, 128, 128, 4, 2},
+        {96, 128, 64, 4, 2},
+        {128, 128, 64, 4, 2},
+        {192, 128, 64, 8, 1},
+        {256, 64, 64, 4, 2},
     },
     // kShort
     {
-        {32, 64, 128, 4, 3, 1},
-        {64, 64, 128, 4, 3, 1},
-        {96, 64, 64, 4, 3, 1},
-        {128, 64, 64, 4, 3, 1},
-        {192, 64, 64, 4, 2, 1},
-        {256, 64, 64, 4, 2, 1},
+        {32, 64, 128, 4, 3},
+        {64, 64, 128, 4, 3},
+        {96, 64, 64, 4, 3},
+        {128, 64, 64, 4, 3},
+        {192, 64, 64, 4, 2},
+        {256, 64, 64, 4, 2},
     },
     // kDropout: the generator's registers leave room for fewer scores
     {
-        {32, 128, 64, 4, 2, 1},
-        {64, 128, 64, 4, 2, 1},
-        {96, 128, 32, 4, 2, 1},
-        {128, 128, 32, 4, 2, 1},
-        {192, 128, 64, 8, 1, 1},
-        {256, 64, 64, 4, 2, 1},
+        {32, 128, 64, 4, 2},
+        {64, 128, 64, 4, 2},
+        {96, 128, 32, 4, 2},
+        {128, 128, 32, 4, 2},
+        {192, 128, 64, 8, 1},
+        {256, 64, 64, 4, 2},
     },
 };
 
@@ -63,20 +62,62 @@ constexpr int head_dim_index(int head_dim) {
 constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_M)
   if (variant == FwdVariant::kPlain) {
-    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim,
-                   FLASH_ATTN_SWEEP_M,
-                   FLASH_ATTN_SWEEP_N,
-                   FLASH_ATTN_SWEEP_WARPS,
-                   FLASH_ATTN_SWEEP_BLOCKS_PER_SM,
-                   1};
+    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
+                   FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
   }
 #endif
   return kFwdTiles[static_cast<int>(variant)][head_dim_index(head_dim)];
 }
 
-// Q, kv_stages x (K, V); O is staged in the place of Q. 16-bit elements.
-constexpr int fwd_smem_bytes(const FwdTile& tile) {
-  return 2 * tile.head_dim * (tile.block_m + 2 * tile.kv_stages * tile.block_n);
+// Q, K, V; O is staged in the place of Q. 16-bit elements.
+constexpr int fwd_smem_bytes(const FwdTile& tile) { return 2 * tile.head_dim * (tile.block_m + 2 * tile.block_n); }
+
+// wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
+struct Sm90FwdTile {
+  int head_dim;
+  int block_m;    // query rows per tile; 64 for each consumer warpgroup
+  int block_n;    // keys per step
+  int kv_stages;  // shared memory buffers of K and of V
+  int q_stages;   // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
+  bool overlaps;  // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
+};
+
+constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
+
+constexpr Sm90FwdTile kSm90FwdTiles[3][kNumHeadDims - kSm90FirstHeadDim] = {
+    // kPlain
+    {
+        {64, 192, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
+    },
+    // kShort
+    {
+        {64, 128, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
+    },
+    // kDropout
+    {
+        {64, 128, 128, 3, 2, true},
+        {96, 128, 128, 2, 2, false},
+        {128, 128, 128, 2, 2, false},
+        {192, 128, 96, 2, 1, false},
+        {256, 128, 64, 2, 1, false},
+    },
+};
+
+constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
+  return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
+}
+
+// Q and O, then K and V. 16-bit elements.
+constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
+  return 2 * tile.head_dim * (tile.q_stages * tile.block_m + 2 * tile.kv_stages * tile.block_n);
 }
 
 struct BwdTile {

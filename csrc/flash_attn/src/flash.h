@@ -7,11 +7,16 @@
 
 #include "common/block_range.h"
 #include "common/fast_div.h"
+#include "common/host_device.h"
 
 namespace flash {
 
 // Rows and keys are counted in 32 bits, with room for sums of two lengths.
 constexpr int kMaxLength = 0x3fffffff;
+
+// How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
+// to 2^8 are as exact as those up to 1.
+constexpr float kSoftmaxSlackLog2 = 8.0f;
 
 enum class Dtype { kFp16, kBf16 };
 
@@ -60,6 +65,7 @@ struct Flash_fwd_params {
   const void* __restrict__ v_ptr = nullptr;  // as K
   void* __restrict__ o_ptr = nullptr;        // as Q
   float* __restrict__ softmax_lse_ptr = nullptr;  // (b, h, seqlen_q) or (h, total_q)
+  float* __restrict__ max_logit_ptr = nullptr;    // (h), -inf before the launch; null: not wanted
   void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
   MatrixStrides q_strides, k_strides, v_strides, o_strides;
 
@@ -74,16 +80,22 @@ struct Flash_fwd_params {
   // of raw scores otherwise.
   bool has_score_mod = false;
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
+  float softmax_slack_log2 = kSoftmaxSlackLog2;  // 0 where max_logit is wanted: the references are then the maxima
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
+  const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none
 
   Varlen varlen;
   PagedKv paged;
   bool has_dropout = false;
   Dropout dropout;
 
+  int* tile_counter_ptr = nullptr;  // one int, 0 at the start of a launch, which leaves it 0; null: none at hand
+
   int device = 0;
   int multiprocessors = 0;
+
+  FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.
@@ -94,10 +106,12 @@ struct Flash_bwd_params : Flash_fwd_params {
   void* __restrict__ dv_ptr = nullptr;        // as V
   MatrixStrides do_strides, dq_strides, dk_strides, dv_strides;
 
-  float* __restrict__ softmax_d_ptr = nullptr;  // rowsum(dO * O): (b, h, d_rows) or (h, d_rows); zeroed
-  int d_rows = 0;                               // rows of one head, see softmax_d_rows()
-  float* __restrict__ dq_accum_ptr = nullptr;   // fp32 dQ in tiles of the accumulator's own order; zeroed
-  int* __restrict__ dq_turns_ptr = nullptr;     // deterministic: contributions to each tile so far; zeroed
+  const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
+  float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
+  int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
+  float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; zeroed
+  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
@@ -105,10 +119,15 @@ struct Flash_bwd_params : Flash_fwd_params {
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
+// The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
+// does not serve this call, or is not in this build; nothing was launched.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
+
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
-// rowsum(dO * O) for the backward.
+// softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
 template <Dtype kDtype>
 cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
 

@@ -3,11 +3,9 @@
 Importing this module needs neither triton nor a GPU.
 """
 
-import contextlib
-import importlib.util
-from functools import cache
-
 import torch
+
+from flash_attn.ops.triton.dispatch import device_of, kernel_serves, power_of_two
 
 
 def apply_rotary(
@@ -41,7 +39,7 @@ def apply_rotary(
     """
     _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[1]
-    if x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton():
+    if kernel_serves(x):
         out = x if inplace else torch.empty_like(x)
         if not inplace and rotary_dim < x.shape[-1]:
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
@@ -52,11 +50,6 @@ def apply_rotary(
         x[..., :rotary_dim].copy_(rotated)
         return x
     return torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
-
-
-@cache
-def _has_triton():
-    return importlib.util.find_spec("triton") is not None
 
 
 def rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
@@ -136,12 +129,11 @@ def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate
     batches, seqlen, heads, _ = x4.shape
     batch = cu_seqlens.shape[0] - 1 if varlen else batches
     half = cos.shape[1]
-    block_half = max(1 << (half - 1).bit_length(), 2)
+    block_half = max(power_of_two(half), 2)
     block_heads = 2 if heads > 1 else 1
     block_rows = max(1, 2048 // (block_half * block_heads))
     grid = (-(-batches * seqlen // block_rows), -(-heads // block_heads))
-    # Triton launches on the current device, which need not be x's.
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with device_of(x):
         rotary_kernel[grid](
             out4, x4, cos.contiguous(), sin.contiguous(), cu_seqlens.contiguous() if varlen else None,
             seqlen_offsets.contiguous() if shifted else None, batches * seqlen, seqlen, heads, half, batch,

@@ -1,17 +1,22 @@
-// The one file that knows how an mma.sync m16n8k16 accumulator lies in the threads of a warp. Lane 4 g + t holds rows
-// {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 square; warp w owns the 16-row bands w, w + warps, ...
+// The one file that knows how accumulators lie in the threads of a warp, of mma.sync m16n8k16 and wgmma m64nNk16 alike.
+// Lane 4 g + t holds rows {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 square; warp w owns the 16-row bands w,
+// w + warps, ...
 #pragma once
 
 #include <cute/tensor.hpp>
 
 namespace flash {
 
-// ((2, 2), MMA_M, MMA_N) -> ((2, MMA_M), (2, MMA_N)): rows first.
+// ((2, 2), MMA_M, MMA_N) -> ((2, MMA_M), (2, MMA_N)): rows first. wgmma: ((2, 2, N / 8), 1, 1) -> (2, (2, N / 8)).
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto row_col_layout(Layout layout) {
   using namespace cute;
-  static_assert(decltype(size<0>(layout))::value == 4, "an m16n8 accumulator holds four values per thread");
-  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
+  if constexpr (decltype(rank<0>(layout))::value == 3) {
+    return make_layout(get<0, 1>(layout), make_layout(get<0, 0>(layout), get<0, 2>(layout)));
+  } else {
+    static_assert(decltype(size<0>(layout))::value == 4, "an m16n8 accumulator holds four values per thread");
+    return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
+  }
 }
 
 template <class Tensor>
@@ -34,9 +39,11 @@ struct AccumulatorCoords {
   int row0;
   int col0;
 
-  __device__ __forceinline__ AccumulatorCoords()
-      : row0((threadIdx.x / 32) % kWarpsM * 16 + (threadIdx.x % 32) / 4),
-        col0((threadIdx.x / 32) / kWarpsM * 16 + (threadIdx.x % 4) * 2) {}
+  __device__ __forceinline__ AccumulatorCoords() : AccumulatorCoords(threadIdx.x) {}
+
+  // `thread`: place among the threads that share the tile.
+  __device__ __forceinline__ explicit AccumulatorCoords(unsigned thread)
+      : row0((thread / 32) % kWarpsM * 16 + (thread % 32) / 4), col0((thread / 32) / kWarpsM * 16 + (thread % 4) * 2) {}
 
   __device__ __forceinline__ int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarpsM; }
   __device__ __forceinline__ int col(int ni) const {

@@ -59,6 +59,16 @@ struct BlockRange {
     if (step < edges) return interior_begin - 1 - (step - right_edges);
     return interior_end - 1 - (step - edges);
   }
+
+  // The other way round, upwards: the interior, the left edge, the right edge. Thread blocks that start together read
+  // the same keys at the same time.
+  FLASH_HOST_DEVICE constexpr int block_interior_first(int step) const {
+    const int interior = interior_end - interior_begin;
+    if (step < interior) return interior_begin + step;
+    const int edge = step - interior;
+    const int left_edges = interior_begin - begin;
+    return edge < left_edges ? begin + edge : interior_end + edge - left_edges;
+  }
 };
 
 // Rows [row_begin, row_end) of the sequence, row_end <= seqlen_q, row_begin < row_end. Both key limits grow with the

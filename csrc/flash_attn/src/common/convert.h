@@ -6,7 +6,12 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash.h"
+
 namespace flash {
+
+template <Dtype kDtype>
+using ElementOf = std::conditional_t<kDtype == Dtype::kFp16, cutlass::half_t, cutlass::bfloat16_t>;
 
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, cutlass::half_t) {
   const __half2 pair = __floats2half2_rn(low, high);

@@ -1,6 +1,7 @@
 // From a thread block's index to its rows: which sequence, which head, which query rows, which keys.
 #pragma once
 
+#include "../plan/grid.h"
 #include "common/block_range.h"
 #include "flash.h"
 
@@ -19,6 +20,23 @@ struct RowBlock {
 
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
+
+// Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
+// one.
+__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const RowBlock& block) {
+  return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
+}
+
+// The sink of the rows of a block, a natural logarithm; -inf: none.
+__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const RowBlock& block) {
+  return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
+}
+
+// The LSE of a row that sees no key: the sink, or +inf.
+__device__ __forceinline__ float keyless_lse(const Flash_fwd_params& params, const RowBlock& block) {
+  const float sink = row_sink(params, block);
+  return sink == -INFINITY ? INFINITY : sink;
+}
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
@@ -59,17 +77,17 @@ __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_p
   block.seqlen_k = max(clamp(used, 0, capacity) - leftpad, 0);
 }
 
-__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m) {
+__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int index) {
   const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m);
-  const int slot = blockIdx.x % slots;
+  const int slot = index % slots;
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
   const int segment = find_segment(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
   RowBlock block;
   block.segment = segment;
-  block.head = blockIdx.x / slots;
+  block.head = index / slots;
   block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
   block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
-  if (segment >= 1 && segment <= params.b) {
+  if (in_sequence(params, block)) {
     block.batch = segment - 1;
     set_key_range(block, params);
   }
@@ -81,21 +99,27 @@ __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& par
   return block;
 }
 
-__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m) {
+__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m, int index) {
   const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  const int batch_head = blockIdx.x / row_blocks;
+  const int batch_head = index / row_blocks;
   RowBlock block;
   block.head = batch_head % params.h;
   block.batch = batch_head / params.h;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
-  block.row_begin = (row_blocks - 1 - blockIdx.x % row_blocks) * block_m;
+  block.row_begin = (row_blocks - 1 - index % row_blocks) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
 }
 
+// Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each
+// the rows that see the most keys under a causal mask first.
+__device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params, int block_m, int index) {
+  return params.is_varlen() ? varlen_row_block(params, block_m, index) : dense_row_block(params, block_m, index);
+}
+
 __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
-  return params.varlen.cu_seqlens_q != nullptr ? varlen_row_block(params, block_m) : dense_row_block(params, block_m);
+  return row_block_at(params, block_m, blockIdx.x);
 }
 
 // The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
@@ -141,7 +165,7 @@ __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& par
 }
 
 __device__ __forceinline__ KeyBlock key_block(const Flash_bwd_params& params, int block_n) {
-  if (params.varlen.cu_seqlens_q != nullptr) return varlen_key_block(params, block_n);
+  if (params.is_varlen()) return varlen_key_block(params, block_n);
   const int key_blocks = (params.seqlen_k + block_n - 1) / block_n;
   const int batch_head = blockIdx.x / key_blocks;
   KeyBlock block;
@@ -163,7 +187,7 @@ __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, b
 // First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
 __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
                                                  int q_segment, int block_m) {
-  if (params.varlen.cu_seqlens_q != nullptr) {
+  if (params.is_varlen()) {
     return static_cast<int64_t>(head) * varlen_slot_count(params.seqlen_q, params.b, block_m) +
            varlen_first_slot(q_begin, q_segment, block_m);
   }
@@ -177,10 +201,20 @@ __device__ __forceinline__ int64_t q_offset(const RowBlock& block, const MatrixS
   return batch + block.q_begin * strides.row + block.head * strides.head;
 }
 
+// Rows of (sequence, head) in the LSE: (b, h, seqlen_q) or (h, total_q).
+__device__ __forceinline__ int64_t lse_offset(const Flash_fwd_params& params, int batch, int head, int q_begin) {
+  const int64_t matrix = params.is_varlen() ? head : static_cast<int64_t>(batch) * params.h + head;
+  return matrix * params.seqlen_q + q_begin;
+}
+
+// And in softmax_d, whose rows are those of plan::softmax_d_rows().
+__device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& params, int batch, int head, int q_begin) {
+  if (!params.is_varlen()) return (static_cast<int64_t>(batch) * params.h + head) * params.d_rows;
+  return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;
+}
+
 __device__ __forceinline__ int64_t lse_offset(const RowBlock& block, const Flash_fwd_params& params) {
-  const int64_t head =
-      params.varlen.cu_seqlens_q != nullptr ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
-  return head * params.seqlen_q + block.q_begin;
+  return lse_offset(params, block.batch, block.head, block.q_begin);
 }
 
 }  // namespace flash

@@ -4,12 +4,15 @@
 #include <cute/tensor.hpp>
 
 #include "common/accumulator.h"
+#include "flash.h"
 
 namespace flash {
 
 template <int kRows>
 struct Softmax {
-  static constexpr float kSlackLog2 = 8.0f;     // probabilities up to 2^8 are as exact as those up to 1
+  static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
+  static constexpr float kLog2e = 1.4426950408889634f;
+  static constexpr float kLn2 = 0.69314718055994531f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
   float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
@@ -25,36 +28,88 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
-  // kSlackLog2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
+  // slack_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
   // would pass that. The result does not depend on the reference except through rounding. scale > 0.
   template <bool kMasked, class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float slack_log2 = kSlackLog2) {
+    using namespace cute;
+    raise_references(scores, scale, slack_log2, [&](int mi, float correction) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+    });
+    exponentiate<kMasked>(scores, scale);
+  }
+
+  // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
+  // by `correction` before it takes up the new probabilities. row_sum is.
+  template <class Scores>
+  __device__ __forceinline__ bool raise_reference(const Scores& scores, float scale, float (&correction)[kRows],
+                                                  float slack_log2 = kSlackLog2) {
+    return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
+  }
+
+  // correct(mi, correction) is called for every row if references rise.
+  template <class Scores, class Correct>
+  __device__ __forceinline__ bool raise_references(const Scores& scores, float scale, float slack_log2,
+                                                   const Correct& correct) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
+    if (!__any_sync(0xffffffffu, may_exceed_slack(scores, scale, slack_log2))) return false;
     float new_max[kRows];
-    bool raise = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       new_max[mi] = scores(mi, 0);
 #pragma unroll
       for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
       new_max[mi] = quad_max(new_max[mi]);
-      raise |= (new_max[mi] - row_max[mi]) * scale > kSlackLog2;
     }
-    if (__any_sync(0xffffffffu, raise)) {
-      bool large = false;
+    bool large = false;
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-        const float reference = fmaxf(row_max[mi], new_max[mi]);
-        const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
-        row_max[mi] = reference;
-        row_sum[mi] *= correction;
-        large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float reference = fmaxf(row_max[mi], new_max[mi]);
+      const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
+      row_max[mi] = reference;
+      row_sum[mi] *= correction;
+      large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
+      correct(mi, correction);
+    }
+    is_large = __any_sync(0xffffffffu, large);
+    return true;
+  }
+
+  // Whether some score of this thread may lie more than slack_log2 / scale above its reference. The bits of floats that
+  // are not negative are ordered like integers, of which three are compared at once: negative scores count as 0.
+  template <class Scores>
+  __device__ __forceinline__ bool may_exceed_slack(const Scores& scores, float scale, float slack_log2) const {
+    using namespace cute;
+    static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
+    bool exceeds = false;
 #pragma unroll
-        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+    for (int mi = 0; mi < kRows; ++mi) {
+      int bound = 0;
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ni += 2) {
+        bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      is_large = __any_sync(0xffffffffu, large);
+      exceeds |= (__int_as_float(bound) - row_max[mi]) * scale > slack_log2;
     }
+    return exceeds;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void rescale(Out& out, const float (&correction)[kRows]) const {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction[mi];
+    }
+  }
+
+  // The second half of update().
+  template <bool kMasked, class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
+    using namespace cute;
     float offset[kRows];  // of the exponents
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -93,10 +148,28 @@ struct Softmax {
     return row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
   }
 
-  // Natural-log LSE after finish(); +inf marks a row that saw nothing.
-  __device__ __forceinline__ float lse(int mi, float scale) const {
-    constexpr float kLn2 = 0.69314718055994531f;
-    return row_sum[mi] == 0.0f ? INFINITY : (row_max[mi] * scale + log2f(row_sum[mi])) * kLn2;
+  // The same with a sink, one more key without a value: `sink` is its logit, a natural logarithm, -inf for none. It
+  // joins the sum of the quad, so that it counts once; above the reference it becomes the reference of row_sum, so that
+  // it neither overflows nor is lost.
+  __device__ __forceinline__ float finish(int mi, float keep_scale, float scale, float sink) {
+    const float factor = finish(mi, keep_scale);
+    if (sink == -INFINITY) return factor;
+    const float above = sink_above(mi, scale, sink);
+    const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
+    row_sum[mi] = row_sum[mi] * correction + (above > 0.0f ? 1.0f : exp2f(above));
+    return keep_scale * correction / row_sum[mi];
+  }
+
+  // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
+  __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
+    if (row_sum[mi] == 0.0f) return INFINITY;
+    const float log_sum = log2f(row_sum[mi]);
+    return sink_above(mi, scale, sink) > 0.0f ? sink + log_sum * kLn2 : (row_max[mi] * scale + log_sum) * kLn2;
+  }
+
+  // How far the sink lies above the reference, in powers of 2; +inf for a row that saw nothing.
+  __device__ __forceinline__ float sink_above(int mi, float scale, float sink) const {
+    return sink * kLog2e - row_max[mi] * scale;
   }
 };
 

@@ -1,5 +1,7 @@
-// softmax_d = rowsum(dO * O), which the backward subtracts from dP (Dao et al. 2022, appendix B.2). Bound by reading dO
-// and O once.
+// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
+// the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
+// the derivative of the LSE by a score is its probability. A sink is a key without a value: its dP is 0, and its
+// gradient the sum of P (0 - softmax_d) over the rows. Bound by reading dO and O once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -13,6 +15,7 @@ namespace flash {
 namespace {
 
 constexpr int kRows = 128;  // per thread block
+static_assert(kRows == plan::kSoftmaxDGap, "the last block of a dense head covers its padding rows");
 constexpr int kThreads = 256;
 constexpr int kChunk = 8;  // elements of one 16-byte load
 
@@ -32,12 +35,34 @@ __device__ float dot(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// Subtracts dlse of a row of the LSE from its softmax_d; returns what the row adds to the gradient of the sink. A row
+// that saw nothing has an infinite LSE, which is a constant.
+__device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float sink, float& softmax_d) {
+  if (params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr) return 0.0f;
+  const float lse = params.softmax_lse_ptr[row];
+  if (isinf(lse)) return 0.0f;
+  if (params.dlse_ptr != nullptr) softmax_d -= params.dlse_ptr[row];
+  return -expf(sink - lse) * softmax_d;
+}
+
+// The sum over the thread block, in a fixed order, in thread 0.
+__device__ float block_sum(float value) {
+  __shared__ float warp_sums[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (const float part : warp_sums) sum += part;
+  return sum;
+}
+
+// Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
   const RowBlock block = row_block(params, kRows);
   if (block.empty()) return;
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  if (is_varlen && (block.segment == 0 || block.segment > params.b)) return;  // rows of no sequence
+  const bool is_varlen = params.is_varlen();
+  if (!in_sequence(params, block)) return;
   int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
   while (lanes * kChunk < params.d) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kChunk;
@@ -45,9 +70,10 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
-  const int64_t head = is_varlen ? block.head : static_cast<int64_t>(block.batch) * params.h + block.head;
-  float* const delta =
-      params.softmax_d_ptr + head * params.d_rows + (is_varlen ? block.q_begin + 128 * block.batch : 0);
+  const int64_t lse_row = lse_offset(block, params);
+  const float sink = row_sink(params, block);
+  float dsink = 0.0f;
+  float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, block.head, block.q_begin);
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
@@ -56,16 +82,20 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (row < block.row_end && lane == 0) delta[row] = sum;
+    if (lane == 0 && row < block.row_end) dsink += apply_lse(params, lse_row + row, sink, sum);
+    if (lane == 0 && (row < block.row_end || !is_varlen)) delta[row] = sum;
   }
+  if (params.dsinks_ptr == nullptr) return;
+  dsink = block_sum(dsink);
+  if (threadIdx.x == 0) params.dsinks_ptr[blockIdx.x] = dsink;
 }
 
 template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  return launch(softmax_d_kernel<Pair>, params.h * plan::row_blocks(is_varlen, params.b, params.seqlen_q, kRows),
-                kThreads, 0, params, params.device, stream, configured_devices);
+  return launch(softmax_d_kernel<Pair>,
+                params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows), kThreads, 0, params,
+                params.device, stream, configured_devices);
 }
 
 }  // namespace

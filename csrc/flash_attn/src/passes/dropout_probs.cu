@@ -36,7 +36,7 @@ __device__ RowBlock whole_sequence(const Flash_fwd_params& params, int batch, in
   RowBlock block;
   block.batch = batch;
   block.head = head;
-  if (params.varlen.cu_seqlens_q != nullptr) {
+  if (params.is_varlen()) {
     block.q_begin = clamp(params.varlen.cu_seqlens_q[batch], 0, params.seqlen_q);
     block.seqlen_q = max(clamp(params.varlen.cu_seqlens_q[batch + 1], 0, params.seqlen_q) - block.q_begin, 0);
     set_key_range(block, params);
@@ -54,7 +54,7 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const RowBlock
       static_cast<const Element*>(params.k_ptr) + (block.head / params.h_h_k_ratio) * params.k_strides.head;
   const int row = block.k_begin + key;
   if (params.paged.block_table == nullptr) {
-    const int64_t batch = params.varlen.cu_seqlens_q != nullptr ? 0 : block.batch * params.k_strides.batch;
+    const int64_t batch = params.is_varlen() ? 0 : block.batch * params.k_strides.batch;
     return base + batch + row * params.k_strides.row;
   }
   const int slot = params.paged.page_size.divide(row);

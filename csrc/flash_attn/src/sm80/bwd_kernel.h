@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(Config::kThreads)
   stage_accumulator<Element>(typename Config::MmaDq{}, acc_dq, staged);
   __syncthreads();
   Element* const rows =
-      static_cast<Element*>(params.dq_ptr) + matrix_offset(params.dq_strides, params.varlen.cu_seqlens_q != nullptr,
-                                                           block.batch, block.q_begin + block.row_begin, block.head);
+      static_cast<Element*>(params.dq_ptr) +
+      matrix_offset(params.dq_strides, params.is_varlen(), block.batch, block.q_begin + block.row_begin, block.head);
   store_rows<typename Config::RowCopyT>(staged, rows, params.dq_strides.row, block.row_end - block.row_begin, params.d);
 }
 

@@ -21,8 +21,7 @@ template <class Config>
 cudaError_t run_flash_bwd(const BwdLaunch& arguments, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = arguments.params;
-  const int64_t blocks =
-      params.h_k * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_k, Config::kBlockN);
+  const int64_t blocks = params.h_k * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_k, Config::kBlockN);
   return launch(flash_bwd_kernel<Config>, blocks, Config::kThreads,
                 plan::bwd_smem_bytes(Config::kTile, arguments.stages), arguments, params.device, stream,
                 configured_devices);
@@ -32,8 +31,7 @@ template <class Config>
 cudaError_t run_flash_bwd_convert_dq(const BwdLaunch& arguments, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = arguments.params;
-  const int64_t blocks =
-      params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, Config::kBlockM);
+  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
   return launch(flash_bwd_convert_dq_kernel<Config>, blocks, Config::kThreads,
                 Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), arguments, params.device, stream,
                 configured_devices);
@@ -44,6 +42,7 @@ cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, cudaStream_t stream
   using Plain = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain>;
   BwdLaunch arguments{params, 2};
   cudaError_t status = choose_stages(Plain::kTile, params.device, arguments.stages);
+  if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
   if (status != cudaSuccess) return status;
   status = BOOL_SWITCH(params.has_dropout, kHasDropout, [&] {
     constexpr BwdVariant kVariant = kHasDropout ? BwdVariant::kDropout : BwdVariant::kPlain;

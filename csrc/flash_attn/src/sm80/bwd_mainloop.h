@@ -85,7 +85,7 @@ struct BwdMainloop {
                                               (2 * stage + 1) * Config::kSmemQ);
   }
 
-  __device__ __forceinline__ bool is_varlen() const { return params.varlen.cu_seqlens_q != nullptr; }
+  __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
   __device__ __forceinline__ int step_count() const { return (rows.end - rows.begin) * params.h_h_k_ratio; }
 
   // The first row block of a query head.
@@ -185,10 +185,8 @@ struct BwdMainloop {
   // Rows beyond the sequence get an LSE of +inf, which makes their probabilities 0.
   __device__ __forceinline__ void load_row_statistics(const Cursor& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
-    const int64_t head = is_varlen() ? at.head : static_cast<int64_t>(block.batch) * params.h + at.head;
-    const float* lse = params.softmax_lse_ptr + head * params.seqlen_q + block.q_begin;
-    const float* d =
-        params.softmax_d_ptr + head * params.d_rows + (is_varlen() ? block.q_begin + 128 * block.batch : 0);
+    const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
+    const float* d = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const int row = row_begin + coords.row(mi);

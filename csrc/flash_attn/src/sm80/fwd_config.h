@@ -27,7 +27,6 @@ struct FwdConfig {
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row bands");
   static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
-  static_assert(kTile.kv_stages == 1, "the mainloop has one buffer of K and one of V");
 
   using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kWarps, 1>;
   static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);

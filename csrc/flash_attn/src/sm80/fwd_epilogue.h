@@ -12,11 +12,13 @@ template <class Config>
 __device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop) {
   const RowBlock& block = mainloop.block;
   if (threadIdx.x % 4 != 0) return;
-  float* const lse = mainloop.params.softmax_lse_ptr + lse_offset(block, mainloop.params);
+  const Flash_fwd_params& params = mainloop.params;
+  const float sink = row_sink(params, block);
+  float* const lse = params.softmax_lse_ptr + lse_offset(block, params);
 #pragma unroll
   for (int mi = 0; mi < FwdMainloop<Config>::kRows; ++mi) {
     const int row = block.row_begin + mainloop.coords.row(mi);
-    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, mainloop.params.softmax_scale_log2);
+    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, params.softmax_scale_log2, sink);
   }
 }
 
@@ -28,10 +30,11 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   const Flash_fwd_params& params = mainloop.params;
   const RowBlock& block = mainloop.block;
 
+  const float sink = row_sink(params, block);
   auto out = row_col_view(mainloop.acc_o);
 #pragma unroll
   for (int mi = 0; mi < size<0>(out); ++mi) {
-    const float factor = mainloop.softmax.finish(mi, params.dropout.keep_scale);
+    const float factor = mainloop.softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
 #pragma unroll
     for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
   }

@@ -1,6 +1,7 @@
 // The mma.sync forward kernel: one thread block computes the attention of one block of query rows.
 #pragma once
 
+#include "common/max_logit.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
 
@@ -15,6 +16,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
     mainloop.run_edges();
     mainloop.run_interior();
   }
+  store_max_logit(mainloop.softmax, params, block, mainloop.coords, block.row_begin);
   store_o(mainloop);
   store_lse(mainloop);
 }

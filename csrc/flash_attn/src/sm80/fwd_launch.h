@@ -10,7 +10,7 @@ namespace flash {
 
 template <class Config>
 int64_t fwd_blocks(const Flash_fwd_params& params) {
-  return params.h * plan::row_blocks(params.varlen.cu_seqlens_q != nullptr, params.b, params.seqlen_q, Config::kBlockM);
+  return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
 }
 
 template <class Config>
@@ -22,8 +22,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
 
 template <class Config>
 bool prefers_short_tile(const Flash_fwd_params& params) {
-  const bool is_varlen = params.varlen.cu_seqlens_q != nullptr;
-  const int64_t rows = is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
+  const int64_t rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
   return plan::prefers_short_tile(fwd_blocks<Config>(params), rows, params.window.right != kUnbounded,
                                   params.multiprocessors);
 }

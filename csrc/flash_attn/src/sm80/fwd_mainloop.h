@@ -43,7 +43,7 @@ struct KvLoader {
   __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const RowBlock& block) const {
     const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
     if (is_paged()) return head;
-    const int64_t batch = params.varlen.cu_seqlens_q != nullptr ? 0 : block.batch * strides.batch;
+    const int64_t batch = params.is_varlen() ? 0 : block.batch * strides.batch;
     return head + batch + block.k_begin * strides.row;
   }
 
@@ -163,7 +163,7 @@ struct FwdMainloop {
       cp_async_fence();
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    softmax.template update<kEdge>(scores, out, params.softmax_scale_log2);
+    softmax.template update<kEdge>(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
       DropoutMask(params.dropout, block.batch, block.head).apply(scores, coords, block.row_begin, key);
     }

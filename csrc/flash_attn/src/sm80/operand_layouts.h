@@ -3,12 +3,9 @@
 
 #include <cute/tensor.hpp>
 
-#include "flash.h"
+#include "common/convert.h"
 
 namespace flash {
-
-template <Dtype kDtype>
-using ElementOf = std::conditional_t<kDtype == Dtype::kFp16, cutlass::half_t, cutlass::bfloat16_t>;
 
 template <Dtype kDtype>
 using MmaAtomOf = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,

@@ -1,0 +1,74 @@
+// Everything the wgmma forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, registers.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../plan/tiles.h"
+#include "common/accumulator.h"
+#include "common/convert.h"
+#include "flash.h"
+
+namespace flash {
+namespace sm90 {
+
+using plan::FwdVariant;
+
+template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
+struct FwdConfig {
+  using Element = ElementOf<kDtype>;
+  static constexpr FwdVariant kVariant = kVariant_;
+  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fwd_tile(kHeadDim_, kVariant);
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kKvStages = kTile.kv_stages;
+  static constexpr int kQStages = kTile.q_stages;
+  static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
+  static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
+
+  // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.
+  static constexpr int kWarpGroups = kBlockM / 64;
+  static constexpr int kConsumerWarps = 4 * kWarpGroups;
+  static constexpr int kThreads = 128 * (kWarpGroups + 1);
+  static constexpr int kProducerRegisters = kWarpGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kWarpGroups == 2 ? 232 : 160;
+  static_assert(kWarpGroups == 2 || kWarpGroups == 3, "registers are shared out for two or three consumers");
+
+  template <int kN, class MmaOp>
+  struct Checked {
+    using Mma = decltype(cute::make_tiled_mma(MmaOp{}));
+    static_assert(decltype(cute::tile_size<1>(Mma{}))::value == kN, "there is a wgmma of this width");
+  };
+  template <int kN>
+  using Shape = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
+  // S (64, N) = Q K^T from shared memory; O (64, D) += P V with P in registers.
+  using MmaQk =
+      typename Checked<kBlockN,
+                       decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
+                                                           cute::GMMA::Major::K, cute::GMMA::Major::K>())>::Mma;
+  using MmaPv =
+      typename Checked<kHeadDim,
+                       decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDim>,
+                                                           cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
+
+  // A tile is a row of chunks of kChunkCols columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled.
+  static constexpr int kChunkCols = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = kHeadDim / kChunkCols;
+  using KMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                         cute::GMMA::Layout_MN_SW64_Atom<Element>>;
+  template <int kRows>
+  using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
+  using SmemLayoutQ = Tile<64>;  // of one warpgroup, and O
+  using SmemLayoutK = Tile<kBlockN>;
+  // V of the same bytes as (D, N), which the second product reads.
+  using SmemLayoutVt = decltype(cute::tile_to_shape(
+      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
+  static constexpr int kSmemQ = 64 * kHeadDim;  // elements
+  static constexpr int kSmemKv = kBlockN * kHeadDim;
+};
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,95 @@
+// The wgmma forward kernel: thread blocks stay on their multiprocessor and take row blocks until none is left.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "common/max_logit.h"
+#include "sm90/fwd_epilogue.h"
+#include "sm90/fwd_mainloop.h"
+#include "sm90/fwd_producer.h"
+
+namespace flash {
+namespace sm90 {
+
+enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1 };
+
+// A consumer warpgroup: one row block after the other.
+template <class Config>
+struct FwdConsumer {
+  using Tile = FwdTile<Config>;
+  static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
+  static constexpr bool kFreesLate = Config::kQStages > 1;  // nobody waits for the buffer yet
+
+  const FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+  TileQueue<Config> queue;
+  RingIndex<Config::kQStages> q_place;
+  int stored_stage = -1;  // of Q, where the last output was staged
+  FwdMainloop<Config> mainloop;
+
+  __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
+      : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
+
+  __device__ __forceinline__ Tile next_tile() {
+    const Tile tile(queue.read(), launch.params.window);
+    queue.finish();
+    return tile;
+  }
+
+  // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
+  __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
+    const int q_stage = q_place.stage;
+    mainloop.first_step(tile);
+    if constexpr (kFreesLate) free_stored_buffer();
+    mainloop.run(tile, q_stage);
+    q_place.advance();
+    const Tile next = next_tile();
+    if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
+    mainloop.template end<kOverlapsTiles>(tile, q_place.stage);
+    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    store_o(mainloop, tile, launch.o_map, q_stage);
+    store_lse(mainloop, tile);
+    stored_stage = q_stage;
+    if constexpr (!kFreesLate) free_stored_buffer();
+    if (!kOverlapsTiles && next.exists()) begin();
+    return next;
+  }
+
+  // Q may be loaded where the last output was staged.
+  __device__ __forceinline__ void free_stored_buffer() {
+    if (stored_stage >= 0) wait_for_store(storage, stored_stage, mainloop.group);
+  }
+
+  __device__ __forceinline__ void begin() {
+    mainloop.wait_for_tile(q_place.stage, q_place.phase);
+    mainloop.begin(q_place.stage);
+  }
+
+  __device__ __forceinline__ void run() {
+    Tile tile = next_tile();
+    if (tile.exists()) begin();
+    while (tile.exists()) tile = compute_attn_1rowblock(tile);
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
+  store_rng_state(launch.params.dropout);
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
+    if (warp == kSchedulerWarp) run_scheduler<Config>(launch, storage);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    FwdConsumer<Config>(launch, storage, warp_group - 1).run();
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

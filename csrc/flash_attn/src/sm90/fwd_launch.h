@@ -1,0 +1,89 @@
+// Tensor maps, grid and launch of the wgmma forward.
+#pragma once
+
+#include "../plan/grid.h"
+#include "common/launch.h"
+#include "sm90/fwd_kernel.h"
+#include "static_switch.h"
+
+namespace flash {
+namespace sm90 {
+
+// Half of the L2 cache for the keys and values that are in use.
+constexpr int64_t kSectionBytes = 24 << 20;
+
+inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
+                                         bool is_query) {
+  return {data,
+          strides,
+          params.is_varlen(),
+          params.b,
+          is_query ? params.seqlen_q : params.seqlen_k,
+          is_query ? params.h : params.h_k,
+          params.d};
+}
+
+template <class Config>
+cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
+  const Flash_fwd_params& params = launch.params;
+  auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, bool is_query, int rows) {
+    return make_tensor_map(map, tensor_map_source(params, data, strides, is_query), dtype, {Config::kChunkCols, rows});
+  };
+  cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64);
+  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16);
+  if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
+  status = make(launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN);
+  return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN) : status;
+}
+
+template <class Config>
+void set_tile_order(FwdLaunch& launch) {
+  const Flash_fwd_params& params = launch.params;
+  const bool is_varlen = params.is_varlen();
+  launch.tiles_of_head =
+      static_cast<int>(plan::row_blocks(is_varlen, is_varlen ? params.b : 1, params.seqlen_q, Config::kBlockM));
+  launch.tiles = launch.tiles_of_head * params.h * (is_varlen ? 1 : params.b);
+  // Query heads of one K/V head share its keys and values.
+  const int64_t head_bytes = 4 * int64_t{params.seqlen_k} * params.d / params.h_h_k_ratio;
+  const int64_t heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  const bool uneven = params.window.right != kUnbounded || is_varlen;
+  launch.section = uneven ? static_cast<int>(heads < 1 ? 1 : heads > 1024 ? 1024 : heads) : 1;
+  launch.counter = launch.tiles > params.multiprocessors ? params.tile_counter_ptr : nullptr;
+}
+
+template <class Config, Dtype kDtype>
+cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  FwdLaunch launch{};
+  launch.params = params;
+  const cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
+  if (status != cudaSuccess) return status;
+  set_tile_order<Config>(launch);
+  const int grid = launch.tiles < params.multiprocessors ? launch.tiles : params.multiprocessors;
+  return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, static_cast<int>(sizeof(FwdStorage<Config>)),
+                       launch, params.device, stream, configured_devices);
+}
+
+// Where the rows of a larger tile would often stand beyond the end of a sequence.
+inline bool prefers_short_tile(const Flash_fwd_params& params) {
+  const bool is_varlen = params.is_varlen();
+  return (is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q) <= plan::kSm90ShortRows;
+}
+
+}  // namespace sm90
+
+// cudaErrorNotSupported: not for this family, nothing was launched.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream) {
+  using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
+  using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
+  using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
+  if (params.paged.block_table != nullptr) return cudaErrorNotSupported;
+  if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  if constexpr (Short::kBlockM < Plain::kBlockM) {
+    if (sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
+  }
+  return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
+}
+
+}  // namespace flash

@@ -1,0 +1,220 @@
+// The computing side of the wgmma forward: one warpgroup, 64 rows. S of a block of keys is computed while the product
+// of P and V of the block before is still under way, so that the tensor cores work through the softmax.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/block_range.h"
+#include "common/convert.h"
+#include "common/dropout.h"
+#include "common/mask.h"
+#include "common/score_mod.h"
+#include "common/softmax.h"
+#include "sm90/fwd_storage.h"
+
+namespace flash {
+namespace sm90 {
+
+// acc += A B over all k slices; started, not waited for. `clears`: acc = A B.
+template <class Mma, class A, class B, class Acc>
+__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears) {
+  using namespace cute;
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  mma.accumulate_ = clears ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < size<2>(tCrA); ++k) {
+    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(acc);
+}
+
+// A row block, and the key blocks that it visits: at least one.
+template <class Config>
+struct FwdTile {
+  RowBlock block;
+  BlockRange range;
+
+  __device__ __forceinline__ FwdTile(const RowBlock& block_, const Window& window) : block(block_) {
+    if (!block.empty()) range = block_range(visibility(window), block.row_begin, block.row_end, Config::kBlockN);
+  }
+
+  __device__ __forceinline__ bool exists() const { return !block.empty(); }
+  __device__ __forceinline__ Visibility visibility(const Window& window) const {
+    return {block.seqlen_q, block.seqlen_k, window};
+  }
+};
+
+template <class Config>
+struct FwdMainloop {
+  using Element = typename Config::Element;
+  using Storage = FwdStorage<Config>;
+  using Tile = FwdTile<Config>;
+  using KvPlace = RingIndex<Config::kKvStages>;
+  using MmaQk = typename Config::MmaQk;
+  using MmaPv = typename Config::MmaPv;
+  static constexpr int kRows = 2;  // accumulator rows per thread
+  using AccS = decltype(cute::partition_fragment_C(
+      MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
+  using AccO = decltype(cute::partition_fragment_C(
+      MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDim>>{}));  // ((2, 2, D / 8), 1, 1)
+  using LayoutP = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1,
+                                           cute::Int<Config::kBlockN / 16>>>;  // P as the A operand: the same registers
+  using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
+
+  const Flash_fwd_params& params;
+  Storage& storage;
+  const int group;                    // of the consumer warpgroups
+  const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
+  KvPlace k_place, v_place;
+
+  AccS acc_s;
+  AccO acc_o;
+  FragmentP tOrP;
+  Softmax<kRows> softmax;
+
+  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
+      : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
+
+  __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_place.stage].wait(k_place.phase); }
+
+  // S of the block of keys at k_place: started, not waited for.
+  __device__ __forceinline__ void start_qk(int q_stage) {
+    using namespace cute;
+    MmaQk mma;
+    const auto thread = mma.get_slice(threadIdx.x % 128);
+    auto q = make_tensor(make_smem_ptr(storage.q[q_stage][group]), typename Config::SmemLayoutQ{});
+    auto k = make_tensor(make_smem_ptr(storage.k[k_place.stage]), typename Config::SmemLayoutK{});
+    auto tSrQ = thread.partition_fragment_A(q);  // (MMA, 1, MMA_D)
+    auto tSrK = thread.partition_fragment_B(k);  // (MMA, 1, MMA_D)
+    start_gemm(mma, tSrQ, tSrK, acc_s, true);
+  }
+
+  // O += P V, or O = P V, of the block at v_place: started, not waited for.
+  __device__ __forceinline__ void start_pv(bool clears) {
+    using namespace cute;
+    storage.v_full[v_place.stage].wait(v_place.phase);
+    MmaPv mma;
+    const auto thread = mma.get_slice(threadIdx.x % 128);
+    auto vt = make_tensor(make_smem_ptr(storage.v[v_place.stage]), typename Config::SmemLayoutVt{});
+    auto tOrV = thread.partition_fragment_B(vt);  // (MMA, 1, MMA_N)
+    start_gemm(mma, tOrP, tOrV, acc_o, clears);
+  }
+
+  // All but the `kLater` last products are finished.
+  template <int kLater, class Acc>
+  __device__ __forceinline__ static void wait_for(Acc& acc) {
+    cute::warpgroup_wait<kLater>();
+    cute::warpgroup_fence_operand(acc);
+  }
+
+  // This warp has read the buffer.
+  __device__ __forceinline__ static void release(Barrier* empty, KvPlace& place) {
+    if (threadIdx.x % 32 == 0) empty[place.stage].arrive();
+    place.advance();
+  }
+
+  // Raw scores to what the softmax takes: softcap, ALiBi, mask.
+  template <bool kEdge, class Scores>
+  __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
+    const Visibility visibility = tile.visibility(params.window);
+    const int first_row = row_begin(tile);
+    if (params.has_score_mod) {
+      ScoreMod(params, tile.block.batch, tile.block.head).apply(scores, coords, visibility.diagonal(first_row), key);
+    }
+    if constexpr (kEdge) {
+      apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
+                 key + Config::kBlockN);
+    }
+  }
+
+  __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
+    using namespace cute;
+    if constexpr (Config::kVariant == FwdVariant::kDropout) {
+      auto scores = row_col_view(acc_s);
+      DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
+    }
+    auto pairs = recast<uint32_t>(tOrP);
+#pragma unroll
+    for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+  }
+
+  // P of the first block, from its S.
+  __device__ __forceinline__ void first_step(const Tile& tile) {
+    softmax = Softmax<kRows>();
+    release(storage.k_empty, k_place);
+    const int key = tile.range.block_interior_first(0) * Config::kBlockN;
+    auto scores = row_col_view(acc_s);
+    modify_scores<true>(scores, tile, key);
+    float correction[kRows];
+    softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+    softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
+    set_probabilities(tile, key);
+  }
+
+  // S and P of block i, and P V of block i - 1.
+  template <bool kEdge>
+  __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage) {
+    wait_for_k();
+    start_qk(q_stage);
+    start_pv(i == 1);
+    wait_for<1>(acc_s);
+    release(storage.k_empty, k_place);
+    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
+    auto scores = row_col_view(acc_s);
+    modify_scores<kEdge>(scores, tile, key);
+    float correction[kRows];
+    const bool raised =
+        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+    softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    cute::warpgroup_fence_operand(acc_s);  // the exponentials come before the wait
+    wait_for<0>(acc_o);
+    cute::warpgroup_fence_operand(tOrP);
+    release(storage.v_empty, v_place);
+    if (raised) {
+      auto out = row_col_view(acc_o);
+      softmax.rescale(out, correction);
+    }
+    set_probabilities(tile, key);
+  }
+
+  // Q of a tile and its first block of keys have landed.
+  __device__ __forceinline__ void wait_for_tile(int q_stage, uint32_t q_phase) const {
+    storage.q_full[q_stage][group].wait(q_phase);
+    wait_for_k();
+  }
+
+  // S of the first block of a tile.
+  __device__ __forceinline__ void begin(int q_stage) {
+    start_qk(q_stage);
+    wait_for<0>(acc_s);
+  }
+
+  // All blocks of keys after first_step(), but for P V of the last.
+  __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
+    const int count = tile.range.count();
+    const int interior = tile.range.interior_end - tile.range.interior_begin;
+    int i = 1;
+    for (; i < interior; ++i) step<false>(tile, i, q_stage);
+    for (; i < count; ++i) step<true>(tile, i, q_stage);
+  }
+
+  // O is complete. With kBegins S of the first block of the next tile is computed beside it; where there is none, S is
+  // never looked at.
+  template <bool kBegins>
+  __device__ __forceinline__ void end(const Tile& tile, int next_q_stage) {
+    if constexpr (kBegins) start_qk(next_q_stage);
+    start_pv(tile.range.count() == 1);
+    wait_for<0>(acc_o);
+    cute::warpgroup_fence_operand(tOrP);
+    if constexpr (kBegins) cute::warpgroup_fence_operand(acc_s);
+    release(storage.v_empty, v_place);
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

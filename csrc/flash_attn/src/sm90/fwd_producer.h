@@ -1,0 +1,191 @@
+// The loading side of the wgmma forward: one warp chooses row blocks, another brings Q, K and V in by TMA.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/block_range.h"
+#include "sm90/fwd_storage.h"
+#include "sm90/tensor_map.h"
+
+namespace flash {
+namespace sm90 {
+
+struct FwdLaunch {
+  Flash_fwd_params params;
+  CUtensorMap q_map, k_map, v_map, o_map;
+  int tiles;          // row blocks of all heads
+  int tiles_of_head;  // consecutive ones
+  int section;        // heads that are worked on together, whose K and V the L2 cache holds
+  int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
+};
+
+// Place `index` in the order in which row blocks are handed out: heads in sections; within a section the costliest rows
+// of all heads first under a causal mask.
+__device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
+  if (launch.section == 1) return index;
+  const int section_tiles = launch.section * launch.tiles_of_head;
+  const int section = index / section_tiles;
+  const int heads = min(launch.section, launch.tiles / launch.tiles_of_head - section * launch.section);
+  const int within = index - section * section_tiles;
+  return section * section_tiles + (within % heads) * launch.tiles_of_head + within / heads;
+}
+
+// The next index for this thread block, the same in all lanes of the warp. With a counter, blocks take what is left as
+// they get free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
+__device__ __forceinline__ int next_index(const FwdLaunch& launch, int index) {
+  if (launch.counter == nullptr) return index + gridDim.x;
+  int drawn = 0;
+  if (threadIdx.x % 32 == 0) {
+    drawn = atomicAdd(launch.counter, 1);
+    if (drawn == launch.tiles - 1) *launch.counter = 0;
+  }
+  return gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
+}
+
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
+template <class Element>
+__device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& params, const RowBlock& block) {
+  const int lane = threadIdx.x % 32;
+  auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
+  for (int row = block.row_begin; row < block.row_end; ++row) {
+    if (8 * lane < params.d) *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+  }
+  const float lse = keyless_lse(params, block);
+  for (int row = block.row_begin + lane; row < block.row_end; row += 32) {
+    params.softmax_lse_ptr[lse_offset(block, params) + row] = lse;
+  }
+}
+
+__device__ __forceinline__ BlockRange key_blocks(const Flash_fwd_params& params, const RowBlock& block, int block_n) {
+  return block_range({block.seqlen_q, block.seqlen_k, params.window}, block.row_begin, block.row_end, block_n);
+}
+
+// Row blocks that see no key are done with here.
+template <class Config>
+__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+  TileQueue<Config> queue(storage);
+  for (int index = blockIdx.x; index < launch.tiles; index = next_index(launch, index)) {
+    const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
+    if (block.empty()) continue;
+    if (key_blocks(launch.params, block, Config::kBlockN).count() == 0) {
+      store_nothing_seen<typename Config::Element>(launch.params, block);
+      continue;
+    }
+    queue.push(block);
+    queue.wait_until_taken();
+  }
+  queue.push(RowBlock{});
+}
+
+// Issued by one lane; the whole warp walks along.
+template <class Config>
+struct FwdProducer {
+  using Storage = FwdStorage<Config>;
+  using Element = typename Config::Element;
+  static constexpr int kKvBytes = Config::kSmemKv * static_cast<int>(sizeof(Element));
+  static constexpr int kQBytes = Config::kSmemQ * static_cast<int>(sizeof(Element));
+
+  const FwdLaunch& launch;
+  Storage& storage;
+  RingIndex<Config::kKvStages> k_place, v_place;
+  RingIndex<Config::kQStages> q_place;
+  const bool issues;  // this lane
+
+  __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
+      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
+
+  // A tile of kRows rows from coordinate `row` on, chunk by chunk.
+  template <int kRows>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int head, cute::TMA::CacheHintSm90 hint) const {
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
+                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                   row + rows.shift, head, rows.outer, rows.origin);
+    }
+  }
+
+  // Waits until every consumer is done with the buffer.
+  __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
+                                          RingIndex<Config::kKvStages>& place, int n_block, const TmaRows& rows,
+                                          int head) {
+    empty[place.stage].wait(place.phase ^ 1);
+    if (issues) {
+      full[place.stage].arrive_and_expect(kKvBytes);
+      load<Config::kBlockN>(map, full[place.stage], smem + place.stage * Config::kSmemKv, rows,
+                            n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
+    }
+    place.advance();
+  }
+
+  // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
+  __device__ __forceinline__ void load_q(const RowBlock& block) {
+    const Flash_fwd_params& params = launch.params;
+    const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
+#pragma unroll
+    for (int group = 0; group < Config::kWarpGroups; ++group) {
+      storage.q_empty[q_place.stage][group].wait(q_place.phase ^ 1);
+      if (issues) {
+        Barrier& full = storage.q_full[q_place.stage][group];
+        full.arrive_and_expect(kQBytes);
+        load<64>(launch.q_map, full, storage.q[q_place.stage][group], rows, block.row_begin + 64 * group, block.head,
+                 cute::TMA::CacheHintSm90::EVICT_FIRST);
+      }
+    }
+    q_place.advance();
+  }
+
+  // A row block on its way through the loads.
+  struct Tile {
+    RowBlock block;
+    BlockRange range;
+    TmaRows rows;
+    int head_k;
+  };
+
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
+    const Flash_fwd_params& params = launch.params;
+    const RowBlock block = queue.read();
+    queue.finish();
+    return {block, key_blocks(params, block, Config::kBlockN),
+            TmaRows(params.is_varlen(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
+  }
+
+  __device__ __forceinline__ void load_k(const Tile& tile, int i) {
+    load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
+            tile.range.block_interior_first(i), tile.rows, tile.head_k);
+  }
+
+  __device__ __forceinline__ void load_v(const Tile& tile, int i) {
+    load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
+            tile.range.block_interior_first(i), tile.rows, tile.head_k);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (issues) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.q_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.k_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.v_map));
+    }
+    // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
+    TileQueue<Config> queue(storage);
+    Tile tile = next_tile(queue);
+    if (!tile.block.empty()) load_k(tile, 0);
+    while (!tile.block.empty()) {
+      load_q(tile.block);
+      const int count = tile.range.count();
+      for (int i = 1; i < count; ++i) {
+        load_k(tile, i);
+        load_v(tile, i - 1);
+      }
+      const Tile next = next_tile(queue);
+      if (!next.block.empty()) load_k(next, 0);
+      load_v(tile, count - 1);
+      tile = next;
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

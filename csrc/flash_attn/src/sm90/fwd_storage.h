@@ -1,0 +1,95 @@
+// Shared memory of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
+#pragma once
+
+#include "common/sequence.h"
+#include "sm90/barrier.h"
+#include "sm90/fwd_config.h"
+
+namespace flash {
+namespace sm90 {
+
+// A place in a ring of kStages buffers. A consumer waits for `phase`; a producer for the opposite one, so that it
+// finds the buffers free in its first round.
+template <int kStages>
+struct RingIndex {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct FwdStorage {
+  using Element = typename Config::Element;
+
+  alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
+  alignas(1024) Element k[Config::kKvStages][Config::kSmemKv];
+  alignas(1024) Element v[Config::kKvStages][Config::kSmemKv];
+
+  // full: 1 arrival and the bytes of the tile. empty: one arrival of each warp that read it.
+  Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
+  Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
+  Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
+  // The row block that the scheduler hands to the loading warp and to the consumers.
+  Barrier tile_full, tile_empty;
+  RowBlock tile;  // an empty block says that there are no more
+
+  __device__ __forceinline__ void init_barriers() {
+    for (int i = 0; i < Config::kKvStages; ++i) {
+      k_full[i].init(1);
+      v_full[i].init(1);
+      k_empty[i].init(Config::kConsumerWarps);
+      v_empty[i].init(Config::kConsumerWarps);
+    }
+    for (int i = 0; i < Config::kQStages; ++i) {
+      for (int group = 0; group < Config::kWarpGroups; ++group) {
+        q_full[i][group].init(1);
+        q_empty[i][group].init(4);
+      }
+    }
+    tile_full.init(1);
+    tile_empty.init(Config::kConsumerWarps + 1);
+    Barrier::fence_init();
+  }
+};
+
+// The row blocks of this thread block, one after the other: the scheduler warp pushes, all other warps take.
+template <class Config>
+struct TileQueue {
+  FwdStorage<Config>& storage;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ explicit TileQueue(FwdStorage<Config>& storage_) : storage(storage_) {}
+
+  // Waits until everybody has finished with the last block.
+  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty.wait(phase ^ 1); }
+
+  __device__ __forceinline__ void push(const RowBlock& block) {
+    if (threadIdx.x % 32 == 0) {
+      storage.tile = block;
+      storage.tile_full.arrive();
+    }
+    __syncwarp();
+    phase ^= 1;
+  }
+
+  __device__ __forceinline__ RowBlock read() {
+    storage.tile_full.wait(phase);
+    phase ^= 1;
+    return storage.tile;
+  }
+
+  // After read(): the next block may be chosen.
+  __device__ __forceinline__ void finish() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) storage.tile_empty.arrive();
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

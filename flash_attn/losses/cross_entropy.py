@@ -1,0 +1,69 @@
+"""`cross_entropy_loss` as a module."""
+
+import torch
+
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """Cross-entropy of rows of logits, reduced over the rows that are not ignored.
+
+    Arguments:
+        ignore_index: int. Rows with this label contribute nothing.
+        reduction: "mean" (over the rows not ignored; NaN if there are none), "sum" or "none".
+        label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
+            `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
+        return_z_loss: bool. Also return the z-loss, which is part of the loss.
+
+    Raises NotImplementedError for another reduction.
+    """
+
+    def __init__(
+        self,
+        ignore_index=-100,
+        reduction="mean",
+        label_smoothing=0.0,
+        logit_scale=1.0,
+        lse_square_scale=0.0,
+        inplace_backward=False,
+        process_group=None,
+        return_z_loss=False,
+    ):
+        super().__init__()
+        if reduction not in ("mean", "none", "sum"):
+            raise NotImplementedError(f"reduction: expected 'mean', 'none' or 'sum', got {reduction!r}")
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.logit_scale = logit_scale
+        self.lse_square_scale = lse_square_scale
+        self.inplace_backward = inplace_backward
+        self.process_group = process_group
+        self.return_z_loss = return_z_loss
+
+    def forward(self, input, target, precomputed_lse=None):
+        """
+        Arguments:
+            input: (batch, classes), any floating point dtype; with process_group this process's part of the classes.
+            target: int64 or int32 (batch,), in [0, classes) or ignore_index.
+            precomputed_lse: float32 (batch,), the log-sum-exp of input, or None.
+
+        Returns the loss, float32: 0-d, or (batch,) with reduction "none"; with return_z_loss (loss, z_loss), the
+        second not differentiable.
+        """
+        loss, z_loss = cross_entropy_loss(
+            input,
+            target,
+            precomputed_lse=precomputed_lse,
+            label_smoothing=self.label_smoothing,
+            logit_scale=self.logit_scale,
+            lse_square_scale=self.lse_square_scale,
+            ignore_index=self.ignore_index,
+            inplace_backward=self.inplace_backward,
+            process_group=self.process_group,
+        )
+        if self.reduction == "none":
+            return (loss, z_loss) if self.return_z_loss else loss
+        count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
+        loss = loss.sum() / count
+        return (loss, z_loss.sum() / count) if self.return_z_loss else loss

@@ -1,0 +1,206 @@
+"""softmax(Q K^T) V as modules without parameters: by `flash_attn` (Flash...) or by its definition.
+
+Those by definition materialise the matrix of scores; they are for key_padding_mask, and for comparison.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from flash_attn.flash_attn_interface import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+
+def get_alibi_slopes(nheads):
+    """The ALiBi slopes of Press, Smith and Lewis (2022, arXiv:2108.12409), a list of nheads floats.
+
+    2^(-8 i / n) for i = 1 .. n if n is a power of two; else those of the next lower power, followed by every other one
+    of the next higher.
+    """
+    power = 1 << (nheads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return slopes + [2.0 ** (-8.0 * (i + 0.5) / power) for i in range(nheads - power)]
+
+
+class _FlashAttention(nn.Module):
+    """The options that both modules by `flash_attn` have."""
+
+    def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size = window_size
+        self.deterministic = deterministic
+
+    def _apply(self, fn, recurse=True):
+        # Slopes stay float32 in a module cast to half precision: far keys would notice their rounding.
+        exact = self.alibi_slopes
+        super()._apply(fn, recurse)
+        if exact is not None and not exact.is_meta:
+            self.alibi_slopes = exact.to(device=self.alibi_slopes.device, dtype=torch.float32)
+        return self
+
+    def _options(self, causal):
+        return {
+            "dropout_p": self.drop.p if self.training else 0.0,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal if causal is None else causal,
+            "window_size": self.window_size,
+            "alibi_slopes": self.alibi_slopes,
+            "deterministic": self.deterministic,
+        }
+
+
+class FlashSelfAttention(_FlashAttention):
+    """`flash_attn_qkvpacked_func` and `flash_attn_varlen_qkvpacked_func`, whose arguments these are.
+
+    Arguments:
+        causal: bool.
+        softmax_scale: float or None.
+        attention_dropout: float in [0, 1), in training alone.
+        window_size: (left, right).
+        alibi_slopes: float32 (nheads,) or (batch, nheads), or None; a buffer that is not saved.
+        deterministic: bool.
+    """
+
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        window_size=(-1, -1),
+        alibi_slopes=None,
+        deterministic=False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
+    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
+        """
+        Arguments:
+            qkv: (batch, seqlen, 3, nheads, head_dim), or (total, 3, nheads, head_dim) with cu_seqlens.
+            causal: bool, instead of the module's, or None.
+            cu_seqlens: int32 (batch + 1,): sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
+            max_seqlen: int, the longest sequence; needed with cu_seqlens.
+
+        Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
+        """
+        if cu_seqlens is None:
+            return flash_attn_qkvpacked_func(qkv, **self._options(causal))
+        _require_given(max_seqlen=max_seqlen)
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
+
+
+class FlashCrossAttention(_FlashAttention):
+    """`flash_attn_kvpacked_func` and `flash_attn_varlen_kvpacked_func`; arguments of `FlashSelfAttention`."""
+
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        alibi_slopes=None,
+        window_size=(-1, -1),
+        deterministic=False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
+    def forward(
+        self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None
+    ):  # fmt: skip
+        """
+        Arguments:
+            q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens.
+            kv: (batch, seqlen_k, 2, nheads_k, head_dim), or (total_k, 2, nheads_k, head_dim) with cu_seqlens.
+            causal: bool, instead of the module's, or None.
+            cu_seqlens, max_seqlen: int32 (batch + 1,) and int, of q; or None.
+            cu_seqlens_k, max_seqlen_k: the same of kv; needed with cu_seqlens.
+
+        Returns a tensor like q.
+        """
+        if cu_seqlens is None:
+            return flash_attn_kvpacked_func(q, kv, **self._options(causal))
+        _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+        return flash_attn_varlen_kvpacked_func(
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal)
+        )
+
+
+def _require_given(**arguments):
+    for name, value in arguments.items():
+        if value is None:
+            raise RuntimeError(f"{name}: expected a value with cu_seqlens, got None")
+
+
+class CrossAttention(nn.Module):
+    """Attention by its definition. Arguments: causal, softmax_scale and attention_dropout of `FlashSelfAttention`."""
+
+    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+
+    def forward(self, q, kv, causal=None, key_padding_mask=None):
+        """
+        Arguments:
+            q: (batch, seqlen_q, nheads, head_dim).
+            kv: (batch, seqlen_k, 2, nheads_k, head_dim).
+            causal: bool, instead of the module's, or None. Aligned to the last query and the last key; that is the
+                last one kept with key_padding_mask, which then keeps the first keys of each sequence.
+            key_padding_mask: bool (batch, seqlen_k), True where a key is kept, or None.
+
+        Returns (batch, seqlen_q, nheads, head_dim); 0 for a query that sees no key. The softmax is taken in float32.
+        """
+        causal = self.causal if causal is None else causal
+        scale = 1.0 / math.sqrt(q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
+        group = q.shape[2] // kv.shape[3]
+        k, v = (x.repeat_interleave(group, dim=2) if group > 1 else x for x in kv.unbind(2))
+        scores = torch.einsum("bthd,bshd->bhts", q * scale, k)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        seen = _visible(q.shape[1], kv.shape[1], causal, key_padding_mask, q.device)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        probs = torch.softmax(scores, dim=-1)
+        if seen is not None:
+            probs = probs.masked_fill(~seen, 0.0)
+        return torch.einsum("bhts,bshd->bthd", self.drop(probs.to(v.dtype)), v)
+
+
+class SelfAttention(CrossAttention):
+    """`CrossAttention` of packed projections."""
+
+    def forward(self, qkv, causal=None, key_padding_mask=None):
+        """qkv: (batch, seqlen, 3, nheads, head_dim) -> (batch, seqlen, nheads, head_dim).
+
+        causal: bool, instead of the module's, or None. key_padding_mask: bool (batch, seqlen), True where a key is
+        kept, or None.
+        """
+        causal = self.causal if causal is None else causal
+        if causal and key_padding_mask is not None:
+            position = torch.arange(qkv.shape[1], device=qkv.device)
+            key_padding_mask = key_padding_mask[:, None] & (position <= position[:, None])
+            causal = False
+        return super().forward(qkv[:, :, 0], qkv[:, :, 1:], causal, key_padding_mask)
+
+
+def _visible(seqlen_q, seqlen_k, causal, key_padding_mask, device):
+    """Bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k): True where a query sees a key; None: everywhere.
+
+    key_padding_mask (batch, seqlen_k), or (batch, seqlen_q, seqlen_k).
+    """
+    kept = None
+    if key_padding_mask is not None:
+        kept = key_padding_mask[:, None] if key_padding_mask.dim() == 3 else key_padding_mask[:, None, None]
+    if not causal:
+        return kept
+    keys = seqlen_k if kept is None else kept.sum(-1, keepdim=True)
+    query = torch.arange(seqlen_q, device=device)[:, None]
+    seen = torch.arange(seqlen_k, device=device) <= query + keys - seqlen_q
+    return seen if kept is None else seen & kept

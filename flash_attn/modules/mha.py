@@ -1,0 +1,297 @@
+"""Multi-head attention with its projections (Vaswani et al., 2017, arXiv:1706.03762): self- and cross-attention,
+grouped queries, rotary embedding, and generation with a KV cache."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn.flash_attn_interface import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.modules.inner_attention import (
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
+
+__all__ = [
+    "MHA",
+    "CrossAttention",
+    "FlashCrossAttention",
+    "FlashSelfAttention",
+    "LinearResidual",
+    "SelfAttention",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_alibi_slopes",
+]
+
+
+class LinearResidual(nn.Linear):
+    """A linear layer that also returns its input."""
+
+    def forward(self, input):
+        return super().forward(input), input
+
+
+def _require(condition, name, expected, got):
+    if not condition:
+        raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def _update_kv_cache(kv, inference_params, layer_idx):
+    """Write kv (batch, seqlen, 2, nheads_k, head_dim) at seqlen_offset -> the keys and values in the cache so far."""
+    caches = inference_params.key_value_memory_dict
+    if layer_idx not in caches:
+        shape = (inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:])
+        caches[layer_idx] = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    cache = caches[layer_idx]
+    first, start = inference_params.batch_size_offset, inference_params.seqlen_offset
+    last, end = first + kv.shape[0], start + kv.shape[1]
+    _require(last <= cache.shape[0], "batch", f"at most {cache.shape[0]} sequences in the cache", last)
+    _require(end <= cache.shape[1], "seqlen", f"at most {cache.shape[1]} tokens in the cache", end)
+    cache[first:last, start:end] = kv
+    return cache[first:last, :end]
+
+
+class MHA(nn.Module):
+    """Multi-head self-attention or cross-attention.
+
+    Arguments:
+        embed_dim: int, features of the input and output, divisible by num_heads.
+        num_heads: int.
+        num_heads_kv: int, a divisor of num_heads: the heads of keys and values (grouped queries). Default: num_heads.
+        cross_attn: bool. Keys and values from another sequence; not with rotary or a KV cache.
+        qkv_proj_bias, out_proj_bias: bool.
+        dropout: float in [0, 1), of the attention matrix, in training alone.
+        softmax_scale: float. Default: 1 / sqrt(head_dim).
+        causal: bool.
+        layer_idx: int, the key of this layer's cache; needed for generation.
+        rotary_emb_dim: int, features of each head that are rotated; 0: no rotary embedding.
+        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as in `RotaryEmbedding`.
+        use_alibi: bool. ALiBi with the slopes of `get_alibi_slopes`; needs use_flash_attn.
+        window_size: (left, right); needs use_flash_attn unless (-1, -1).
+        fused_bias_fc: bool, without effect: the projections are `nn.Linear`.
+        use_flash_attn: bool. Attention by `flash_attn` instead of its definition.
+        return_residual: bool. Return (out, input).
+        checkpointing: bool. Compute the attention anew in the backward instead of keeping what it needs.
+        dwconv: bool, has to be False.
+        device, dtype: of the parameters.
+
+    Raises RuntimeError naming the argument that does not fit, NotImplementedError for dwconv.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        num_heads_kv=None,
+        cross_attn=False,
+        qkv_proj_bias=True,
+        out_proj_bias=True,
+        dropout=0.0,
+        softmax_scale=None,
+        causal=False,
+        layer_idx=None,
+        dwconv=False,
+        rotary_emb_dim=0,
+        rotary_emb_base=10000.0,
+        rotary_emb_scale_base=None,
+        rotary_emb_interleaved=False,
+        use_alibi=False,
+        window_size=(-1, -1),
+        fused_bias_fc=False,
+        use_flash_attn=False,
+        return_residual=False,
+        checkpointing=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        _require(embed_dim % num_heads == 0, "embed_dim", f"a multiple of num_heads ({num_heads})", embed_dim)
+        _require(num_heads % num_heads_kv == 0, "num_heads_kv", f"a divisor of num_heads ({num_heads})", num_heads_kv)
+        _require(use_flash_attn or not use_alibi, "use_alibi", "False without use_flash_attn", use_alibi)
+        full = tuple(window_size) == (-1, -1)
+        _require(use_flash_attn or full, "window_size", "(-1, -1) without use_flash_attn", window_size)
+        _require(not (cross_attn and rotary_emb_dim), "rotary_emb_dim", "0 with cross_attn", rotary_emb_dim)
+        if dwconv:
+            raise NotImplementedError("dwconv: expected False, got True: no convolution of q, k and v is built")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_heads_kv = num_heads_kv
+        self.head_dim = embed_dim // num_heads
+        self.cross_attn = cross_attn
+        self.causal = causal
+        self.layer_idx = layer_idx
+        self.dwconv = dwconv
+        self.rotary_emb_dim = rotary_emb_dim
+        self.use_flash_attn = use_flash_attn
+        self.return_residual = return_residual
+        self.checkpointing = checkpointing
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
+            )
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        linear_of_input = partial(LinearResidual, device=device, dtype=dtype) if return_residual else linear
+        kv_dim = 2 * self.head_dim * num_heads_kv
+        if cross_attn:
+            self.Wq = linear(embed_dim, embed_dim, bias=qkv_proj_bias)
+            self.Wkv = linear_of_input(embed_dim, kv_dim, bias=qkv_proj_bias)
+        else:
+            self.Wqkv = linear_of_input(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias)
+        slopes = torch.tensor(get_alibi_slopes(num_heads), device=device, dtype=torch.float32) if use_alibi else None
+        flash = {"alibi_slopes": slopes, "window_size": window_size} if use_flash_attn else {}
+        common = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout, **flash}
+        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common)
+        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common)
+        self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+        """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, head_dim), for `key_value_memory_dict`."""
+        weight = self.out_proj.weight
+        shape = (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
+        return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
+
+    def forward(
+        self,
+        x,
+        x_kv=None,
+        key_padding_mask=None,
+        cu_seqlens=None,
+        max_seqlen=None,
+        mixer_subset=None,
+        inference_params=None,
+        **kwargs,
+    ):
+        """
+        Arguments:
+            x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens.
+            x_kv: with cross_attn the input of keys and values, (batch, seqlen_k, embed_dim) or (total_k, embed_dim).
+                Default: x.
+            key_padding_mask: bool (batch, seqlen_k), True where a key is kept; without use_flash_attn alone.
+            cu_seqlens, max_seqlen: int32 (batch + 1,) and int: the sequences in x, see `flash_attn_varlen_func`; with
+                use_flash_attn alone, not with rotary. With cross_attn also cu_seqlens_k and max_seqlen_k, of x_kv.
+            mixer_subset: index or slice of the positions of x that are queries; with cross_attn alone.
+            inference_params: `flash_attn.utils.generation.InferenceParams`. The keys and values of x are appended to
+                this layer's cache, which is made if it does not exist, and x attends to all of them.
+            kwargs: passed on to the inner attention.
+
+        Returns out, like x; with return_residual (out, x).
+        """
+        self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+        if self.use_flash_attn:
+            kwargs = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **kwargs}
+        else:
+            kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
+        if self.cross_attn:
+            q, kv, x = self._project_cross(x, x_kv, mixer_subset)
+            context = self._run(self.inner_cross_attn, q, kv, **kwargs)
+        else:
+            projected = self.Wqkv(x)
+            projected, x = projected if self.return_residual else (projected, x)
+            heads = projected.unflatten(-1, (-1, self.head_dim))  # q, k and v heads, one after the other
+            if inference_params is None:
+                context = self._attend(heads, kwargs)
+            else:
+                context = self._attend_with_cache(heads, inference_params)
+        out = self.out_proj(context.flatten(-2))
+        return (out, x) if self.return_residual else out
+
+    def _check_call(self, x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params):
+        def no(name, value, when):
+            _require(value is None, name, f"None {when}", "a value")
+
+        if cu_seqlens is not None:
+            _require(self.use_flash_attn, "cu_seqlens", "None without use_flash_attn", "a tensor")
+            _require(self.rotary_emb_dim == 0, "cu_seqlens", "None with rotary_emb_dim > 0", "a tensor")
+            _require(max_seqlen is not None, "max_seqlen", "a value with cu_seqlens", None)
+        if self.use_flash_attn:
+            no("key_padding_mask", key_padding_mask, "with use_flash_attn")
+        if not self.cross_attn:
+            no("x_kv", x_kv, "without cross_attn")
+            no("mixer_subset", mixer_subset, "without cross_attn")
+        if inference_params is not None:
+            no("key_padding_mask", key_padding_mask, "with inference_params")
+            no("cu_seqlens", cu_seqlens, "with inference_params")
+            _require(not self.cross_attn, "inference_params", "None with cross_attn", "a value")
+            _require(self.layer_idx is not None, "layer_idx", "an int in the constructor for inference_params", None)
+
+    def _project_cross(self, x, x_kv, mixer_subset):
+        """-> (q, kv, the input to return as the residual)."""
+        kv = self.Wkv(x if x_kv is None else x_kv)
+        if self.return_residual:
+            kv, source = kv
+            x = source if x_kv is None else x
+        q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
+        return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim)), x
+
+    def _run(self, attention, *args, **kwargs):
+        if self.checkpointing:
+            return checkpoint(attention, *args, use_reentrant=False, **kwargs)
+        return attention(*args, **kwargs)
+
+    def _split(self, heads):
+        """(q, kv) of heads (..., num_heads + 2 num_heads_kv, head_dim)."""
+        return heads[..., : self.num_heads, :], heads[..., self.num_heads :, :].unflatten(-2, (2, -1))
+
+    def _attend(self, heads, kwargs):
+        if self.rotary_emb_dim > 0:
+            heads = self.rotary_emb(heads, num_heads_q=self.num_heads)
+        if self.num_heads_kv == self.num_heads:
+            return self._run(self.inner_attn, heads.unflatten(-2, (3, -1)), **kwargs)
+        if kwargs.get("cu_seqlens") is not None:
+            kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
+        return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)
+
+    def _attend_with_cache(self, heads, params):
+        prefill = params.seqlen_offset == 0
+        lengths = params.lengths_per_sample
+        if lengths is not None:
+            lengths = lengths[params.batch_size_offset :][: heads.shape[0]]
+        rotary = self.rotary_emb_dim > 0
+        # The kernel that appends to the cache rotates, too; it knows neither xPos nor odd sizes.
+        fused = self.use_flash_attn and not prefill and rotary
+        fused = fused and self.rotary_emb.scale is None and self.rotary_emb_dim % 16 == 0
+        if rotary and not fused:
+            offset = params.seqlen_offset if lengths is None else lengths
+            heads = self.rotary_emb(
+                heads, seqlen_offset=offset, max_seqlen=params.max_seqlen, num_heads_q=self.num_heads
+            )
+        q, kv = self._split(heads)
+        if prefill or not self.use_flash_attn:
+            _require(prefill or lengths is None, "lengths_per_sample", "None without use_flash_attn", "a tensor")
+            return self.inner_cross_attn(q, _update_kv_cache(kv, params, self.layer_idx))
+        return self._decode(q, kv, params, params.seqlen_offset if lengths is None else lengths, fused)
+
+    def _decode(self, q, kv, params, cache_seqlens, rotate):
+        """Append kv to the cache at cache_seqlens, rotated before with `rotate`, and attend to all of it."""
+        caches = params.key_value_memory_dict
+        _require(self.layer_idx in caches, "key_value_memory_dict", f"a cache of layer {self.layer_idx}", list(caches))
+        cache = caches[self.layer_idx][params.batch_size_offset :][: q.shape[0]]
+        rotary = {}
+        if rotate:
+            self.rotary_emb._update_cos_sin_cache(params.max_seqlen, device=q.device, dtype=q.dtype)
+            rotary = {
+                "rotary_cos": self.rotary_emb._cos_cached,
+                "rotary_sin": self.rotary_emb._sin_cached,
+                "rotary_interleaved": self.rotary_emb.interleaved,
+            }
+        inner = self.inner_cross_attn
+        return flash_attn_with_kvcache(
+            q, *cache.unbind(2), *kv.unbind(2), cache_seqlens=cache_seqlens, softmax_scale=inner.softmax_scale,
+            causal=inner.causal, window_size=inner.window_size, alibi_slopes=inner.alibi_slopes, **rotary,
+        )  # fmt: skip

@@ -1,0 +1,229 @@
+"""Cross-entropy over a large vocabulary: Triton kernels on CUDA, PyTorch elsewhere. Importing this needs no triton.
+
+With scores s = logit_scale * logits over C classes, a label y and the smoothing e of Szegedy et al. (2016,
+arXiv:1512.00567), the loss of a row is
+
+    lse(s) - (1 - e) s_y - e / C * sum_c s_c + lse_square_scale * lse(s)^2;
+
+the last term is the z-loss of Chowdhery et al. (2022, arXiv:2204.02311). Its gradient needs only s and lse(s), so
+that nothing of the logits' size is kept besides the logits. A vocabulary that is split over processes (Shoeybi et al.,
+2019, arXiv:1909.08053) exchanges two numbers per row.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from flash_attn.ops.triton.dispatch import device_of, kernel_serves, once_differentiable, power_of_two
+
+
+class _Loss(NamedTuple):
+    """What is computed from the logits, and which classes this process has: first_class onwards, of `classes`."""
+
+    smoothing: float
+    logit_scale: float
+    lse_square_scale: float
+    ignore_index: int
+    first_class: int
+    classes: int
+
+
+def cross_entropy_loss(
+    logits,
+    labels,
+    precomputed_lse=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    lse_square_scale=0.0,
+    ignore_index=-100,
+    inplace_backward=False,
+    process_group=None,
+):
+    """Cross-entropy of every row, with a gradient for the logits. Sums are taken in float32 (float64 for float64).
+
+    Arguments:
+        logits: (batch, classes), any floating point dtype and strides; a class dimension with a stride other than 1
+            costs a copy. With process_group: (batch, classes / processes), the part of this process, ranks in order,
+            of the same size on each.
+        labels: int64 or int32 (batch,), in [0, classes), or ignore_index. Another label gives a RuntimeError on CPU
+            tensors; on CUDA, where looking costs a synchronisation, a NaN loss and a NaN gradient of its row.
+        precomputed_lse: float32 (batch,), the log-sum-exp of the logits given, or None. Not differentiable; computed
+            all the same if logit_scale is not 1 or label_smoothing not 0.
+        label_smoothing: float in [0, 1], the weight given to all classes alike.
+        logit_scale: float, factor of the logits.
+        lse_square_scale: float, factor of the squared log-sum-exp that is added to the loss (z-loss).
+        ignore_index: int. Rows with this label have loss and gradient 0, whatever their logits are.
+        inplace_backward: bool. The kernel writes the gradient over the logits, which saves their memory; a second
+            backward raises then. Without effect where the kernel is not used or rows of logits overlap in memory.
+        process_group: torch.distributed group over which the classes are split, or None.
+
+    Returns:
+        losses: (batch,) float32 (float64 for float64 logits), z-loss included.
+        z_losses: like losses, the z-loss alone; not differentiable.
+
+    Raises RuntimeError naming the argument that does not fit. Not twice differentiable.
+    """
+    return CrossEntropyLoss.apply(
+        logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
+        process_group,
+    )  # fmt: skip
+
+
+class CrossEntropyLoss(torch.autograd.Function):
+    """`cross_entropy_loss`, with its arguments in its order."""
+
+    @staticmethod
+    def forward(
+        ctx, logits, labels, precomputed_lse=None, smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
+        ignore_index=-100, inplace_backward=False, process_group=None,
+    ):  # fmt: skip
+        rank, world = 0, 1
+        if process_group is not None:
+            rank = torch.distributed.get_rank(process_group)
+            world = torch.distributed.get_world_size(process_group)
+        _check_shapes(logits, labels, precomputed_lse, smoothing)
+        columns = logits.shape[1]
+        numbers = (float(smoothing), float(logit_scale), float(lse_square_scale), int(ignore_index))
+        rule = _Loss(*numbers, first_class=rank * columns, classes=world * columns)
+        _check_labels(labels, rule)
+        logits = logits if logits.stride(1) == 1 or columns == 1 else logits.contiguous()
+        lse = precomputed_lse if logit_scale == 1.0 and smoothing == 0.0 else None
+        losses, z_losses, lse = _losses(logits, labels, lse, rule, process_group, world)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.rule, ctx.inplace = rule, inplace_backward
+        ctx.mark_non_differentiable(z_losses)
+        return losses, z_losses
+
+    @staticmethod
+    @once_differentiable("cross_entropy_loss")
+    def backward(ctx, dlosses, dz_losses):
+        logits, labels, lse = ctx.saved_tensors
+        if not kernel_serves(logits):
+            dlogits = _compose_backward(dlosses, logits, labels, lse, ctx.rule)
+        elif ctx.inplace and (logits.stride(0) >= logits.shape[1] or logits.shape[0] == 1):
+            dlogits = logits.detach()
+            _launch_backward(dlogits, dlosses, logits, labels, lse, ctx.rule)
+            torch.autograd.graph.increment_version(logits)
+        else:
+            dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            _launch_backward(dlogits, dlosses, logits, labels, lse, ctx.rule)
+        return dlogits, *(None,) * 8
+
+
+def _check_shapes(logits, labels, lse, smoothing):
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise RuntimeError(
+            "logits: expected a floating point tensor (batch, classes) with at least one class, "
+            f"got {str(logits.dtype)[6:]} {list(logits.shape)}"
+        )
+    if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(
+            f"labels: expected int64 or int32 of shape [{logits.shape[0]}], "
+            f"got {str(labels.dtype)[6:]} {list(labels.shape)}"
+        )
+    if lse is not None and lse.shape != labels.shape:
+        raise RuntimeError(f"precomputed_lse: expected shape {list(labels.shape)}, got {list(lse.shape)}")
+    for name, tensor in (("labels", labels), ("precomputed_lse", lse)):
+        if tensor is not None and tensor.device != logits.device:
+            raise RuntimeError(f"{name}: expected a tensor on logits' device ({logits.device}), got {tensor.device}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise RuntimeError(f"label_smoothing: expected a value in [0, 1], got {smoothing}")
+
+
+def _check_labels(labels, rule):
+    if labels.is_cpu and not torch.compiler.is_compiling():
+        wrong = labels[(labels != rule.ignore_index) & ~_known(labels, rule)]
+        if wrong.numel() > 0:
+            expected = f"values in [0, {rule.classes}) or ignore_index {rule.ignore_index}"
+            raise RuntimeError(f"labels: expected {expected}, got {wrong[0].item()}")
+
+
+def _known(labels, rule):
+    return (labels >= 0) & (labels < rule.classes)
+
+
+def _losses(logits, labels, lse, rule, process_group, world):
+    """-> (losses, z_losses, lse). `subtracted` is what the logits here subtract from the LSE of all in the loss."""
+    if kernel_serves(logits) and world == 1:
+        return _launch_forward(logits, labels, lse, rule)
+    if kernel_serves(logits):
+        subtracted, _, lse = _launch_forward(logits, labels, lse, rule, partial=True)
+    else:
+        lse, subtracted = _compose_forward(logits, labels, lse, rule)
+    if world > 1:
+        parts = [torch.empty_like(lse) for _ in range(world)]
+        torch.distributed.all_gather(parts, lse.contiguous(), group=process_group)
+        torch.distributed.all_reduce(subtracted, group=process_group)
+        lse = torch.stack(parts).logsumexp(0)
+    z_losses = rule.lse_square_scale * lse.square()
+    losses = torch.where(_known(labels, rule), lse - subtracted + z_losses, float("nan"))
+    ignored = labels == rule.ignore_index
+    return losses.masked_fill(ignored, 0.0), z_losses.masked_fill(ignored, 0.0), lse
+
+
+def _scores(logits, rule):
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * rule.logit_scale
+
+
+def _label_columns(labels, columns, rule):
+    """The column of every label as (batch, 1), and whether this process has it."""
+    column = labels.long() - rule.first_class
+    here = (column >= 0) & (column < columns) & (labels != rule.ignore_index)
+    return column.clamp(0, columns - 1)[:, None], here[:, None]
+
+
+def _compose_forward(logits, labels, lse, rule):
+    """-> (lse, subtracted), of the logits here alone."""
+    scores = _scores(logits, rule)
+    lse = torch.logsumexp(scores, dim=1) if lse is None else lse.to(scores.dtype)
+    column, here = _label_columns(labels, logits.shape[1], rule)
+    subtracted = torch.where(here, scores.gather(1, column), 0.0)[:, 0]
+    if rule.smoothing > 0.0:
+        subtracted = (1.0 - rule.smoothing) * subtracted + rule.smoothing / rule.classes * scores.sum(1)
+    return lse, subtracted
+
+
+def _compose_backward(dlosses, logits, labels, lse, rule):
+    grad = torch.exp(_scores(logits, rule) - lse[:, None])
+    grad = grad * (1.0 + 2.0 * rule.lse_square_scale * lse)[:, None] - rule.smoothing / rule.classes
+    column, here = _label_columns(labels, logits.shape[1], rule)
+    grad = grad.scatter_add(1, column, here.to(grad.dtype) * (rule.smoothing - 1.0))
+    factor = torch.where(_known(labels, rule), dlosses * rule.logit_scale, float("nan"))
+    grad = torch.where((labels == rule.ignore_index)[:, None], 0.0, grad * factor[:, None])
+    return grad.to(logits.dtype)
+
+
+def _launch_forward(logits, labels, lse, rule, partial=False):
+    """-> (losses, z_losses, lse), or with partial (subtracted, None, lse) of the logits here alone."""
+    from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_forward_kernel
+
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    z_losses = None if partial else torch.empty_like(losses)
+    lse_given = lse is not None
+    lse = lse.float().contiguous() if lse_given else torch.empty_like(losses)
+    vector = 16 // logits.element_size()  # what a thread loads at once
+    block = min(max(power_of_two(columns), 32 * vector), 4096)
+    if rows > 0:
+        with device_of(logits):
+            cross_entropy_forward_kernel[(rows,)](
+                losses, z_losses, lse, logits, labels.contiguous(), logits.stride(0), columns, rule.first_class,
+                rule.classes, rule.ignore_index, rule.logit_scale, rule.smoothing, rule.lse_square_scale,
+                HAS_SMOOTHING=rule.smoothing > 0.0, LSE_GIVEN=lse_given, PARTIAL=partial, BLOCK=block,
+                VECTOR=vector, STAGES=3, num_warps=max(block // 1024, 1),
+            )  # fmt: skip
+    return losses, z_losses, lse
+
+
+def _launch_backward(dlogits, dlosses, logits, labels, lse, rule):
+    from flash_attn.ops.triton.cross_entropy_kernels import cross_entropy_backward_kernel
+
+    rows, columns = logits.shape
+    block = min(power_of_two(columns), 4096)
+    if rows > 0:
+        with device_of(logits):
+            cross_entropy_backward_kernel[(rows, -(-columns // block))](
+                dlogits, dlosses, logits, lse, labels.contiguous(), dlogits.stride(0), dlosses.stride(0),
+                logits.stride(0), columns, rule.first_class, rule.classes, rule.ignore_index, rule.logit_scale,
+                rule.smoothing, rule.lse_square_scale, BLOCK=block, num_warps=4,
+            )  # fmt: skip

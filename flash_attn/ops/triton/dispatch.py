@@ -1,0 +1,60 @@
+"""What the operators here share: when a Triton kernel serves a call, where it starts, how its backward ends."""
+
+import contextlib
+import importlib.util
+from functools import cache
+
+import torch
+
+
+def kernel_serves(x):
+    """Whether a Triton kernel takes x: on CUDA, of at most 32 bits, and not compiled, for Inductor fuses PyTorch."""
+    return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
+
+
+def device_of(x):
+    """A context in which Triton launches on x's device, which need not be the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def power_of_two(n):
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@cache
+def _has_triton():
+    return importlib.util.find_spec("triton") is not None
+
+
+def once_differentiable(name):
+    """Decorate the backward of an autograd.Function that is not differentiable itself: differentiating it raises.
+
+    `torch.autograd.function.once_differentiable` instead lets a second backward pass by without a gradient where the
+    incoming gradient has none.
+    """
+
+    def decorate(backward):
+        def run(ctx, *grad_outputs):
+            with torch.no_grad():
+                grads = backward(ctx, *grad_outputs)
+            if not torch.is_grad_enabled():
+                return grads
+            return _Refusal.apply(name, torch.ones((), requires_grad=True), *grads)
+
+        return run
+
+    return decorate
+
+
+class _Refusal(torch.autograd.Function):
+    """Gradients as they are, with a backward that raises. `origin` requires a gradient, so that they do."""
+
+    @staticmethod
+    def forward(ctx, name, origin, *grads):
+        ctx.name = name
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"{ctx.name}: expected one backward, got a second: its gradient is not differentiable")

@@ -1,0 +1,331 @@
+"""Layer norm (Ba, Kiros and Hinton, 2016, arXiv:1607.06450) and RMS norm (Zhang and Sennrich, 2019, arXiv:1910.07467)
+of a sum: with dropout, a residual stream and a second input, as transformer blocks have it. A Triton kernel on CUDA,
+PyTorch elsewhere. Importing this module needs neither triton nor a GPU.
+
+    sum = dropout(rowscale * x) + dropout(x1) + residual
+    out = (sum - mean(sum)) / sqrt(var(sum) + eps) * weight + bias          layer norm
+    out = sum / sqrt(mean(sum^2) + eps) * weight + bias                     RMS norm
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flash_attn.ops.triton.dispatch import kernel_serves
+from flash_attn.ops.triton.layer_norm_launch import MAX_COLUMNS, FusedNorm
+
+
+class NormOptions(NamedTuple):
+    eps: float
+    dropout_p: float
+    prenorm: bool
+    zero_centered_weight: bool
+    is_rms_norm: bool
+    return_dropout_mask: bool
+    out_dtype: torch.dtype
+    sum_dtype: torch.dtype
+    sum_differs: bool  # from x, so that it needs memory of its own
+
+
+def layer_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    is_rms_norm=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """Normalise dropout(rowscale * x) + dropout(x1) + residual over the last dimension.
+
+    Sums are taken in float32 (float64 for float64 x). The gradients of weights and biases are bitwise reproducible.
+
+    Arguments:
+        x: (..., features), any floating point dtype and strides.
+        weight: (features,).
+        bias: (features,) or None.
+        residual: like x, of any floating point dtype, or None.
+        x1: like x or None: a second input, with a dropout of its own. Not together with rowscale.
+        weight1, bias1: (features,) or None: a second output of the same sum.
+        eps: float, added to the variance.
+        dropout_p: float in [0, 1), probability of zeroing an element of x and of x1; kept ones are divided by
+            1 - dropout_p. Pass 0.0 in evaluation.
+        rowscale: x.shape[:-1] or None, factor of each row of x. Not differentiable.
+        prenorm: bool. Also return the sum, to be the next residual.
+        residual_in_fp32: bool. Without a residual, keep the sum in float32 instead of x's dtype.
+        zero_centered_weight: bool. Multiply by 1 + weight.
+        is_rms_norm: bool. RMS norm: subtract no mean.
+        return_dropout_mask: bool. Also return the dropout masks.
+        out_dtype: dtype of the outputs. Default: x's.
+        out, residual_out: like x, of any floating point dtype, or None: tensors to write the output and the sum into.
+
+    Returns out, or a tuple of those that apply:
+        out: like x.
+        out1 (with weight1): like out.
+        sum (with prenorm): like x, in the dtype of residual_out, else of residual, else see residual_in_fp32.
+        dropout_mask, dropout_mask1 (with return_dropout_mask): bool like x, True where kept; None without dropout,
+            the second None without x1.
+
+    Raises RuntimeError naming the argument that does not fit. Not twice differentiable on CUDA.
+    """
+    _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out)
+    out_dtype = out.dtype if out is not None else out_dtype or x.dtype
+    sum_dtype = next((t.dtype for t in (residual_out, residual) if t is not None), None)
+    sum_dtype = sum_dtype or (torch.float32 if residual_in_fp32 else x.dtype)
+    altered = any(t is not None for t in (residual_out, residual, x1, rowscale)) or dropout_p > 0.0
+    options = NormOptions(
+        float(eps), float(dropout_p), bool(prenorm), bool(zero_centered_weight), bool(is_rms_norm),
+        bool(return_dropout_mask), out_dtype, sum_dtype, altered or sum_dtype != x.dtype,
+    )  # fmt: skip
+    tensors = (x, weight, bias, residual, x1, weight1, bias1, rowscale)
+    if kernel_serves(x) and x.shape[-1] <= MAX_COLUMNS:
+        results = FusedNorm.apply(*tensors, (out, residual_out), options)
+    else:
+        results = _compose(*tensors, (out, residual_out), options)
+    wanted = (True, weight1 is not None, prenorm, return_dropout_mask, return_dropout_mask)
+    results = tuple(result for result, want in zip(results, wanted) if want)
+    return results if len(results) > 1 else results[0]
+
+
+def rms_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """`layer_norm_fn` with is_rms_norm=True."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
+        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+def layer_norm_linear_fn(
+    x,
+    norm_weight,
+    norm_bias,
+    linear_weight,
+    linear_bias,
+    residual=None,
+    eps=1e-6,
+    prenorm=False,
+    residual_in_fp32=False,
+    is_rms_norm=False,
+):
+    """A norm followed by a linear layer.
+
+    Arguments:
+        linear_weight: (out_features, features); the norm's output is cast to its dtype, or autocast's.
+        linear_bias: (out_features,) or None.
+        The others: as in `layer_norm_fn`.
+
+    Returns (..., out_features); with prenorm also the sum.
+    """
+    normed = layer_norm_fn(
+        x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+    )  # fmt: skip
+    out = F.linear(normed[0].to(linear_weight.dtype), linear_weight, linear_bias)
+    return (out, normed[1]) if prenorm else out
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm over the last dimension, with dropout of its input in training.
+
+    Arguments:
+        hidden_size: int, the number of features.
+        eps: float, added to the mean square.
+        dropout_p: float in [0, 1).
+        zero_centered_weight: bool. Multiply by 1 + weight, and start from weight 0.
+        device, dtype: of the weight.
+    """
+
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.zero_centered_weight = zero_centered_weight
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+        """x, residual: (..., hidden_size) -> out, or (out, sum) with prenorm; see `layer_norm_fn`."""
+        return rms_norm_fn(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
+
+
+def layer_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """`layer_norm_fn` in plain PyTorch in the dtypes of the inputs (float32 with upcast), with the dropout masks given,
+    bool like x, True where kept; drawn anew where they are None. For tests."""
+    tensors = (x, weight, bias, residual, x1, weight1, bias1)
+    return _reference(
+        False, tensors, eps, dropout_p, rowscale, prenorm, zero_centered_weight, (dropout_mask, dropout_mask1), upcast
+    )
+
+
+def rms_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """`layer_norm_ref` for the RMS norm."""
+    tensors = (x, weight, bias, residual, x1, weight1, bias1)
+    return _reference(
+        True, tensors, eps, dropout_p, rowscale, prenorm, zero_centered_weight, (dropout_mask, dropout_mask1), upcast
+    )
+
+
+def _reference(is_rms_norm, tensors, eps, dropout_p, rowscale, prenorm, zero_centered_weight, masks, upcast):
+    dtype = tensors[0].dtype
+    if upcast:
+        tensors = [None if t is None else t.float() for t in tensors]
+    x, weight, bias, residual, x1, weight1, bias1 = tensors
+    total = x if rowscale is None else x * rowscale[..., None]
+    total = _drop(total, dropout_p, masks[0])[0]
+    if x1 is not None:
+        total = total + _drop(x1, dropout_p, masks[1])[0]
+    if residual is not None:
+        total = (total + residual).to(total.dtype)
+    normed = _normalise(total, eps, is_rms_norm)
+    outs = [
+        _affine(normed, w, b, zero_centered_weight).to(dtype)
+        for w, b in ((weight, bias), (weight1, bias1))
+        if w is not None
+    ]
+    results = (*outs, total) if prenorm else tuple(outs)
+    return results if len(results) > 1 else results[0]
+
+
+def _drop(x, dropout_p, mask=None):
+    """-> (dropout of x, the mask or None)."""
+    if dropout_p == 0.0:
+        return x, None
+    mask = torch.rand(x.shape, device=x.device) >= dropout_p if mask is None else mask
+    return torch.where(mask, x / (1.0 - dropout_p), 0.0), mask
+
+
+def _normalise(total, eps, is_rms_norm):
+    if not is_rms_norm:
+        total = total - total.mean(-1, keepdim=True)
+    return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+
+
+def _affine(normed, weight, bias, zero_centered_weight):
+    out = normed * (1.0 + weight if zero_centered_weight else weight)
+    return out if bias is None else out + bias
+
+
+def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options):
+    """What `FusedNorm` computes, by differentiable PyTorch operations."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias, x1, weight1, bias1 = (None if t is None else t.to(wide) for t in (weight, bias, x1, weight1, bias1))
+    total = x.to(wide)
+    if rowscale is not None:
+        total = total * rowscale.detach().reshape(*x.shape[:-1], 1)
+    total, mask = _drop(total, options.dropout_p)
+    mask1 = None
+    if x1 is not None:
+        x1, mask1 = _drop(x1, options.dropout_p)
+        total = total + x1
+    if residual is not None:
+        total = total + residual
+    normed = _normalise(total, options.eps, options.is_rms_norm)
+    out = _affine(normed, weight, bias, options.zero_centered_weight).to(options.out_dtype)
+    out1 = None
+    if weight1 is not None:
+        out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype)
+    total = total.to(options.sum_dtype) if options.sum_differs else x
+    out, total = (value if target is None else target.copy_(value) for target, value in zip(targets, (out, total)))
+    return out, out1, total, mask, mask1
+
+
+def _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out):
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise RuntimeError(
+            f"x: expected a floating point tensor (..., features), got {str(x.dtype)[6:]} {list(x.shape)}"
+        )
+    like_x = {"residual": residual, "x1": x1, "out": out, "residual_out": residual_out}
+    like_weight = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
+    for tensors, shape in ((like_x, x.shape), (like_weight, x.shape[-1:])):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape != shape:
+                raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    for name, tensor in {**like_x, **like_weight, "rowscale": rowscale}.items():
+        if tensor is not None and tensor.device != x.device:
+            raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {tensor.device}")
+    if weight is None:
+        raise RuntimeError(f"weight: expected a tensor of shape {list(x.shape[-1:])}, got None")
+    if bias1 is not None and weight1 is None:
+        raise RuntimeError("bias1: expected None without weight1, got a tensor")
+    if rowscale is not None and x1 is not None:
+        raise RuntimeError("rowscale: expected None with x1, got a tensor")
+    if rowscale is not None and rowscale.shape.numel() != x.shape[:-1].numel():
+        raise RuntimeError(f"rowscale: expected shape {list(x.shape[:-1])}, got {list(rowscale.shape)}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise RuntimeError(f"dropout_p: expected a value in [0, 1), got {dropout_p}")

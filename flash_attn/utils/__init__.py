@@ -1,0 +1,1 @@
+"""What models and clients share."""
