@@ -47,7 +47,7 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
   start.item = items;
   if (params.schedule != nullptr) {
     const KvRecord record = reinterpret_cast<const KvRecord*>(params.schedule + 1)[index];
-    start.share = params.schedule->share;
+    start.share = max(params.schedule->share, int64_t{1});
     start.item_begin = record.item_begin;
     start.item = min(max(record.item, 0), items);
     return start;

@@ -1,9 +1,9 @@
 // Merges partial results of the caller: attention of the same queries over disjoint sets of keys.
 #include <atomic>
 
+#include "common/convert.h"
 #include "common/launch.h"
 #include "kvcache.h"
-#include "sm80/operand_layouts.h"
 
 namespace flash {
 namespace {

@@ -7,7 +7,6 @@
 #include "common/launch.h"
 #include "common/pdl.h"
 #include "kvcache.h"
-#include "sm80/operand_layouts.h"
 
 namespace flash {
 namespace {

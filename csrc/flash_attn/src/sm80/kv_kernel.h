@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int index = blockIdx.x;
   const KvStart start = find_kv_start(params, index, scratch);
   KvWalk walk(params, index, start);
-  KvRing<Config> ring(params, index, start, stages);
+  KvRing<Config> ring(params, walk, stages);
   KvMainloop<Config> mainloop(params, walk, ring, q_rows);
   const KvEpilogue<Config> epilogue{params, walk, ring, stats};
   for (; !walk.done(); walk.next()) {

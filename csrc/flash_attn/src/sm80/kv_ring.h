@@ -40,11 +40,9 @@ struct KvRing {
   uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
   bool may_read_new = false;  // the kernel that appends has finished
 
-  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, int index, const KvStart& start,
-                                    Element* stages_)
-      : params(params_),
-        stages(stages_ + group() * params_.stages * Config::kStageElements),
-        walk(params_, index, start) {
+  // first: the tile with which the thread block begins.
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvWalk& first, Element* stages_)
+      : params(params_), stages(stages_ + group() * params_.stages * Config::kStageElements), walk(first) {
     enter_tile();
     for (int i = 0; i + 1 < params.stages; ++i) issue();
   }

@@ -1,5 +1,5 @@
 // The warp-level instructions of the mma.sync family under one name each, for code that handles fragments by hand.
-// tests/cpp/emulated has the same functions for a CPU.
+
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
