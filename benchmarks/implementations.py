@@ -8,6 +8,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Callable
 
+import over_cache
 import package_peers
 import torch
 import torch_peers
@@ -35,6 +36,8 @@ class Inputs:
 
 def make_inputs(row, device, requires_grad=False, seed=0):
     """Standard-normal inputs of a row, the same for every implementation and every run."""
+    if row.over_cache:
+        return over_cache.make_inputs(row, device, seed)
     case = row.case
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -107,10 +110,16 @@ class Implementation:
 
     def limits(self, row, device_type="cuda", mode="fwd"):
         """Why the row is not measured, or None."""
+        if row.over_cache:
+            return over_cache.limits(self.name, row, device_type, mode)
         if device_type == "cpu" and CPU not in self.offers:
             return "needs a GPU"
         missing = [name for name in needs(row, mode) if name not in self.offers]
         return f"no {', no '.join(missing)}" if missing else self.further_limits(row, device_type, mode)
+
+    def call(self, row, inputs):
+        """The function to time, of the forward."""
+        return (over_cache.BUILDERS[self.name] if row.over_cache else self.build)(row, inputs)
 
     @property
     def installed(self):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
+from kvcache_plots import gigabytes_per_second, write_kvcache_plots
 from plots import PLOTTED_GROUPS, write_plots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,13 +96,18 @@ def environment_line(result):
 WIDE_COLUMNS = 4  # with more implementations the table leaves out the milliseconds
 
 
+def speed(row, name):
+    """TFLOPS of an implementation, or GB/s in rows over a KV cache."""
+    return significant(gigabytes_per_second(row, name) if row.get("bytes") else row["results"][name]["tflops"])
+
+
 def row_cell(row, name, wide):
-    """ms, TFLOPS and (speed of ours to it) of one implementation in one row."""
+    """ms, TFLOPS or GB/s, and (speed of ours to it) of one implementation in one row."""
     entry, mine = row["results"].get(name), row["results"].get("ours")
     if entry is None:
         return "–"
     ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
-    return (f"{entry['ms']:9.4f} " if wide else "") + f"{significant(entry['tflops']):>8} {ratio:>8}"
+    return (f"{entry['ms']:9.4f} " if wide else "") + f"{speed(row, name):>8} {ratio:>8}"
 
 
 def table(result):
@@ -114,7 +120,7 @@ def table(result):
     for row in result["rows"]:
         if row["group"] != group:
             group = row["group"]
-            lines.append(f"-- {group}")
+            lines.append(f"-- {group}" + (" (GB/s of keys and values)" if row.get("bytes") else ""))
         cells = " ".join(f"{row_cell(row, name, wide):>{width}}" for name in names)
         clock = f"{row['sm_mhz']:6.0f}" if row.get("sm_mhz") else f"{'–':>6}"
         lines.append(f"{row['label']:<38} {row['mode']:<8}{cells} {clock}")
@@ -157,11 +163,26 @@ def any_peak(row):
 
 
 def overhead_lines(result):
-    entries = result.get("host_overhead")
-    if not entries:
+    lines = []
+    for key, problem in (("host_overhead", "b1 s128 h16 d64"), ("host_overhead_cache", "cache, b1 k1024 h32/8 d128")):
+        entries = result.get(key)
+        if entries:
+            figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in entries.items())
+            lines.append(f"host time of one eager call ({problem}), us: {figures}")
+    return lines
+
+
+def ceiling_lines(result):
+    """Share of the read ceiling that ours reaches in each row over a cache."""
+    ceiling = result.get("read_ceiling")
+    if not ceiling:
         return []
-    figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in entries.items())
-    return [f"host time of one eager call (b1 s128 h16 d64), us: {figures}"]
+    lines = [f"read ceiling of this run: {ceiling['gbs']:.0f} GB/s ({ceiling['method']}); ours reaches"]
+    for row in result["rows"]:
+        if row.get("bytes") and row["timing"] != "eager" and "ours" in row["results"]:
+            share = gigabytes_per_second(row, "ours") / ceiling["gbs"]
+            lines.append(f"  {share:5.1%} {row['group']:<17} {row['label']}")
+    return lines
 
 
 def time_lines(result):
@@ -178,6 +199,7 @@ def full_report(result):
     """The whole report; the scores are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
     lines += time_lines(result)
+    lines += ceiling_lines(result)
     for group in result["groups"]:
         lines += score_lines(result, group) if group != "cells" else []
     return lines + score_lines(result)
@@ -221,7 +243,9 @@ def readme_entry(row, peers):
 def plot_lines(result, folder):
     """Draws the plots and returns what to tell about them."""
     try:
-        return [str(path) for path in write_plots(result, folder, environment_line(result))]
+        caption = environment_line(result)
+        paths = write_plots(result, folder, caption) + write_kvcache_plots(result, folder, caption)
+        return [str(path) for path in paths]
     except ImportError as error:
         return [f"no plots: {error}; draw them later: python benchmarks/report.py --plots RESULT.json OUTDIR"]
 

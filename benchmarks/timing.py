@@ -145,11 +145,11 @@ def make_timers(device):
     events = CudaTimer(device)
     graphs = copy.copy(events)
     graphs.calls = CALLS_PER_GRAPH
-    return {"event": events, "graph": graphs, "eager": HostTimer(device, EAGER_CALLS)}
+    return {"event": events, "replay": events, "graph": graphs, "eager": HostTimer(device, EAGER_CALLS)}
 
 
-def captured(call, context):
-    """Replays a CUDA graph of CALLS_PER_GRAPH calls."""
+def captured(call, context, calls=CALLS_PER_GRAPH):
+    """Replays a CUDA graph of so many calls."""
     graph, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with context():
@@ -157,7 +157,7 @@ def captured(call, context):
             call()
         torch.cuda.current_stream().wait_stream(side_stream)
         with torch.cuda.graph(graph):
-            for _ in range(CALLS_PER_GRAPH):
+            for _ in range(calls):
                 call()
     return graph.replay
 
