@@ -8,7 +8,7 @@
 namespace flash {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 
 struct PlanArguments {
   Flash_kvcache_params params;
