@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import over_cache
 import torch
 from shared import attention
 
@@ -50,6 +51,8 @@ def relative_error(row, inputs, mode, result):
     """
     if row.case.dropout:
         return None
+    if row.over_cache:
+        return over_cache.relative_error(row, inputs, result)
     sample = Sample(row, inputs)
     if mode == "fwd":
         return relative(sample.of_queries(result), sample.out.detach())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
+import over_cache
 import package_peers
 import torch
 import torch_peers
@@ -34,6 +36,8 @@ class Inputs:
 
 def make_inputs(row, device, requires_grad=False, seed=0):
     """Standard-normal inputs of a row, the same for every implementation and every run."""
+    if row.over_cache:
+        return over_cache.make_inputs(row, device, seed)
     case = row.case
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -56,12 +60,12 @@ def make_inputs(row, device, requires_grad=False, seed=0):
     return Inputs(q, k, v, dout, cu_seqlens, slopes)
 
 
-def ours(row, inputs):
+def ours(row, inputs, deterministic=False):
     import flash_attn
 
     case = row.case
     options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": case.window, "softcap": case.softcap}
-    options["alibi_slopes"] = inputs.alibi_slopes
+    options.update(alibi_slopes=inputs.alibi_slopes, deterministic=deterministic)
     q, k, v = inputs.q, inputs.k, inputs.v
     if row.seqlens:
         cu, longest = inputs.cu_seqlens, max(row.seqlens)
@@ -90,7 +94,8 @@ class Implementation:
     """`build(row, inputs)` returns the call, made and run within `context()`.
 
     offers: what it can do; further_limits(row, device_type, mode): any other reason why a row cannot run, or None;
-    package: the module that must be installed; compiles: whether every shape costs it seconds of compilation.
+    package: the module that must be installed; compiles: whether every shape costs it seconds of compilation; groups:
+    the groups of rows that it joins without being named.
     """
 
     name: str
@@ -101,21 +106,60 @@ class Implementation:
     context: Callable = contextlib.nullcontext
     package: str = "torch"
     compiles: bool = False
+    groups: tuple[str, ...] = ()
 
     def limits(self, row, device_type="cuda", mode="fwd"):
         """Why the row is not measured, or None."""
+        if row.over_cache:
+            return over_cache.limits(self.name, row, device_type, mode)
         if device_type == "cpu" and CPU not in self.offers:
             return "needs a GPU"
         missing = [name for name in needs(row, mode) if name not in self.offers]
         return f"no {', no '.join(missing)}" if missing else self.further_limits(row, device_type, mode)
 
+    def call(self, row, inputs):
+        """The function to time, of the forward."""
+        return (over_cache.BUILDERS[self.name] if row.over_cache else self.build)(row, inputs)
+
     @property
     def installed(self):
         return importlib.util.find_spec(self.package) is not None
 
+    def in_its_groups(self):
+        """The same, for rows of its groups only."""
+
+        def limits(row, device_type, mode):
+            if row.group not in self.groups:
+                return f"measured in {', '.join(self.groups)} only, unless named as a peer"
+            return self.further_limits(row, device_type, mode)
+
+        return replace(self, further_limits=limits)
+
 
 def backend(which):
     return lambda: sdpa_kernel(which)
+
+
+@contextlib.contextmanager
+def deterministic_flash():
+    """SDPA's flash backend under torch's deterministic mode, without the mode's filling of fresh tensors."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def deterministic_limits(row, device_type, mode):
+    return "its forward is the same" if mode == "fwd" else None
+
+
+def deterministic_flash_limits(row, device_type, mode):
+    return deterministic_limits(row, device_type, mode) or torch_peers.sdpa_flash_limits(row, device_type, mode)
 
 
 def sdpa_peer(name, what, which, build=torch_peers.sdpa, more=frozenset(), limits=None):
@@ -128,9 +172,19 @@ IMPLEMENTATIONS = {
     impl.name: impl
     for impl in (
         Implementation("ours", "flash_attn (this package)", ours, package="flash_attn"),
+        Implementation(
+            "ours_deterministic", "flash_attn (this package), deterministic=True",
+            functools.partial(ours, deterministic=True), further_limits=deterministic_limits, package="flash_attn",
+            groups=("deterministic",),
+        ),
         sdpa_peer(
             "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,
             frozenset({CPU, PACKED, WINDOW, ALIBI}), torch_peers.sdpa_flash_limits,
+        ),
+        Implementation(
+            "sdpa_flash_deterministic", "torch SDPA, flash backend in deterministic mode", torch_peers.sdpa_flash,
+            frozenset({BACKWARD, GQA, DROPOUT, PACKED, WINDOW}), deterministic_flash_limits, deterministic_flash,
+            groups=("deterministic",),
         ),
         sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION),
         sdpa_peer("sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION),
@@ -146,8 +200,8 @@ IMPLEMENTATIONS = {
             torch_peers.flex_limits, compiles=True,
         ),
         Implementation(
-            "triton", "our own Triton comparator", package_peers.triton_comparator, frozenset({GQA, RECTANGULAR}),
-            package="triton",
+            "triton", "our own Triton comparator", package_peers.triton_comparator,
+            frozenset({BACKWARD, GQA, RECTANGULAR}), package="triton",
         ),
         Implementation(
             "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, EVERYTHING - {CPU, ALIBI, DROPOUT},
@@ -166,19 +220,24 @@ IMPLEMENTATIONS = {
 }  # fmt: skip
 
 
-def choose(names):
-    """The implementations for a list of peers, ours first; "all" stands for every one that is installed.
+def choose(names, groups=()):
+    """The implementations for a list of peers, ours first, then those that belong to one of `groups`.
+
+    "all" stands for every one that is installed and belongs to no group.
 
     ValueError for a peer that is not known or not installed.
     """
     if "all" in names:
-        return [impl for impl in IMPLEMENTATIONS.values() if impl.name == "ours" or impl.installed]
+        everywhere = [impl.name for impl in IMPLEMENTATIONS.values() if impl.installed and not impl.groups]
+        names = [*everywhere, *(name for name in names if name != "all")]
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"{name}: expected one of all, {', '.join(IMPLEMENTATIONS)}")
         if not IMPLEMENTATIONS[name].installed:
             raise ValueError(f"{name}: the module {IMPLEMENTATIONS[name].package} is not installed")
-    return [IMPLEMENTATIONS[name] for name in dict.fromkeys(["ours", *names])]
+    joining = [impl for impl in IMPLEMENTATIONS.values() if set(impl.groups) & set(groups) and impl.name not in names]
+    chosen = [IMPLEMENTATIONS[name] for name in dict.fromkeys(["ours", *names])]
+    return chosen + [impl.in_its_groups() for impl in joining if impl.installed]
 
 
 def timed_call(forward, inputs, mode):

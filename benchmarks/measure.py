@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 
 import torch
 from check import MAX_RELATIVE_ERROR, relative_error
 from implementations import make_inputs, timed_call
-from timing import captured, interleave, summarize
+from timing import CALLS_PER_GRAPH, captured, interleave, summarize
 
 REPORTED_FIELDS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "causal")
 REFUSALS = ("No available kernel",)  # how SDPA says that a backend does not take a row
@@ -31,7 +32,7 @@ def probe(implementation, row, inputs, mode, device):
         with implementation.context(), warnings.catch_warnings():
             # an SDPA backend that refuses a row warns once per reason before it raises
             warnings.simplefilter("ignore")
-            call = timed_call(implementation.build(row, inputs), inputs, mode)
+            call = timed_call(implementation.call(row, inputs), inputs, mode)
             result, facts = first_run(call, device)
     except NotImplementedError as error:
         raise NotMeasured(f"not implemented: {error}") from error
@@ -50,7 +51,10 @@ def first_line(error):
 
 
 def first_run(call, device):
-    """(result, {"peak_bytes": device memory that the second call adds}); the first call may compile and tune."""
+    """(result, {"peak_bytes": device memory that the second call adds, "result_bytes": its result's part of them}).
+
+    The first call may compile and tune.
+    """
     if device.type != "cuda":
         return call(), {}
     call()
@@ -59,15 +63,17 @@ def first_run(call, device):
     before = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    return result, {"peak_bytes": torch.cuda.max_memory_allocated(device) - before}
+    tensors = [result] if isinstance(result, torch.Tensor) else result
+    result_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return result, {"peak_bytes": torch.cuda.max_memory_allocated(device) - before, "result_bytes": result_bytes}
 
 
-def replayable(implementation, call, mode):
-    """(context, function) that replays the call from a CUDA graph."""
+def replayable(implementation, call, mode, calls):
+    """(context, function) that replays so many calls from a CUDA graph."""
     if mode == "bwd":
         raise NotMeasured("graph replay times fwd and fwd+bwd")
     try:
-        return contextlib.nullcontext, captured(call, implementation.context)
+        return contextlib.nullcontext, captured(call, implementation.context, calls)
     except Exception as error:  # as in probe
         raise NotMeasured(f"not captured: {first_line(error)}", failed=True) from error
 
@@ -86,8 +92,8 @@ def prepare(implementations, row, inputs, mode, device, may_compile=True):
                 raise NotMeasured("skipped: no time left to compile")
             call, fact = probe(implementation, row, inputs, mode, device)
             timed = implementation.context, call
-            if row.timing == "graph":
-                timed = replayable(implementation, call, mode)
+            if row.timing in ("graph", "replay"):
+                timed = replayable(implementation, call, mode, CALLS_PER_GRAPH if row.timing == "graph" else 1)
             calls[name], facts[name] = timed, fact
         except NotMeasured as reason:
             notes[name] = str(reason)
@@ -106,6 +112,7 @@ def describe(row, mode):
         "label": row.label,
         "mode": mode,
         "flops": row.flops(mode),
+        **({"bytes": row.bytes, "page_size": row.case.page_size} if row.over_cache else {}),
         "sm_mhz": None,
         "results": {},
         "notes": {},
@@ -114,7 +121,8 @@ def describe(row, mode):
 
 
 def measure(row, mode, implementations, timers, device, budget, may_compile=True):
-    """One row of the result."""
+    """One row of the result; its "seconds" include all set-up."""
+    started = time.monotonic()
     entry = describe(row, mode)
     inputs = make_inputs(row, device, requires_grad=mode != "fwd")
     with torch.set_grad_enabled(mode != "fwd"):
@@ -125,6 +133,7 @@ def measure(row, mode, implementations, timers, device, budget, may_compile=True
         summary["ms"] = summary.pop("median")
         entry["results"][name] = {**summary, "tflops": entry["flops"] / summary["ms"] / 1e9, **facts[name]}
     entry["failed"] = sorted(failures)
+    entry["seconds"] = round(time.monotonic() - started, 3)
     return entry
 
 

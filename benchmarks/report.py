@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
+from kvcache_plots import gigabytes_per_second, write_kvcache_plots
 from plots import PLOTTED_GROUPS, write_plots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,11 +37,12 @@ def significant(value):
 
 def ratios(result, baseline, peer, mode, group="cells", name="ours"):
     """[(label, time of `peer` in `baseline` ÷ time of `name` in `result`)] of the rows that both have."""
-    theirs = {(row["id"], row["mode"]): row["results"] for row in baseline["rows"]}
+    wanted = (group, mode)  # a problem may be a row of several groups
+    theirs = {row["id"]: row["results"] for row in baseline["rows"] if (row["group"], row["mode"]) == wanted}
     found = []
     for row in result["rows"]:
-        other = theirs.get((row["id"], row["mode"]), {})
-        if row["group"] == group and row["mode"] == mode and name in row["results"] and peer in other:
+        other = theirs.get(row["id"], {})
+        if (row["group"], row["mode"]) == wanted and name in row["results"] and peer in other:
             found.append((row["label"], other[peer]["ms"] / row["results"][name]["ms"]))
     return found
 
@@ -57,14 +59,24 @@ def score_line(found, title):
     return f"{title}: geometric mean {mean:.3f}x, worst {worst[1]:.3f}x ({worst[0]}), {slower} of {len(found)} slower"
 
 
+OURS = ("ours", "ours_deterministic")
+
+
+def judged_pairs(result):
+    """(implementation, peer) of the scores: ours against every peer, our deterministic backward against all others."""
+    names = list(result["implementations"])
+    pairs = [("ours", peer) for peer in names if peer not in OURS]
+    return pairs + [("ours_deterministic", peer) for peer in names if peer != "ours_deterministic" and OURS[1] in names]
+
+
 def score_lines(result, group="cells"):
-    """Scores of ours against every peer of the same run, one line per mode and peer."""
+    """The scores of a group within one run, one line per mode and pair."""
     lines = []
     for mode in modes(result):
-        for peer in result["implementations"]:
-            found = ratios(result, result, peer, mode, group) if peer != "ours" else []
+        for name, peer in judged_pairs(result):
+            found = ratios(result, result, peer, mode, group, name)
             if found:
-                lines.append(score_line(found, f"{group} {mode}, ours vs {peer}"))
+                lines.append(score_line(found, f"{group} {mode}, {name} vs {peer}"))
     return lines
 
 
@@ -84,13 +96,18 @@ def environment_line(result):
 WIDE_COLUMNS = 4  # with more implementations the table leaves out the milliseconds
 
 
+def speed(row, name):
+    """TFLOPS of an implementation, or GB/s in rows over a KV cache."""
+    return significant(gigabytes_per_second(row, name) if row.get("bytes") else row["results"][name]["tflops"])
+
+
 def row_cell(row, name, wide):
-    """ms, TFLOPS and (speed of ours to it) of one implementation in one row."""
+    """ms, TFLOPS or GB/s, and (speed of ours to it) of one implementation in one row."""
     entry, mine = row["results"].get(name), row["results"].get("ours")
     if entry is None:
         return "–"
     ratio = f"({entry['ms'] / mine['ms']:.2f}x)" if mine and name != "ours" else ""
-    return (f"{entry['ms']:9.4f} " if wide else "") + f"{significant(entry['tflops']):>8} {ratio:>8}"
+    return (f"{entry['ms']:9.4f} " if wide else "") + f"{speed(row, name):>8} {ratio:>8}"
 
 
 def table(result):
@@ -103,7 +120,7 @@ def table(result):
     for row in result["rows"]:
         if row["group"] != group:
             group = row["group"]
-            lines.append(f"-- {group}")
+            lines.append(f"-- {group}" + (" (GB/s of keys and values)" if row.get("bytes") else ""))
         cells = " ".join(f"{row_cell(row, name, wide):>{width}}" for name in names)
         clock = f"{row['sm_mhz']:6.0f}" if row.get("sm_mhz") else f"{'–':>6}"
         lines.append(f"{row['label']:<38} {row['mode']:<8}{cells} {clock}")
@@ -125,57 +142,96 @@ def missing_lines(result):
 
 
 def memory_lines(result):
-    """Device memory that one call adds (output included), per mode at the cell with most implementations (then the
-    longest one)."""
+    """Device memory that one call adds, per mode and head dim, at the row with most implementations, or the longest."""
     lines = []
-    for mode in modes(result):
-        rows = [row for row in result["rows"] if row["mode"] == mode and any_peak(row)]
-        if rows:
-            row = max(rows, key=lambda item: (len(item["results"]), item["seqlen_q"]))
-            figures = ", ".join(f"{name} {entry['peak_bytes'] / 2**20:.1f}" for name, entry in row["results"].items())
-            lines.append(f"memory added by one call ({row['label']} {mode}, output included), MiB: {figures}")
+    measured = [row for row in result["rows"] if any_peak(row)]
+    for mode, head_dim in dict.fromkeys((row["mode"], row["head_dim"]) for row in measured):
+        rows = [row for row in measured if (row["mode"], row["head_dim"]) == (mode, head_dim)]
+        row = max(rows, key=lambda item: (len(item["results"]), item["seqlen_q"]))
+        figures = ", ".join(f"{name} {memory_text(entry)}" for name, entry in row["results"].items())
+        lines.append(f"memory added by one call ({row['label']} {mode}), MiB of results + other: {figures}")
     return lines
 
 
+def memory_text(entry):
+    peak, results = entry["peak_bytes"] / 2**20, entry["result_bytes"] / 2**20
+    return f"{results:.1f} + {peak - results:.1f}"
+
+
 def any_peak(row):
-    return any("peak_bytes" in entry for entry in row["results"].values())
+    return any("result_bytes" in entry for entry in row["results"].values())
 
 
 def overhead_lines(result):
-    entries = result.get("host_overhead")
-    if not entries:
+    lines = []
+    for key, problem in (("host_overhead", "b1 s128 h16 d64"), ("host_overhead_cache", "cache, b1 k1024 h32/8 d128")):
+        entries = result.get(key)
+        if entries:
+            figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in entries.items())
+            lines.append(f"host time of one eager call ({problem}), us: {figures}")
+    return lines
+
+
+def ceiling_lines(result):
+    """Share of the read ceiling that ours reaches in each row over a cache."""
+    ceiling = result.get("read_ceiling")
+    if not ceiling:
         return []
-    figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in entries.items())
-    return [f"host time of one eager call (b1 s128 h16 d64), us: {figures}"]
+    lines = [f"read ceiling of this run: {ceiling['gbs']:.0f} GB/s ({ceiling['method']}); ours reaches"]
+    for row in result["rows"]:
+        if row.get("bytes") and row["timing"] != "eager" and "ours" in row["results"]:
+            share = gigabytes_per_second(row, "ours") / ceiling["gbs"]
+            lines.append(f"  {share:5.1%} {row['group']:<17} {row['label']}")
+    return lines
+
+
+def time_lines(result):
+    """What the rows took, set-up included."""
+    seconds = {}
+    for row in result["rows"]:
+        key = f"{row['group']} {row['mode']}"
+        seconds[key] = seconds.get(key, 0.0) + row.get("seconds", 0.0)
+    figures = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items() if value)
+    return [f"seconds, set-up included: {figures}"] if figures else []
 
 
 def full_report(result):
     """The whole report; the scores are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
+    lines += time_lines(result)
+    lines += ceiling_lines(result)
     for group in result["groups"]:
         lines += score_lines(result, group) if group != "cells" else []
     return lines + score_lines(result)
 
 
 def readme_block(result, source):
-    """Markdown of the forward's figures: one row per head dim and mask, one column per sequence length."""
-    cells = [row for row in result["rows"] if row["group"] in PLOTTED_GROUPS and row["mode"] == "fwd"]
-    cells = [row for row in cells if "ours" in row["results"]]
-    lengths = sorted({row["seqlen_k"] for row in cells})
+    """Markdown of the figures: a table per mode, one row per head dim and mask, one column per sequence length."""
     peers = [name for name in result["implementations"] if name in ("sdpa_flash", "sdpa_cudnn")]
     lines = [
-        f"Forward, {result['dtype']}, {environment_line(result)}.",
+        f"{result['dtype']}, {environment_line(result)}.",
         f"Each entry: TFLOPS of this package (its speed relative to {', '.join(f'`{name}`' for name in peers)}).",
+    ]
+    for mode in modes(result):
+        lines += readme_table(result, mode, peers)
+    lines += [""] + [f"- {line}" for line in score_lines(result) + overhead_lines(result) + memory_lines(result)]
+    return lines + ["", f"From `{source}`; reproduce with `python benchmarks/run.py --mode {' '.join(modes(result))}`."]
+
+
+def readme_table(result, mode, peers):
+    cells = [row for row in result["rows"] if row["group"] in PLOTTED_GROUPS and row["mode"] == mode]
+    cells = [row for row in cells if "ours" in row["results"]]
+    lengths = sorted({row["seqlen_k"] for row in cells})
+    lines = [
         "",
-        "| head dim | mask | " + " | ".join(f"s {length}" for length in lengths) + " |",
+        f"| {mode}: head dim | mask | " + " | ".join(f"s {length}" for length in lengths) + " |",
         "|---|---|" + "---|" * len(lengths),
     ]
     for head_dim, causal in sorted({(row["head_dim"], row["causal"]) for row in cells}):
         entries = {row["seqlen_k"]: row for row in cells if (row["head_dim"], row["causal"]) == (head_dim, causal)}
         texts = [readme_entry(entries[length], peers) if length in entries else "" for length in lengths]
         lines.append(f"| {head_dim} | {'causal' if causal else 'full'} | " + " | ".join(texts) + " |")
-    lines += [""] + [f"- {line}" for line in score_lines(result) + overhead_lines(result) + memory_lines(result)]
-    return lines + ["", f"From `{source}`; reproduce with `python benchmarks/run.py`."]
+    return lines
 
 
 def readme_entry(row, peers):
@@ -187,7 +243,9 @@ def readme_entry(row, peers):
 def plot_lines(result, folder):
     """Draws the plots and returns what to tell about them."""
     try:
-        return [str(path) for path in write_plots(result, folder, environment_line(result))]
+        caption = environment_line(result)
+        paths = write_plots(result, folder, caption) + write_kvcache_plots(result, folder, caption)
+        return [str(path) for path in paths]
     except ImportError as error:
         return [f"no plots: {error}; draw them later: python benchmarks/report.py --plots RESULT.json OUTDIR"]
 

@@ -5,25 +5,46 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from shared import BENCH_CELLS, BENCH_GROUPS, Case
+from shared import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
 
-GROUPS = ("cells", "dims", "gqa", "window", "varlen", "features", "small", "small_eager")
+GROUPS = ("cells", "dims", "gqa", "window", "varlen", "features", "deterministic", "small", "small_eager")
+BACKWARD_GROUPS = ("deterministic",)
+# How the rows over a KV cache are timed; they are measured where asked for.
+CACHE_TIMING = {
+    "decode": "replay",
+    "decode_layers": "graph",
+    "decode_eager": "eager",
+    "decode_tokens": "replay",
+    "decode_append": "replay",
+    "decode_invariant": "replay",
+    "decode_features": "replay",
+    "prefill_cache": "event",
+}
+ALL_GROUPS = GROUPS + tuple(CACHE_TIMING)
 HOST_CASE = Case(1, 128, 128, 16, 16, 64, "bfloat16")
+CACHE_HOST_CASE = Case(1, 1, 1024, 32, 8, 128, "bfloat16", kind="cache")
 MODE_FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 QUICK_SEQLENS = (1024, 8192)
+THINNED_GROUPS = ("cells", "dims", "deterministic")
 
 
 @dataclass(frozen=True)
 class Row:
     """One measured problem: a case, the group it is reported in, and how its calls are timed.
 
-    timing: "event" times single calls by device events, "graph" the replay of a CUDA graph of several calls (no host
-    time at all), "eager" several calls from Python until the device is done, by the host's clock.
+    timing: "event" times single calls by device events, "replay" a CUDA graph of one call by device events, "graph"
+    the replay of a CUDA graph of several calls (no host time at all), "eager" several calls from Python until the
+    device is done, by the host's clock.
     """
 
     group: str
     case: Case
     timing: str = "event"
+
+    @property
+    def modes(self):
+        """The modes that it is measured in."""
+        return ("bwd",) if self.group in BACKWARD_GROUPS else tuple(MODE_FLOPS)
 
     @property
     def seqlens(self):
@@ -45,8 +66,25 @@ class Row:
         parts += [f"dropout {case.dropout:g}"] if case.dropout else []
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
         parts += [f"{sum(case.seqlens)} tokens" if case.seqlens else f"b{case.batch} {length}"]
+        parts += [f"page {case.page_size}"] if case.page_size else []
+        parts += [f"append {case.append}"] if case.append else []
+        parts += ["invariant"] if case.invariant else []
         parts += [self.timing] if self.timing != "event" else []
         return " ".join(parts)
+
+    @property
+    def over_cache(self):
+        return self.case.kind == "cache"
+
+    @property
+    def bytes(self):
+        """Keys and values that a call over a cache has to read; None where arithmetic is what counts."""
+        case = self.case
+        if not self.over_cache or self.group == "prefill_cache":
+            return None
+        left = windows(case)[0]
+        keys = case.seqlen_k if left < 0 else min(case.seqlen_k, left + case.seqlen_q)
+        return 2 * case.batch * keys * case.nheads_k * case.head_dim * (4 if case.dtype == "float32" else 2)
 
     def flops(self, mode="fwd"):
         """4·h·d per visible (query, key) pair, ×2.5 for bwd, ×3.5 for both.
@@ -57,7 +95,7 @@ class Row:
         if case.seqlens:
             pairs = sum(n * n for n in case.seqlens) * (0.5 if case.causal else 1.0)
             forward = 4.0 * case.nheads * case.head_dim * pairs
-        elif case.window != (-1, -1):
+        elif case.window != (-1, -1) or self.over_cache:
             forward = 4.0 * case.batch * case.nheads * case.head_dim * visible_pairs(case)
         else:
             forward = case.flops
@@ -89,7 +127,8 @@ def all_rows():
     rows = [Row("cells", case) for case in BENCH_CELLS]
     rows += [Row(group, case) for group, cases in BENCH_GROUPS.items() if group != "small" for case in cases]
     rows += [Row("small", case, "graph") for case in BENCH_GROUPS["small"]]
-    return rows + [Row("small_eager", case, "eager") for case in BENCH_GROUPS["small"]]
+    rows += [Row("small_eager", case, "eager") for case in BENCH_GROUPS["small"]]
+    return rows + [Row(group, case, CACHE_TIMING[group]) for group, cases in cache_groups().items() for case in cases]
 
 
 def scale_down(row):
@@ -107,14 +146,16 @@ def scale_down(row):
         window=tuple(w // 16 if w >= 0 else w for w in case.window),
         seqlens=seqlens,
     )
-    return dataclasses.replace(row, case=small)
+    return dataclasses.replace(row, case=small, timing="event" if row.timing == "replay" else row.timing)
 
 
 def select(groups, quick, device_type, dtype):
     """The rows to measure, in the order of the report."""
     rows = [row for row in all_rows() if row.group in groups]
     if quick:
-        rows = [row for row in rows if row.group not in ("cells", "dims") or row.case.seqlen_q in QUICK_SEQLENS]
+        rows = [row for row in rows if row.group not in THINNED_GROUPS or row.case.seqlen_q in QUICK_SEQLENS]
+        rows = [row for row in rows if row.group != "decode" or (row.case.nheads == 32 and row.case.page_size < 256)]
     if device_type == "cpu":
-        rows = [row if row.timing == "eager" else scale_down(row) for row in rows if row.timing != "graph"]
+        full_size = ("small_eager",)
+        rows = [row if row.group in full_size else scale_down(row) for row in rows if row.timing != "graph"]
     return [dataclasses.replace(row, case=dataclasses.replace(row.case, dtype=dtype)) for row in rows]

@@ -4,16 +4,22 @@ python benchmarks/run.py                            forward on the GPU (on the C
 python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
 python benchmarks/run.py --peers all --plots        every implementation that is installed, and PNGs beside the JSON
 python benchmarks/run.py --quick                    a third of the cells, shorter
+python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
 python benchmarks/run.py --groups cells --peers sdpa_flash sdpa_cudnn naive --budget 40
+python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
 
 Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in
 rounds A B A B with a rotated order; every call is timed alone by device events after the L2 cache was overwritten; the
 median counts. The small shapes are timed by replay of a CUDA graph of several calls (group small) and by the host's
-clock around several calls from Python (group small_eager). FLOPs: 4·b·h·sq·sk·d forward, half of it when causal, ×2.5
-backward. Peak memory is what one call adds, its output included.
+clock around several calls from Python (group small_eager). Rows over a KV cache: a CUDA graph of one call, replayed
+after the L2 cache was overwritten (decode...), or of several calls as the layers of a model, each with its own cache
+and all with one plan (decode_layers); GB/s of the keys and values that have to be read, and their share of the
+fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d forward, half of it when causal, ×2.5
+backward. Peak memory is what one call adds, its output included. The deterministic backwards are measured in a group of
+their own, or in every row if named as peers.
 
 --budget is the time that the rows may take, in seconds. It takes away repeats, then what needs compilation (flex), and
-at last rows.
+at last rows. --max-ms bounds the repeats of each row.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -31,9 +38,10 @@ import torch
 from environment import describe_device, describe_versions, git_state
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
+from over_cache import read_ceiling
 from progress import Progress
-from report import full_report, plot_lines, significant
-from rows import GROUPS, HOST_CASE, MODE_FLOPS, Row, select
+from report import OURS, full_report, plot_lines, speed
+from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, select
 from shared import ROOT
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
@@ -46,7 +54,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     parser.add_argument("--mode", nargs="+", default=["fwd"], choices=list(MODE_FLOPS))
-    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=ALL_GROUPS)
     peers = f"all, or some of {', '.join(list(IMPLEMENTATIONS)[1:])}"
     parser.add_argument("--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER", help=peers)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -56,12 +64,15 @@ def parse(arguments):
     )
     parser.add_argument("--min-rounds", type=int, help="rounds per row, if the budget allows them (20; quick 5)")
     parser.add_argument("--min-ms", type=float, help="ms per implementation and row, likewise (60; 15 with --quick)")
+    parser.add_argument(
+        "--max-ms", type=float, default=math.inf, help="ms at most per row, all implementations together"
+    )
     parser.add_argument("--plots", action="store_true", help="draw the plots too, in a folder named as the result")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON result")
     parser.add_argument("--name", help="file name of the result without .json")
     options = parser.parse_args(arguments)
     try:
-        options.implementations = choose(options.peers)
+        options.implementations = choose(options.peers, options.groups if "bwd" in options.mode else ())
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -72,8 +83,8 @@ def default_seconds(modes, implementations):
     return len(modes) * min(MANY_PEERS_SECONDS, SECONDS_PER_MODE + SECONDS_PER_EXTRA_PEER * extra)
 
 
-def measure_host_overhead(implementations, device):
-    row = Row("host", HOST_CASE)
+def measure_host_overhead(implementations, device, case=HOST_CASE):
+    row = Row("host", case)
     inputs = make_inputs(row, device)
     with torch.no_grad():
         calls, _, _, _ = prepare(implementations, row, inputs, "fwd", device)
@@ -81,16 +92,17 @@ def measure_host_overhead(implementations, device):
 
 
 def progress_text(entry):
-    figures = "  ".join(f"{name} {significant(result['tflops'])}" for name, result in entry["results"].items())
+    figures = "  ".join(f"{name} {speed(entry, name)}" for name in entry["results"])
     told = [name for name in entry["notes"] if name == "ours" or name in entry["failed"]]
     missing = "".join(f"  [{name}: {entry['notes'][name]}]" for name in told)
-    return f"{entry['label']} {entry['mode']}, TFLOPS: {figures or 'none'}{missing}"
+    unit = "GB/s" if entry.get("bytes") else "TFLOPS"
+    return f"{entry['label']} {entry['mode']}, {unit}: {figures or 'none'}{missing}"
 
 
 def measure_all(options, device, budget, timers):
     """The rows of the result, one per row of the table and mode."""
     rows = select(options.groups, options.quick, device.type, options.dtype)
-    work = [(row, mode) for mode in options.mode for row in rows]
+    work = [(row, mode) for mode in options.mode for row in rows if mode in row.modes]
     implementations = options.implementations
     allowance = Allowance(options.budget or default_seconds(options.mode, implementations), len(work))
     progress, entries = Progress(len(work)), []
@@ -137,20 +149,25 @@ def main(arguments=None):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded on the current device's stream
     standard = Budget(5, 15.0, 5.0) if options.quick else Budget()
-    budget = Budget(options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms)
+    budget = Budget(
+        options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms, options.max_ms
+    )  # fmt: skip
     timers = make_timers(device)
     result = describe_run(options, device, budget, timers)
     result["rows"], spent = measure_all(options, device, budget, timers)
     result["method"].update(spent)
     if device.type == "cuda":
         result["host_overhead"] = measure_host_overhead(options.implementations, device)
+        if any(group in CACHE_TIMING for group in options.groups):
+            result["read_ceiling"] = read_ceiling(device)
+            result["host_overhead_cache"] = measure_host_overhead(options.implementations, device, CACHE_HOST_CASE)
     path = result_path(options, result)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join([f"{path} ({spent['spent_s']} s)"] + full_report(result)))
     if options.plots:
         print("\n".join(plot_lines(result, path.with_suffix(""))))
-    return 1 if any("ours" in entry["failed"] for entry in result["rows"]) else 0
+    return 1 if any(set(OURS) & set(entry["failed"]) for entry in result["rows"]) else 0
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Allowance:
     def budget(self, base, index):
         """The budget of row `index`, counted from 0; a row's set-up costs about as much as its measurement."""
         share = max(0.0, self.seconds - self.spent()) / max(1, self.rows - index)
-        return replace(base, max_ms=max(1.0, 500.0 * share))
+        return replace(base, max_ms=max(1.0, min(base.max_ms, 500.0 * share)))
 
 
 class CudaTimer:
@@ -145,11 +145,11 @@ def make_timers(device):
     events = CudaTimer(device)
     graphs = copy.copy(events)
     graphs.calls = CALLS_PER_GRAPH
-    return {"event": events, "graph": graphs, "eager": HostTimer(device, EAGER_CALLS)}
+    return {"event": events, "replay": events, "graph": graphs, "eager": HostTimer(device, EAGER_CALLS)}
 
 
-def captured(call, context):
-    """Replays a CUDA graph of CALLS_PER_GRAPH calls."""
+def captured(call, context, calls=CALLS_PER_GRAPH):
+    """Replays a CUDA graph of so many calls."""
     graph, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with context():
@@ -157,7 +157,7 @@ def captured(call, context):
             call()
         torch.cuda.current_stream().wait_stream(side_stream)
         with torch.cuda.graph(graph):
-            for _ in range(CALLS_PER_GRAPH):
+            for _ in range(calls):
                 call()
     return graph.replay
 

@@ -5,6 +5,7 @@ __version__ = "2.8.3"  # the API level that clients test for; our own release st
 from flash_attn._build import build_info as _build_info
 from flash_attn.dropout import dropout_mask
 from flash_attn.flash_attn_interface import (
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -13,11 +14,14 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_attn.kvcache_plan import KvCachePlan
 
 __build__ = _build_info()
 
 __all__ = [
+    "KvCachePlan",
     "dropout_mask",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

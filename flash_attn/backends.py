@@ -9,7 +9,7 @@ _MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
 
 @cache
 def get(device_type: str) -> ModuleType:
-    """Return the module whose `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd` and `fwd_kvcache` serve `device_type`.
+    """Return the module whose `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd`, `fwd_kvcache`, ... serve `device_type`.
 
     device_type is `torch.Tensor.device.type`. Raises RuntimeError for a device without a backend, and for
     CUDA tensors when the CUDA extension is not installed.

@@ -21,9 +21,9 @@ and what it was; nothing is computed then.
 """
 
 import torch
-from torch import Tensor
 
 from flash_attn import backends
+from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.ops import arguments, library
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -320,69 +320,6 @@ def flash_attn_varlen_kvpacked_func(
         (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
-
-
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
-):
-    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
-
-    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
-
-    Arguments:
-        q: (batch, seqlen_q, nheads, head_dim)
-        k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
-            block_table. Any strides with a contiguous last dimension; never copied.
-        v_cache: like k_cache.
-        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
-        v: like k.
-        rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
-            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
-        rotary_sin: like rotary_cos.
-        cache_seqlens: int, or int32 or int64 (batch,). Keys in the cache before the new ones. Default: the capacity.
-        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1.
-        cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence.
-        block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache.
-        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
-        causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
-        rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
-        num_splits: int. Number of parts the keys are split into; 0 chooses by a heuristic.
-        return_softmax_lse: bool. Also return the LSE.
-
-    Returns:
-        out: (batch, seqlen_q, nheads, head_dim), contiguous.
-        softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
-    """
-    arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
-    arguments.check_cache("k_cache", k_cache)
-    arguments.check_cache("v_cache", v_cache)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    left, right = arguments.window(window_size)
-    scale = arguments.scale(softmax_scale, q)
-    out, lse = library.kvcache_attention(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,
-    )  # fmt: skip
-    return (out, lse) if return_softmax_lse else out
 
 
 def _attend(

@@ -27,6 +27,9 @@ class Case:
     (unused rows before the keys). ``page_size`` 0 means K/V are not paged. ``alibi``: ``none``, ``heads`` for
     slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded. ``seqlens`` states
     the lengths of packed sequences where they matter (benchmarks), of queries and keys alike.
+
+    ``cache``, in benchmarks: the keys lie in a KV cache. ``append`` of them are new, rotated and written by the call;
+    ``invariant`` asks for the batch-invariant mode.
     """
 
     batch: int
@@ -45,6 +48,8 @@ class Case:
     kind: str = "dense"
     page_size: int = 0
     seqlens: tuple[int, ...] = ()
+    append: int = 0
+    invariant: bool = False
 
     @property
     def id(self) -> str:
@@ -60,6 +65,8 @@ class Case:
         parts += [self.kind]
         parts += [f"page{self.page_size}"] * (self.page_size > 0)
         parts += [f"{len(self.seqlens)}seqs{sum(self.seqlens)}"] * (len(self.seqlens) > 0)
+        parts += [f"append{self.append}"] * (self.append > 0)
+        parts += ["invariant"] * self.invariant
         return "-".join(parts)
 
     @property
@@ -102,6 +109,11 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             dataclasses.replace(feature, **variant)
             for variant in ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1})
         ],
+        "deterministic": [
+            *(case for case in bench_cells(dtype=dtype) if case.seqlen_q in (1024, 4096, 16384)),
+            Case(2, 8192, 8192, 32, 8, 128, dtype, causal=True),
+            Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
+        ],
         "small": small_cases(dtype),
     }
 
@@ -116,6 +128,40 @@ def small_cases(dtype: str) -> list[Case]:
         (64, 512, 2, 256, False),
     ]
     return [Case(1, sq, sk, h, h, d, dtype, causal=causal) for sq, sk, h, d, causal in square + few_queries]
+
+
+CACHE_SIZES = ((1, 8192), (1, 65536), (16, 4096), (64, 2048), (128, 8192))  # sequences, keys of each
+CACHE_HEADS = ((32, 8), (16, 16), (64, 8))
+
+
+def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
+    """Attention over a KV cache, dense and paged: one query of each sequence, several, chunks of a prompt."""
+
+    def case(size, heads=(32, 8), page_size=0, queries=1, head_dim=128, **options):
+        options = {"causal": queries > 1, **options}
+        return Case(size[0], queries, size[1], *heads, head_dim, dtype, kind="cache", page_size=page_size, **options)
+
+    large = CACHE_SIZES[2:]
+    return {
+        "decode": [case(n, h, p) for h in CACHE_HEADS for n in CACHE_SIZES for p in (0, 16, 256)],
+        "decode_layers": [case(n, h, p) for h in CACHE_HEADS[:2] for n in CACHE_SIZES for p in (0, 16)],
+        "decode_eager": [case(n, page_size=p) for n in ((1, 1024), (64, 2048)) for p in (0, 16)],
+        "decode_tokens": [case((16, 4096), page_size=p, queries=s) for s in (2, 4, 8, 16) for p in (0, 16)],
+        "decode_append": [case(n, page_size=p, append=1) for n in large for p in (0, 16)],
+        "decode_invariant": [case(n, page_size=p, invariant=True) for n in CACHE_SIZES for p in (0, 16)],
+        "decode_features": [
+            case((64, 2048), (32, 32), head_dim=64),
+            case((64, 2048), (16, 4), head_dim=256),
+            case((64, 16384), window=(1023, 0)),
+            case((64, 2048), softcap=30.0),
+            case((64, 2048), alibi="heads"),
+        ],
+        "prefill_cache": [
+            case(n, page_size=p, queries=s)
+            for n, s in (((1, 8192), 512), ((1, 32768), 2048), ((8, 4096), 128))
+            for p in (0, 16)
+        ],
+    }  # fmt: skip
 
 
 BENCH_CELLS = bench_cells()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BENCH_CELLS, BENCH_GROUPS, VARLEN_SEQLENS, Case
-from reference import assert_accurate, attention
+from reference import assert_accurate, assert_gradient_accurate, attention
 
 import flash_attn
 
@@ -59,8 +59,8 @@ def result(result_path):
 
 def test_every_group_has_rows_and_every_row_its_own_id():
     found = rows.all_rows()
-    assert {row.group for row in found} == set(rows.GROUPS)
-    for group in rows.GROUPS:
+    assert {row.group for row in found} == set(rows.ALL_GROUPS)
+    for group in rows.ALL_GROUPS:
         ids = [row.id for row in found if row.group == group]
         assert len(ids) == len(set(ids))
     assert {row.case.head_dim for row in found if row.group in ("cells", "dims")} == {64, 96, 128, 192, 256}
@@ -104,6 +104,7 @@ def test_allowance_shares_what_is_left(monkeypatch):
     monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
     allowance = timing.Allowance(seconds=10.0, rows=5)
     assert allowance.budget(timing.Budget(), 0).max_ms == pytest.approx(1000.0)
+    assert allowance.budget(timing.Budget(max_ms=30.0), 0).max_ms == 30.0
     now[0] = 106.0
     assert allowance.budget(timing.Budget(), 3).max_ms == pytest.approx(1000.0)
     assert allowance.behind(1) and not allowance.behind(3)
@@ -223,6 +224,7 @@ def test_missing_pieces_become_notes():
 def test_choice_of_peers():
     assert [impl.name for impl in implementations.choose(["naive"])] == ["ours", "naive"]
     everything = [impl.name for impl in implementations.choose(["all"])]
+    assert "ours_deterministic" not in everything
     assert everything[0] == "ours" and {"sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "naive"} <= set(everything)
     with pytest.raises(ValueError, match="nobody: expected one of all, ours"):
         implementations.choose(["nobody"])
@@ -243,6 +245,27 @@ def test_result_states_what_was_measured(result):
         assert ours["tflops"] == pytest.approx(row["flops"] / ours["ms"] / 1e9)
         assert ours["rounds"] >= 2 and ours["p10"] <= ours["ms"] <= ours["p90"]
         assert ours["relative_error"] < 1e-4
+
+
+def test_deterministic_rows(tmp_path):
+    """A group of its own, backward only, which two implementations join; elsewhere they run when they are named."""
+    done = run_script(
+        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1, "--max-ms", 5,
+        "--groups", "gqa", "deterministic", "--mode", "fwd", "bwd", "--peers", "--out", tmp_path, "--name", "both",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "both.json").read_text())
+    assert list(found["implementations"]) == ["ours", "ours_deterministic", "sdpa_flash_deterministic"]
+    rows_of = {group: [row for row in found["rows"] if row["group"] == group] for group in ("gqa", "deterministic")}
+    assert [row["mode"] for row in rows_of["gqa"]] == ["fwd"] * 2 + ["bwd"] * 2
+    assert {row["mode"] for row in rows_of["deterministic"]} == {"bwd"} and len(rows_of["deterministic"]) == 7
+    assert all(set(row["results"]) == {"ours"} for row in rows_of["gqa"])
+    assert all({"ours", "ours_deterministic"} <= set(row["results"]) for row in rows_of["deterministic"])
+    assert "deterministic bwd, ours_deterministic vs ours: geometric mean" in done.stdout
+    assert "gqa bwd, ours_deterministic" not in done.stdout
+    assert re.search(r"^seconds, set-up included: gqa fwd \d", done.stdout, re.MULTILINE)
+    named = implementations.choose(["ours_deterministic"], ["deterministic"])
+    assert [impl.limits(TINY, "cpu", "bwd") for impl in named if impl.name == "ours_deterministic"] == [None]
 
 
 def test_spent_budget_skips_rows(tmp_path):
@@ -289,6 +312,30 @@ def test_compare_against_peers_and_earlier_results(result_path, tmp_path):
     assert run_script("compare.py", result_path, tmp_path / "faster.json", "--min-mean", 0.51).returncode == 1
 
 
+def fabricated(speeds, group="cells", mode="bwd"):
+    """Rows of a result in which `speeds` gives {implementation: speed relative to ours}, one row per list entry."""
+    return [
+        {"group": group, "mode": mode, "id": f"row {i}", "label": f"row {i}",
+         "results": {"ours": {"ms": 1.0}, **{name: {"ms": 1 / speed} for name, speed in entry.items()}}}
+        for i, entry in enumerate(speeds)
+    ]  # fmt: skip
+
+
+def test_targets(result, tmp_path):
+    """One is met, one is missed by its worst row, and rows of another group with the same problem do not count."""
+    changed = {**result, "implementations": {"ours": "", "ours_deterministic": "", "sdpa_flash": "", "triton": ""}}
+    changed["rows"] = fabricated([{"sdpa_flash": 0.9, "triton": 0.9}, {"sdpa_flash": 1.04, "triton": 1.01}])
+    changed["rows"] += fabricated([{"ours_deterministic": 0.7}, {"ours_deterministic": 0.95}], "deterministic")
+    changed["rows"] += fabricated([{"sdpa_flash": 5.0, "triton": 5.0}], "features")
+    (tmp_path / "made.json").write_text(json.dumps(changed))
+    done = run_script("compare.py", tmp_path / "made.json", "--targets")
+    assert done.returncode == 1
+    assert "met     cells bwd, ours vs sdpa_flash: geometric mean 1.034x, worst 0.962x (row 1)" in done.stdout
+    assert "missed  cells bwd, ours vs triton: geometric mean 1.049x, worst 0.990x (row 1)" in done.stdout
+    assert "met     deterministic bwd, ours_deterministic vs ours: geometric mean 0.815x" in done.stdout
+    assert "unknown gqa bwd, ours vs sdpa_flash: not measured" in done.stdout
+
+
 def test_report_prints_the_table(result_path, result):
     done = run_script("report.py", result_path)
     assert done.returncode == 0, done.stderr
@@ -330,16 +377,37 @@ TRITON_CASES = [  # sq, sk, heads, K/V heads, head dim, causal
 ]
 
 
+def attention_and_gradients(tensors, dout, causal, dtype):
+    """(out, lse, dq, dk, dv) of plain attention computed in `dtype`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    found = attention(*leaves, causal=causal, dtype=dtype)
+    return found.out, found.lse, *torch.autograd.grad(found.out, leaves, dout.to(dtype))
+
+
+def triton_inputs(case, dtype, device, strided):
+    """([q, k, v], dout) of an entry of TRITON_CASES; strided: heads before positions, dout with strides 0."""
+    sq, sk, h, h_k, d, _ = case
+    tensors = [torch.randn(2, s, n, d, dtype=dtype, device=device) for s, n in ((sq, h), (sk, h_k), (sk, h_k))]
+    dout = torch.randn_like(tensors[0])
+    if strided:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        dout = dout.new_ones(()).expand(dout.shape)
+    return [x.requires_grad_() for x in tensors], dout
+
+
 def check_triton(triton_attention, device, dtype, **options):
-    """The comparator against float64 at every small case, by the error criterion."""
-    for sq, sk, h, h_k, d, causal in TRITON_CASES:
-        q = torch.randn(2, sq, h, d, dtype=dtype, device=device)
-        k, v = (torch.randn(2, sk, h_k, d, dtype=dtype, device=device) for _ in "kv")
-        out, lse = triton_attention.triton_attention(q, k, v, causal=causal, **options)
-        expected, plain = (attention(q, k, v, causal=causal, dtype=t) for t in (torch.float64, dtype))
-        assert out.dtype == dtype and lse.dtype == torch.float32
-        assert_accurate(out, expected.out, plain.out)
-        assert_accurate(lse, expected.lse, plain.lse, "lse")
+    """The comparator against float64 at every small case, by the error criterion: output, log-sum-exp and gradients."""
+    for case, strided in itertools.product(TRITON_CASES, (False, True)):
+        tensors, dout = triton_inputs(case, dtype, device, strided)
+        causal = case[-1]
+        out, lse = triton_attention.triton_attention(*tensors, causal=causal, **options)
+        found = (out, lse, *torch.autograd.grad(out, tensors, dout))
+        expected, plain = (attention_and_gradients(tensors, dout, causal, t) for t in (torch.float64, dtype))
+        assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype]
+        for name, *triple in zip(("out", "lse"), found, expected, plain):
+            assert_accurate(*triple, name)
+        for name, *triple in zip(("dq", "dk", "dv"), found[2:], expected[2:], plain[2:]):
+            assert_gradient_accurate(*triple, name)
 
 
 def interpret_triton():
@@ -379,31 +447,49 @@ def test_triton_on_the_gpu(device, dtype):
 
     for tma in {False, torch.cuda.get_device_capability()[0] >= 9}:
         check_triton(triton_attention, device, dtype, use_tma=tma)
-    row = rows.Row("cells", Case(2, 1000, 1000, 8, 2, 256, "bfloat16", causal=True))
-    inputs = implementations.make_inputs(row, torch.device(device))
-    out, _ = triton_attention.triton_attention(inputs.q, inputs.k, inputs.v, causal=True)
-    assert check.relative_error(row, inputs, "fwd", out) < 1e-2
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
+        row = rows.Row("cells", Case(2, 1000, 1000, 8, 2, head_dim, "bfloat16", causal=causal))
+        inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
+        implementation = implementations.IMPLEMENTATIONS["triton"]
+        _, facts = measure.probe(implementation, row, inputs, "fwd+bwd", torch.device(device))
+        assert facts["relative_error"] < 1e-2
 
 
-def compiled_ptx(block_d, tile, causal, use_tma):
-    """The comparator compiled for Hopper without a GPU."""
+@pytest.mark.devices("cuda")
+def test_triton_backward_needs_no_large_temporaries(device):
+    """Beyond the gradients: two numbers per row and head."""
+    pytest.importorskip("triton")
+    row = rows.Row("cells", Case(1, 4096, 4096, 8, 8, 64, "bfloat16", causal=True))
+    inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
+    _, facts = measure.probe(implementations.IMPLEMENTATIONS["triton"], row, inputs, "bwd", torch.device(device))
+    assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8
+
+
+def compiled_ptx(kernel, block_d, tile, causal, use_tma):
+    """PTX of a kernel of the comparator compiled for Hopper without a GPU."""
     import triton
-    import triton_attention
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = triton_attention.forward_kernel
     constants = {"CAUSAL": causal, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
     constants["USE_TMA"] = use_tma
-    tile_rows = {"q_source": tile.block_m, "k_source": tile.block_n, "v_source": tile.block_n}
-    types = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "scale_log2": "fp32", **dict.fromkeys(constants, "constexpr")}
-    types.update({n: f"tensordesc<bf16[1, {m}, 1, {block_d}]>" if use_tma else "*bf16" for n, m in tile_rows.items()})
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    aligned = [name.startswith("stride") or types.get(name, "").startswith("*") for name in kernel.arg_names]
-    attributes = {(index,): [["tt.divisibility", 16]] for index, known in enumerate(aligned) if known}
+    side = {"q_source": tile.block_m, "dout_source": tile.block_m, "k_source": tile.block_n, "v_source": tile.block_n}
+    fixed = {"scale": "fp32", "scale_log2": "fp32", **dict.fromkeys(("lse_ptr", "lse_log2_ptr", "delta_ptr"), "*fp32")}
+    fixed.update(dict.fromkeys(constants, "constexpr"))
+
+    def type_of(name):
+        if name in side:
+            return f"tensordesc<bf16[1, {side[name]}, 1, {block_d}]>" if use_tma else "*bf16"
+        by_ending = {"_ptr": "*bf16", "_strides": ("i32",) * 3}
+        return fixed.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "i32")
+
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    aligned = [(i,) for i, kind in enumerate(signature.values()) if isinstance(kind, str) and kind.startswith("*")]
+    aligned += [(i, j) for i, kind in enumerate(signature.values()) if isinstance(kind, tuple) for j in range(3)]
+    attributes = dict.fromkeys(aligned, [["tt.divisibility", 16]])
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.parametrize("use_tma", [True, False])
@@ -412,10 +498,34 @@ def test_triton_compiles_for_hopper(block_d, use_tma):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("compiling ahead of time is written for Triton 3.6")
-    import triton_attention
+    import triton_sweep
+    from triton_backward import DKDV_TILES, DQ_TILES, dkdv_kernel, dq_kernel
+    from triton_forward import TILES, forward_kernel
 
-    for tile, causal in itertools.product(triton_attention.TILES[block_d][:1], (False, True)):
-        compiled = compiled_ptx(block_d, tile, causal, use_tma)
-        assert "wgmma.mma_async" in compiled.asm["ptx"]
-        assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == use_tma
-        assert compiled.metadata.shared <= 227 * 1024
+    kernels = ((forward_kernel, TILES), (dkdv_kernel, DKDV_TILES), (dq_kernel, DQ_TILES))
+    for (kernel, tiles), causal in itertools.product(kernels, (False, True)):
+        candidates = triton_sweep.CANDIDATES[kernel.__name__.replace("_kernel", "")][block_d]
+        assert set(tiles[block_d]) <= set(candidates)
+        ptx = compiled_ptx(kernel, block_d, tiles[block_d][0], causal, use_tma)
+        assert "wgmma.mma_async" in ptx
+        assert ("cp.async.bulk.tensor" in ptx) == use_tma
+
+
+def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    import triton_sweep
+
+    small, large, big = (32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)
+    monkeypatch.setitem(triton_sweep.CANDIDATES["dq"], 64, (large, small, big))
+    resources = dict.fromkeys((("dq", 64, True, tile) for tile in (small, large)), "99 registers")
+    resources["dq", 64, True, big] = "out of resource"
+
+    def time_column(kernel, head_dim, causal, seqlen, compiled):
+        return {tile: 1.0 if tile == small else 3.0 if causal else 0.5 for tile in compiled if tile != big}
+
+    monkeypatch.setattr(triton_sweep, "time_column", time_column)
+    entries = triton_sweep.sweep("dq", 64, resources)
+    assert [tuple(entry["tile"]) for entry in entries] == [small, large, big]
+    assert [entry["score"] for entry in entries] == [pytest.approx(2**-0.5), pytest.approx(3**-0.5), 0.0]
+    triton_sweep.print_table("dq", 64, entries)
+    assert "(128, 64, 8, 2)     0.000          inf" in capsys.readouterr().out

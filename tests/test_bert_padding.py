@@ -95,6 +95,7 @@ def test_index_functions(device, dtype):
     kept = torch.zeros(6, 1, 1, device=device)
     kept[indices] = 1.0
     assert torch.equal(scattered, x * kept)
+    assert torch.equal(index_put_first_axis(picked, indices.int(), 6), scattered)  # as transformers passes them
     (scattered.sum() + residual.sum()).backward()
     assert torch.equal(x.grad, (1.0 + kept).expand_as(x))
 

@@ -21,7 +21,6 @@ from flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
 
 TAIL = (
@@ -41,7 +40,8 @@ SIGNATURES = {
     "flash_attn_with_kvcache": "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-    "return_softmax_lse=False)",
+    "return_softmax_lse=False, *, out=None, plan=None, batch_invariant=False)",
+    "flash_attn_combine": "(out_partial, lse_partial, out=None, out_dtype=None)",
 }
 
 
@@ -319,34 +319,6 @@ def test_forward_does_not_wait_for_the_gpu(device):
         flash_attn_func(q[None], k[None], v[None], dropout_p=0.1, return_attn_probs=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.devices("cpu")
-def test_kvcache_takes_an_int_and_int64_lengths(device):
-    q = tensor(device, 2, 3, 4, 16)
-    caches = [tensor(device, 2, 12, 2, 16) for _ in "kv"]
-    new = [tensor(device, 2, 3, 2, 16) for _ in "kv"]
-    results = []
-    for lengths in (5, torch.full((2,), 5, device=device), torch.full((2,), 5, device=device, dtype=torch.int32)):
-        copies = [x.clone() for x in caches]
-        out, lse = flash_attn_with_kvcache(
-            q, *copies, *new, cache_seqlens=lengths, causal=True, return_softmax_lse=True
-        )
-        results.append((out, lse, *copies))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0]))
-    for before, after, rows in zip(caches, results[0][2:], new):
-        before[:, 5:8] = rows
-        assert torch.equal(before, after)
-
-
-@pytest.mark.devices("cpu")
-def test_kvcache_refuses_a_backward(device):
-    q = tensor(device, 2, 3, 4, 16, grad=True)
-    k_cache, v_cache = (tensor(device, 2, 12, 2, 16) for _ in "kv")
-    out = flash_attn_with_kvcache(q, k_cache, v_cache)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        out.sum().backward()
 
 
 def test_wrong_kinds_of_arguments(device):

@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn import flash_attn_interface as interface
-from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func
 from flash_attn.ops import library
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_K, HEAD_DIM = 2, 9, 11, 4, 2, 16
@@ -115,17 +115,6 @@ def test_opcheck_public_backward(device, given):
     opcheck(interface._flash_attn_varlen_backward, arguments)
 
 
-@pytest.mark.devices("cpu")
-@pytest.mark.parametrize("append", (False, True))
-def test_opcheck_kvcache(device, append):
-    q, k_cache, v_cache = dense_inputs(device)
-    new = [tensor(device, BATCH, 2, HEADS_K, HEAD_DIM) for _ in "kv"] if append else [None, None]
-    seqlens = torch.tensor([3, 5], dtype=torch.int32, device=device)
-    op = CORE.kvcache_append_fwd if append else CORE.kvcache_fwd
-    arguments = (q, k_cache, v_cache, *new, None, None, seqlens, *(None,) * 4, *OPTIONS[1:], True, 0)
-    opcheck(op.default, arguments)
-
-
 def written_arguments(op):
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
@@ -134,8 +123,7 @@ def test_schemas_tell_what_is_written():
     public = torch.ops.flash_attn
     assert written_arguments(public._flash_attn_backward.default) == ["dq", "dk", "dv"]
     assert written_arguments(public._flash_attn_varlen_backward.default) == ["dq", "dk", "dv"]
-    assert written_arguments(CORE.kvcache_append_fwd.default) == ["k_cache", "v_cache"]
-    for op in (public._flash_attn_forward, public._flash_attn_varlen_forward, CORE.fwd, CORE.bwd, CORE.kvcache_fwd):
+    for op in (public._flash_attn_forward, public._flash_attn_varlen_forward, CORE.fwd, CORE.bwd):
         assert written_arguments(op.default) == []
 
 
@@ -360,21 +348,6 @@ def test_compiled_dropout_draws_from_the_default_generator(device, backend):
     expected, actual = call(flash_attn_func), call(compiled(flash_attn_func, backend))
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert not torch.equal(actual[0], actual[1])
-
-
-@pytest.mark.devices("cpu")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_kvcache_updates_the_cache(device, backend):
-    q, k_cache, v_cache = dense_inputs(device)
-    k, v = (tensor(device, BATCH, 2, HEADS_K, HEAD_DIM) for _ in "kv")
-    seqlens = torch.tensor([3, 5], dtype=torch.int32, device=device)
-
-    def step(function):
-        caches = k_cache.clone(), v_cache.clone()
-        return function(q, *caches, k, v, cache_seqlens=seqlens, causal=True), *caches
-
-    for a, b in zip(step(compiled(flash_attn_with_kvcache, backend)), step(flash_attn_with_kvcache)):
-        assert torch.equal(a, b)
 
 
 def test_export(device):

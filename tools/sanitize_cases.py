@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import sanitize_kvcache
 import torch
 from cases import Case
 from harness import check_forward, check_gradients, make_problem, run
@@ -78,15 +80,16 @@ def main(arguments=None):
     torch.manual_seed(0)
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
-    for index, case in enumerate(CASES):
-        if options.only not in case.id:
+    checks = [(case.id, functools.partial(check, case, options.device, i % 2 == 1)) for i, case in enumerate(CASES)]
+    for name, run_check in [*checks, *sanitize_kvcache.checks(options.device)]:
+        if options.only not in name:
             continue
         try:
-            check(case, options.device, deterministic=index % 2 == 1)
-            print(f"ok      {case.id}", flush=True)
+            run_check()
+            print(f"ok      {name}", flush=True)
         except AssertionError as error:
             wrong += 1
-            print(f"WRONG   {case.id}: {error}", flush=True)
+            print(f"WRONG   {name}: {error}", flush=True)
     print(f"{wrong} wrong results")
     return 1 if wrong else 0
 

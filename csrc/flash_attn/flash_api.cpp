@@ -17,6 +17,7 @@
 
 #include "checks.h"
 #include "describe.h"
+#include "kvcache_api.h"
 #include "launch_check.h"
 #include "plan/family.h"
 #include "plan/grid.h"
@@ -361,12 +362,6 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                   deterministic, rng_state);
 }
 
-py::object not_built(const char* what) {
-  PyErr_Format(PyExc_NotImplementedError,
-               "%s: not implemented for CUDA tensors yet; CPU tensors (flash_attn.cpu) support it", what);
-  throw py::error_already_set();
-}
-
 std::string build_info() {
   std::string info = kernel_build_info();
   info.insert(info.rfind('}'),
@@ -405,8 +400,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
         py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "fwd_kvcache", [](const py::args&, const py::kwargs&) { return not_built("fwd_kvcache"); },
-      "Forward against a KV cache");
+  m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
+        py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
+        py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),
+        py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
+        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("rotary_interleaved"),
+        py::arg("num_splits"), py::arg("plan") = py::none(), py::arg("batch_invariant") = false,
+        py::call_guard<py::gil_scoped_release>());
+  m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
+        py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
+        py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
+        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
+        py::arg("plan") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
+        py::arg("lse_partial"), py::arg("out"), py::call_guard<py::gil_scoped_release>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

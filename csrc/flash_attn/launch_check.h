@@ -17,17 +17,24 @@ namespace flash {
 struct DeviceFacts {
   std::atomic<int> capability{0};  // 10 * major + minor; 0 = not asked yet
   std::atomic<int> multiprocessors{0};
+  std::atomic<int> smem_per_multiprocessor{0};  // bytes
+  std::atomic<int> smem_per_block{0};           // bytes that one thread block may ask for
 };
 
 inline const DeviceFacts& device_facts(int device) {
   static std::array<DeviceFacts, 64> cache;
   DeviceFacts& facts = cache[device % 64];
   if (facts.capability == 0) {
-    int major = 0, minor = 0, multiprocessors = 0;
+    int major = 0, minor = 0, multiprocessors = 0, smem_per_multiprocessor = 0, smem_per_block = 0;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    C10_CUDA_CHECK(
+        cudaDeviceGetAttribute(&smem_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     facts.multiprocessors = multiprocessors;
+    facts.smem_per_multiprocessor = smem_per_multiprocessor;
+    facts.smem_per_block = smem_per_block;
     facts.capability = 10 * major + minor;
   }
   return facts;

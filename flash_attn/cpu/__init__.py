@@ -4,8 +4,10 @@ Same positional signatures and results as on the GPU; dtypes float16, bfloat16, 
 """
 
 from .backward import bwd
+from .combine import combine
 from .forward import fwd
 from .kvcache import fwd_kvcache
+from .kvcache_plan import kvcache_plan
 from .varlen import varlen_bwd, varlen_fwd
 
-__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+__all__ = ["bwd", "combine", "fwd", "fwd_kvcache", "kvcache_plan", "varlen_bwd", "varlen_fwd"]

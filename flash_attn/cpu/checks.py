@@ -25,6 +25,12 @@ def check_device(name: str, tensor) -> None:
         require(tensor.device.type == "cpu", name, "a tensor on q's device (cpu)", f"one on {tensor.device}")
 
 
+def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    *first, last = [_dtype_name(dtype) for dtype in dtypes]
+    expected = f"{', '.join(first)} or {last}" if first else last
+    require(tensor.dtype in dtypes, name, f"dtype {expected}", _dtype_name(tensor.dtype))
+
+
 def check_shape(name: str, tensor: torch.Tensor, shape) -> None:
     require(list(tensor.shape) == list(shape), name, f"shape {list(shape)}", list(tensor.shape))
 

@@ -10,12 +10,16 @@ import torch
 from . import checks
 from .entry import entry_point
 from .forward import DENSE_Q_AXES, attend
+from .invariant import attend_invariant
+from .kvcache_plan import PlanKey, check_plan
 from .scores import ScoreRule, compute_dtype
 from .varlen import PAGED_AXES, check_pages, gather_pages
 
+PADDING_REQUEST = -1  # the length of a batch entry that takes no part
+
 
 class CacheEntry(NamedTuple):
-    """One batch entry: its cache row, the first key in use, cached and total length; skipped when length < 0."""
+    """One batch entry: its cache row, the first key in use, cached and total length."""
 
     index: int
     row: int
@@ -25,7 +29,7 @@ class CacheEntry(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        return self.cached < 0
+        return self.cached == PADDING_REQUEST
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -102,6 +106,8 @@ def fwd_kvcache(
     softcap,
     rotary_interleaved,
     num_splits,
+    plan=None,
+    batch_invariant=False,
 ):
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
 
@@ -111,25 +117,28 @@ def fwd_kvcache(
         q: (b, sq, h, d).
         kcache, vcache: (cache_batch, seqlen, h_k, d), or (blocks, page_size, h_k, d) with block_table.
         k, v: None, or (b, s_new, h_k, d) that are written at rows seqlens_k .. of each sequence; need seqlens_k.
-        seqlens_k: None (the whole cache is in use) or int32 (b): rows in use before the append. A negative length skips
-            the entry: nothing is written for it, its out is 0 and its lse +inf.
+        seqlens_k: None (the whole cache is in use) or int32 (b): rows in use before the append. -1 skips the entry:
+            nothing is read or written for it, its out is 0 and its lse +inf.
         rotary_cos, rotary_sin: None or (rows, rotary_dim / 2), q's dtype; need k and v. New keys are rotated by their
             cache row; query i by row seqlens_k + i under a causal or window mask, else by row seqlens_k.
         cache_batch_idx: None or int32 (b): the cache row of each batch entry (not with block_table).
         leftpad_k: None or int32 (b): rows to skip at the start of each sequence.
         block_table: None or int32 (b, max_blocks); only entries in use are read.
         rotary_interleaved: rotate pairs (2i, 2i + 1) instead of halves.
-        num_splits: accepted and without effect.
+        num_splits: at least 0; without effect, nothing is split here.
+        plan: None, or what `kvcache_plan` returned for the same sizes and lengths; it is only checked.
+        batch_invariant: compute every row by `attend_invariant`.
 
     Returns [out, lse] as in `fwd`.
 
-    Raises RuntimeError naming the argument as flash_attn_with_kvcache does, also when the cache has no room; nothing is
-    written then.
+    Raises RuntimeError naming the argument as flash_attn_with_kvcache does, also when the cache has no room or a table
+    entry in use names no page; nothing is written then.
     """
     checks.check_query(q, DENSE_Q_AXES)
     cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
     checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
     checks.check_numbers(0.0, softmax_scale, softcap)
+    checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
     if out is not None:
         checks.check_like_query("out", out, q, q.shape)
@@ -138,11 +147,15 @@ def fwd_kvcache(
     entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k)
     shared_angle = not is_causal and window_left < 0 and window_right < 0
     _check_rotary(q, k, entries, rotary_cos, rotary_sin)
+    if plan is not None:
+        key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant)
+        check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
+    attend_entry = attend_invariant if batch_invariant else attend
     for entry in entries:
         i = entry.index
         if entry.skipped:
@@ -159,8 +172,17 @@ def fwd_kvcache(
             cache.append(entry, new_k, v[i])
         keys, values = cache.read(entry)
         operands = (queries, keys, values, out[i], lse[i])
-        attend(*(x.unsqueeze(0) for x in operands), rule.for_batch(i))
+        attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i))
     return [out, lse]
+
+
+def _plan_key(q, cache: Cache, k, is_causal, window_left, window_right, num_splits, batch_invariant) -> PlanKey:
+    batch, seqlen_q, heads, head_dim = q.shape
+    new = 0 if k is None else k.shape[1]
+    return PlanKey.create(
+        batch, seqlen_q, new, heads, cache.k.shape[2], head_dim, cache.capacity, is_causal, window_left, window_right,
+        num_splits, batch_invariant,
+    )  # fmt: skip
 
 
 def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
@@ -183,26 +205,33 @@ def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k) ->
     none_with_pages = not (paged and cache_batch_idx is not None)
     checks.require(none_with_pages, "cache_batch_idx", "None when block_table is given", "a tensor")
     rows = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
-    if not paged:
+    if not paged and cache_batch_idx is None:
         count = cache.k.shape[0]
-        if cache_batch_idx is None:
-            checks.require(count == batch, "k_cache", f"batch size {batch} (that of q) without cache_batch_idx", count)
-        for row in rows:
-            checks.require(0 <= row < count, "cache_batch_idx", f"entries in [0, {count})", row)
+        checks.require(count == batch, "k_cache", f"batch size {batch} (that of q) without cache_batch_idx", count)
     lengths = [cache.capacity] * batch if seqlens_k is None else seqlens_k.tolist()
     padding = [0] * batch if leftpad_k is None else leftpad_k.tolist()
     new = 0 if k is None else k.shape[1]
     entries = []
     for i, (row, cached) in enumerate(zip(rows, lengths)):
         total = cached + new
-        fits = f"cache length plus {new} new rows of at most {cache.capacity}"
-        checks.require(cached < 0 or total <= cache.capacity, "cache_seqlens", fits, f"{cached} + {new}")
         entry = CacheEntry(i, row, min(max(padding[i], 0), max(total, 0)), cached, total)
-        if paged and not entry.skipped:
-            pages, page_size = cache.k.shape[:2]
-            check_pages(cache.block_table, row, min(entry.start, cached), total, page_size, pages)
+        if not entry.skipped:
+            _check_entry(entry, cache, new)
         entries.append(entry)
     return entries
+
+
+def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
+    """A length that the cache holds, and a cache row or pages that exist."""
+    known = f"lengths >= 0, or {PADDING_REQUEST} for a request that takes no part"
+    checks.require(entry.cached >= 0, "cache_seqlens", known, entry.cached)
+    fits = f"cache length plus {new} new rows of at most {cache.capacity}"
+    checks.require(entry.total <= cache.capacity, "cache_seqlens", fits, f"{entry.cached} + {new}")
+    count, rows = cache.k.shape[:2]
+    if cache.block_table is None:
+        checks.require(0 <= entry.row < count, "cache_batch_idx", f"entries in [0, {count})", entry.row)
+    else:
+        check_pages(cache.block_table, entry.row, min(entry.start, entry.cached), entry.total, rows, count)
 
 
 def _check_rotary(q, k, entries, cos, sin) -> None:

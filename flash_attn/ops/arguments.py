@@ -51,6 +51,34 @@ def window(window_size):
     return window_size
 
 
+def normal_window(causal, window_size):
+    """(left, right) with the causal mask in it and -1 for unbounded: equal for equal masks."""
+    left, right = window(window_size)
+    return max(left, -1), 0 if causal else max(right, -1)
+
+
+def check_kvcache_ranks(q, k_cache, k, block_table):
+    for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
+        if x is not None:
+            check_tensors((name,), (x,))
+            if x.dim() != axes:
+                raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
+
+
+def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
+    """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
+    if not isinstance(cache_seqlens, int):
+        raise TypeError(f"cache_seqlens: expected an int or an integer tensor, got {type(cache_seqlens).__name__}")
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    new = 0 if k is None else k.shape[1]
+    if not -1 <= cache_seqlens <= capacity - new:
+        raise RuntimeError(
+            f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, "
+            f"got {cache_seqlens} + {new}"
+        )
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
 def sinks(value):
     """Sinks as the backends want them: half precision widened to float32, contiguous."""
     check_tensors(("sinks",), (value,))

@@ -154,25 +154,47 @@ def softmax_d_fake(q, cu_seqlens_q):
     return q.new_empty(shape, dtype=_accumulator(q))
 
 
+def _pages(block_table):
+    """A block table as the backends want it: rows of contiguous int32, at any distance. None passes."""
+    if block_table is None or (block_table.dtype == torch.int32 and block_table.stride(-1) == 1):
+        return block_table
+    return _index(block_table)
+
+
 def kvcache_forward(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-    alibi_slopes, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits,
+    alibi_slopes, out, plan, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits,
+    batch_invariant,
 ):  # fmt: skip
     """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
-    q, k, v, rotary_cos, rotary_sin = (
-        x if x is None else _rows_contiguous(x) for x in (q, k, v, rotary_cos, rotary_sin)
-    )
-    result = backends.get(q.device.type).fwd_kvcache(
-        q, k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin, _index(cache_batch_idx),
-        _index(cache_leftpad), _index(block_table), alibi_slopes, None, softmax_scale, causal, window_left,
-        window_right, softcap, rotary_interleaved, num_splits,
+    if rotary_cos is not None and rotary_sin is not None:
+        rotary_cos, rotary_sin = _rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin)
+    if k is not None and v is not None:
+        k, v = _rows_contiguous(k), _rows_contiguous(v)
+    out, lse = backends.get(q.device.type).fwd_kvcache(
+        _rows_contiguous(q), k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin,
+        _index(cache_batch_idx), _index(cache_leftpad), _pages(block_table), alibi_slopes, out, softmax_scale, causal,
+        window_left, window_right, softcap, rotary_interleaved, num_splits, plan, batch_invariant,
     )  # fmt: skip
-    return tuple(result)
+    return out, lse
 
 
-def kvcache_forward_fake(q, *rest):
-    """Outputs of `kvcache_forward` by shape, dtype, strides and device alone."""
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
+def kvcache_operator(q, *rest):
+    """`kvcache_forward` as an operator, which cannot return what it is given: with `out` the first result is empty."""
+    out, lse = kvcache_forward(q, *rest)
+    return (out if rest[11] is None else q.new_empty(0)), lse
+
+
+def kvcache_operator_fake(q, *rest):
+    """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
+    return q.new_empty(q.shape if rest[11] is None else 0), lse
+
+
+def kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
+    """Fill a plan for calls of `kvcache_forward`, or make one (plan None); sizes: from batch to batch_invariant."""
+    backend = backends.get(cache_seqlens.device.type)
+    return backend.kvcache_plan(_index(cache_seqlens), _index(cache_leftpad), *sizes, plan)
 
 
 def _accumulator(q):

@@ -1,8 +1,8 @@
 """The operators behind the public functions, in a namespace of our own, and the way the functions reach them.
 
-`flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd` and `::kvcache_append_fwd` the
-KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew, so nothing here
-depends on them. Eager calls on plain tensors skip the dispatcher, which costs more than a small kernel.
+`flash_attn_core::fwd` and `::bwd` carry all attention with autograd; `::kvcache_fwd`, `::kvcache_append_fwd` and
+`::kvcache_plan` the KV cache. The names `flash_attn::_flash_attn_*` are a public surface that clients register anew,
+so nothing here depends on them. Eager calls on plain tensors skip the dispatcher, which costs more than a small kernel.
 """
 
 import torch
@@ -26,8 +26,14 @@ _BACKWARD_SCHEMA = (
 _KVCACHE_SCHEMA = (
     "(Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, "
     "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
-    "Tensor? alibi_slopes, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-    "bool rotary_interleaved, SymInt num_splits) -> (Tensor, Tensor)"
+    "Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, float softmax_scale, bool causal, SymInt window_left, "
+    "SymInt window_right, float softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant) "
+    "-> (Tensor, Tensor)"
+)
+_PLAN_SCHEMA = (
+    "(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, SymInt seqlen_q, SymInt seqlen_new, "
+    "SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, bool causal, SymInt window_left, "
+    "SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
 )
 
 _library = torch.library.Library("flash_attn_core", "DEF")
@@ -48,11 +54,23 @@ def attention(*args):
 
 def kvcache_attention(*args):
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
+    out = args[12]
     tensors = [x for x in args[:5] if x is not None]
     differentiating = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if differentiating and out is not None:
+        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
     if differentiating or _needs_dispatch(tensors) or _transformed():
-        return (_kvcache_op if args[3] is None else _kvcache_append_op)(*args)
+        new_out, lse = (_kvcache_op if args[3] is None else _kvcache_append_op)(*args)
+        return (new_out if out is None else out), lse
     return calls.kvcache_forward(*args)
+
+
+def update_kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
+    """`calls.kvcache_plan` in place."""
+    if _needs_dispatch([cache_seqlens]):
+        _kvcache_plan_op(cache_seqlens, cache_leftpad, plan, *sizes)
+    else:
+        calls.kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes)
 
 
 def _needs_dispatch(tensors):
@@ -172,15 +190,29 @@ def _register_attention():
     _backward_op = torch.ops.flash_attn_core.bwd.default
 
 
-def _register_kvcache(name, mutates):
-    marks = ("(a!)", "(b!)") if mutates else ("", "")
+def _register_kvcache(name, caches):
+    """The operator over a KV cache; caches: those of its arguments that it writes beside out and plan."""
+    marks = ("(a!)", "(b!)") if caches else ("", "")
     op = torch.library.custom_op(
-        f"flash_attn_core::{name}", calls.kvcache_forward, mutates_args=mutates, schema=_KVCACHE_SCHEMA.format(*marks)
+        f"flash_attn_core::{name}",
+        calls.kvcache_operator,
+        mutates_args=(*caches, "out", "plan"),
+        schema=_KVCACHE_SCHEMA.format(*marks),
     )
-    op.register_fake(calls.kvcache_forward_fake)
+    op.register_fake(calls.kvcache_operator_fake)
     return getattr(torch.ops.flash_attn_core, name).default
+
+
+def _register_plan():
+    def update(*args):
+        calls.kvcache_plan(*args)
+
+    op = torch.library.custom_op("flash_attn_core::kvcache_plan", update, mutates_args=("plan",), schema=_PLAN_SCHEMA)
+    op.register_fake(lambda *args: None)
+    return torch.ops.flash_attn_core.kvcache_plan.default
 
 
 _register_attention()
 _kvcache_op = _register_kvcache("kvcache_fwd", ())
 _kvcache_append_op = _register_kvcache("kvcache_append_fwd", ("k_cache", "v_cache"))
+_kvcache_plan_op = _register_plan()

@@ -1,6 +1,8 @@
 // The only place where tile sizes, warp counts and the list of head dims exist. Plain C++17.
 #pragma once
 
+#include <cstdint>
+
 namespace flash {
 namespace plan {
 
@@ -154,6 +156,67 @@ constexpr BwdTile bwd_tile(int head_dim) {
 // K, V, stages x (Q, dO), P and dS. 16-bit elements.
 constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
   return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
+}
+
+// Attention against a KV cache. A tile's rows are the (query token, query head) pairs of one K/V head, packed; four
+// groups of warps stand along the keys, each with a ring of shared memory buffers of its own.
+struct KvTile {
+  int head_dim;
+  int row_tiles;      // 16-row MMA tiles of each warp
+  int row_warps;      // warps of a group; they stand along the rows
+  int step;           // keys of one group and step
+  int blocks_per_sm;  // what the register budget is compiled for
+
+  constexpr int rows() const { return 16 * row_tiles * row_warps; }
+};
+
+constexpr int kKvGroups = 4;
+constexpr int kKvSizes = 3;
+
+// By the rows that a K/V head has: up to 16, up to 32, more. `step` and kKvGroups are the same for all sizes of a head
+// dim, so that a row's arithmetic does not depend on how many rows stand beside it.
+constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
+    {{32, 1, 1, 32, 2},
+     {64, 1, 1, 32, 2},
+     {96, 1, 1, 16, 2},
+     {128, 1, 1, 16, 2},
+     {192, 1, 1, 16, 2},
+     {256, 1, 1, 16, 1}},
+    {{32, 2, 1, 32, 2},
+     {64, 2, 1, 32, 2},
+     {96, 2, 1, 16, 2},
+     {128, 2, 1, 16, 2},
+     {192, 1, 2, 16, 1},
+     {256, 1, 2, 16, 1}},
+    {{32, 2, 2, 32, 1},
+     {64, 2, 2, 32, 1},
+     {96, 2, 2, 16, 1},
+     {128, 2, 2, 16, 1},
+     {192, 1, 2, 16, 1},
+     {256, 1, 2, 16, 1}},
+};
+
+constexpr KvTile kv_tile(int head_dim, int size) { return kKvTiles[size][head_dim_index(head_dim)]; }
+
+// The smallest tile that holds `rows`, the largest one if none does.
+constexpr int kv_tile_size(int head_dim, int64_t rows) {
+  int size = 0;
+  while (size + 1 < kKvSizes && kv_tile(head_dim, size).rows() < rows) ++size;
+  return size;
+}
+
+constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
+constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }
+
+// Statistics of 16 rows (maximum and sum, fp32) of each group and of a carried sum, and scratch of the scheduler.
+constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;
+constexpr int kKvScratchBytes = 128;
+
+// K and V of one step of all groups. 16-bit elements.
+constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * tile.head_dim * 2 * 2; }
+
+constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
+  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + stages * kv_stage_bytes(tile);
 }
 
 }  // namespace plan

@@ -12,18 +12,61 @@ namespace flash {
 
 // Kernels above 48 KB need their limit raised once per device. Racing threads at most repeat the call.
 template <class Params>
+cudaError_t allow_shared_memory(void (*kernel)(Params), int smem_bytes, int device,
+                                std::atomic<uint64_t>& configured_devices) {
+  const uint64_t device_bit = uint64_t{1} << (device % 64);
+  if (smem_bytes <= 48 * 1024 || (configured_devices.load(std::memory_order_relaxed) & device_bit)) return cudaSuccess;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (status == cudaSuccess) configured_devices.fetch_or(device_bit, std::memory_order_relaxed);
+  return status;
+}
+
+template <class Params>
 cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
                    int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
-  const uint64_t device_bit = uint64_t{1} << (device % 64);
-  if (smem_bytes > 48 * 1024 && !(configured_devices.load(std::memory_order_relaxed) & device_bit)) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (status != cudaSuccess) return status;
-    configured_devices.fetch_or(device_bit, std::memory_order_relaxed);
-  }
+  const cudaError_t status = allow_shared_memory(kernel, smem_bytes, device, configured_devices);
+  if (status != cudaSuccess) return status;
   kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
   return cudaGetLastError();
+}
+
+// Whether code for sm_90 runs, which can be launched before the kernel ahead of it has finished (common/pdl.h).
+inline cudaError_t can_depend(const void* kernel, bool& possible) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  possible = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
+  return status;
+}
+
+// A launch that may overlap the kernel ahead of it in the stream; `kernel` calls wait_for_previous_kernel().
+template <class Params>
+cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
+                             int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
+  static std::atomic<uint64_t> asked{0}, dependent{0};  // of all kernels with these parameters: they are built alike
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
+  cudaError_t status = allow_shared_memory(kernel, smem_bytes, device, configured_devices);
+  const uint64_t device_bit = uint64_t{1} << (device % 64);
+  if (status == cudaSuccess && !(asked.load() & device_bit)) {
+    bool possible = false;
+    status = can_depend(reinterpret_cast<const void*>(kernel), possible);
+    if (possible) dependent.fetch_or(device_bit);
+    asked.fetch_or(device_bit);
+  }
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = dependent.load() & device_bit ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 }  // namespace flash

@@ -19,14 +19,22 @@ struct ScoreMod {
   float cap_log2;    // softcap log2(e)
   float slope_log2;  // ALiBi slope log2(e)
 
-  __device__ __forceinline__ ScoreMod(const Flash_fwd_params& params, int batch, int head)
+  __device__ __forceinline__ explicit ScoreMod(const Flash_fwd_params& params)
       : softcapped(params.softcap > 0.0f),
         scale_log2(params.scale_softmax * kLog2e),
         tanh_scale(softcapped ? 2.0f * scale_log2 / params.softcap : 0.0f),
         cap_log2(params.softcap * kLog2e),
-        slope_log2(params.alibi_slopes_ptr != nullptr
-                       ? params.alibi_slopes_ptr[batch * params.alibi_slopes_batch_stride + head] * kLog2e
-                       : 0.0f) {}
+        slope_log2(0.0f) {}
+
+  __device__ __forceinline__ ScoreMod(const Flash_fwd_params& params, int batch, int head) : ScoreMod(params) {
+    slope_log2 = head_slope_log2(params, batch, head);
+  }
+
+  __device__ __forceinline__ static float head_slope_log2(const Flash_fwd_params& params, int batch, int head) {
+    return params.alibi_slopes_ptr != nullptr
+               ? params.alibi_slopes_ptr[batch * params.alibi_slopes_batch_stride + head] * kLog2e
+               : 0.0f;
+  }
 
   // The derivative 1 - tanh^2 of a capped score with respect to the raw one, up to the scale.
   __device__ __forceinline__ float cap_derivative(float capped) const {
@@ -71,6 +79,12 @@ struct ScoreMod {
   // scores: row_col_view; diagonal0 and col0 are the key-axis position of the tile's row 0 and its first column.
   template <class Scores, class Coords>
   __device__ __forceinline__ void apply(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
+    apply_cap(scores);
+    add_bias(scores, coords, diagonal0, col0);
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ void apply_cap(Scores& scores) const {
     using namespace cute;
     if (softcapped) {
 #pragma unroll
@@ -79,7 +93,6 @@ struct ScoreMod {
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
     }
-    add_bias(scores, coords, diagonal0, col0);
   }
 
   template <class Scores, class Coords>

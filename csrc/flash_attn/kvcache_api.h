@@ -1,0 +1,322 @@
+// Attention against a KV cache, its plan, and the merge of partial results: check -> describe -> allocate -> launch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "describe.h"
+#include "kvcache_checks.h"
+#include "launch_check.h"
+#include "plan/kvcache.h"
+#include "src/kvcache.h"
+#include "src/static_switch.h"
+
+namespace flash {
+
+inline const int* int_or_null(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
+}
+
+// The widest pieces, of 16, 4 or 2 bytes, in which rows can be read: what start, strides and row length are multiples
+// of.
+inline int piece_bytes(const at::Tensor& tensor) {
+  for (const int bytes : {16, 4}) {
+    const int64_t elements = bytes / 2;
+    bool fits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 && tensor.size(-1) % elements == 0;
+    for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
+      fits &= tensor.size(axis) <= 1 || tensor.stride(axis) % elements == 0;
+    }
+    if (fits) return bytes;
+  }
+  return 2;
+}
+
+// ---- sizes ----
+
+// What decides how the work is spread; the same for a plan and for the call that uses it.
+struct KvCallSizes {
+  int64_t batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, capacity;
+  bool is_causal;
+  int64_t window_left, window_right, num_splits;
+  bool batch_invariant;
+};
+
+inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallSizes& sizes, int device) {
+  auto as_int = [](int64_t value) {
+    return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
+  };
+  params.b = static_cast<int>(sizes.batch);
+  params.h = static_cast<int>(sizes.heads);
+  params.h_k = static_cast<int>(sizes.heads_k);
+  params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
+  params.group = FastDiv(std::max(params.h_h_k_ratio, 1));
+  params.d = static_cast<int>(sizes.head_dim);
+  params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+  params.seqlen_new = static_cast<int>(sizes.seqlen_new);
+  params.capacity = static_cast<int>(sizes.capacity);
+  params.window =
+      make_window({1.0, sizes.is_causal, sizes.window_left, sizes.window_right, 0.0, std::nullopt, std::nullopt});
+  params.device = device;
+  const DeviceFacts& facts = device_facts(device);
+  params.multiprocessors = facts.multiprocessors;
+
+  const plan::KvProblem problem{params.b,
+                                params.seqlen_q,
+                                params.h,
+                                params.h_k,
+                                params.d,
+                                params.capacity,
+                                as_int(sizes.num_splits),
+                                sizes.batch_invariant};
+  const plan::KvPlan plan =
+      plan::kv_plan(problem, {facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block});
+  const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
+  if (static_cast<int64_t>(params.b) * plan.row_tiles > std::numeric_limits<int>::max()) {
+    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ",
+                 static_cast<int64_t>(params.b) * plan.row_tiles);
+  }
+  params.tile_size = plan.tile_size;
+  params.tile_rows = tile.rows();
+  params.block_n = plan::kv_block_n(tile);
+  params.padded_dim = tile.head_dim;
+  params.stages = plan.stages;
+  params.row_tiles = plan.row_tiles;
+  params.thread_blocks = plan.thread_blocks;
+  params.least_share = plan.least_share;
+  params.cuts = plan.cuts;
+  params.run_blocks = plan.run_blocks;
+  params.max_runs = plan.max_runs;
+  params.slot_rows = plan.slot_rows;
+  params.merges = plan::kv_may_cut(plan, params.capacity, params.block_n);
+  return plan;
+}
+
+inline void set_params_workspace(Flash_kvcache_params& params, const plan::KvPlan& plan, float* workspace) {
+  params.partial_o = workspace;
+  params.partial_stats = workspace + plan.slots * plan.slot_rows * params.padded_dim;
+}
+
+// ---- attention ----
+
+struct KvCacheTensors {
+  const at::Tensor& k;
+  const at::Tensor& v;
+  const OptionalTensor& k_new;
+  const OptionalTensor& v_new;
+  const OptionalTensor& seqlens;
+  const OptionalTensor& cache_batch_idx;
+  const OptionalTensor& leftpad;
+  const OptionalTensor& block_table;
+
+  // Rows that a sequence can hold.
+  int64_t capacity() const {
+    const int64_t pages = block_table.has_value() ? block_table->size(1) : 1;
+    return std::min<int64_t>(pages * k.size(1), kMaxLength);
+  }
+};
+
+// Axes of size 1 may have any stride, also one that a 16-byte access must not see.
+inline MatrixStrides cache_strides(const at::Tensor& tensor) {
+  MatrixStrides strides = matrix_strides(tensor);
+  if (tensor.size(0) <= 1) strides.batch = 0;
+  if (tensor.size(1) <= 1) strides.row = 0;
+  if (tensor.size(2) <= 1) strides.head = 0;
+  return strides;
+}
+
+inline void set_params_cache(Flash_kvcache_params& params, const KvCacheTensors& cache) {
+  params.kcache_ptr = cache.k.data_ptr();
+  params.vcache_ptr = cache.v.data_ptr();
+  params.k_ptr = params.kcache_ptr;
+  params.v_ptr = params.vcache_ptr;
+  params.k_strides = cache_strides(cache.k);
+  params.v_strides = cache_strides(cache.v);
+  params.seqlens_k = int_or_null(cache.seqlens);
+  params.cache_batch_idx = int_or_null(cache.cache_batch_idx);
+  params.leftpad_k = int_or_null(cache.leftpad);
+  params.cache_batch = static_cast<int>(cache.k.size(0));
+  params.kv_bytes = std::min(piece_bytes(cache.k), piece_bytes(cache.v));
+  if (cache.block_table.has_value()) {
+    params.paged.block_table = int_or_null(cache.block_table);
+    params.paged.block_table_stride = cache.block_table->stride(0);
+    params.paged.page_size = FastDiv(static_cast<int>(std::max<int64_t>(cache.k.size(1), 1)));
+    params.paged.pages_per_sequence = static_cast<int>(cache.block_table->size(1));
+    params.paged.num_pages = static_cast<int>(cache.k.size(0));
+  }
+  if (params.seqlen_new == 0) return;
+  params.knew_ptr = cache.k_new->const_data_ptr();
+  params.vnew_ptr = cache.v_new->const_data_ptr();
+  params.knew_strides = cache_strides(*cache.k_new);
+  params.vnew_strides = cache_strides(*cache.v_new);
+  params.new_vectors = params.kv_bytes == 16 && piece_bytes(*cache.k_new) == 16 && piece_bytes(*cache.v_new) == 16;
+}
+
+inline void set_params_rotary(Flash_kvcache_params& params, const OptionalTensor& cos, const OptionalTensor& sin,
+                              bool interleaved) {
+  if (!cos.has_value()) return;
+  Rotary& rotary = params.rotary;
+  rotary.cos_ptr = cos->const_data_ptr();
+  rotary.sin_ptr = sin->const_data_ptr();
+  rotary.cos_stride = cos->stride(0);
+  rotary.sin_stride = sin->stride(0);
+  rotary.rows = static_cast<int>(std::min<int64_t>(cos->size(0), std::numeric_limits<int>::max()));
+  rotary.pairs = static_cast<int>(cos->size(1));
+  rotary.interleaved = interleaved;
+  rotary.one_position = params.window.left == kUnbounded && params.window.right == kUnbounded;
+}
+
+inline void run_kvcache(const Flash_kvcache_params& params, const at::Tensor& q) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    if (params.seqlen_new > 0 && params.h_k > 0) {
+      check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
+    }
+    if (q.numel() == 0) return;
+    check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
+                 "flash_fwd_split_kernel", q);
+  });
+}
+
+inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,
+                                           const OptionalTensor& k, const OptionalTensor& v,
+                                           const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
+                                           const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
+                                           const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
+                                           const OptionalTensor& alibi_slopes, const OptionalTensor& out_,
+                                           double softmax_scale, bool is_causal, int64_t window_left,
+                                           int64_t window_right, double softcap, bool rotary_interleaved,
+                                           int64_t num_splits, const OptionalTensor& plan_, bool batch_invariant) {
+  const KvCacheTensors cache{kcache, vcache, k, v, seqlens_k, cache_batch_idx, leftpad_k, block_table};
+  checks::kvcache_query(q);
+  checks::caches(q, kcache, vcache, block_table.has_value());
+  checks::numbers(0.0, softmax_scale, softcap);
+  checks::num_splits(num_splits);
+  checks::alibi(alibi_slopes, q, q.size(0));
+  checks::output(out_, q);
+  checks::new_rows(q, kcache, k, v, seqlens_k);
+  checks::cache_places(q, kcache, cache_batch_idx, leftpad_k, block_table);
+  checks::rotary(q, k, rotary_cos, rotary_sin);
+  const c10::cuda::CUDAGuard guard(q.device());
+  check_device_supported(q);
+
+  Flash_kvcache_params params;
+  const int64_t seqlen_new = k.has_value() ? k->size(1) : 0;
+  const plan::KvPlan plan =
+      set_params_sizes(params,
+                       {q.size(0), q.size(1), seqlen_new, q.size(2), kcache.size(2), q.size(3), cache.capacity(),
+                        is_causal, window_left, window_right, num_splits, batch_invariant},
+                       q.device().index());
+  const int64_t schedule_words = plan::kv_schedule_words(plan);
+  const int64_t workspace_words = plan::kv_workspace_words(plan, params.d);
+  if (plan_.has_value()) checks::plan(*plan_, q.device(), schedule_words + workspace_words);
+
+  at::Tensor out = out_.has_value() ? *out_ : at::empty(q.sizes(), q.options());
+  const at::TensorOptions fp32 = q.options().dtype(at::kFloat);
+  const std::vector<int64_t> lse_shape{q.size(0), q.size(2), q.size(1)};
+  at::Tensor lse =
+      q.numel() > 0 ? at::empty(lse_shape, fp32) : at::full(lse_shape, std::numeric_limits<float>::infinity(), fp32);
+  at::Tensor workspace;
+  if (plan_.has_value()) {
+    int* const words = plan_->mutable_data_ptr<int>();
+    params.schedule = reinterpret_cast<const KvHeader*>(words);
+    set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
+  } else if (workspace_words > 0) {
+    workspace = at::empty({workspace_words}, fp32);
+    set_params_workspace(params, plan, workspace.mutable_data_ptr<float>());
+  }
+  params.q_ptr = q.const_data_ptr();
+  params.q_strides = cache_strides(q);
+  params.q_vectors = piece_bytes(q) == 16;
+  params.o_ptr = out.mutable_data_ptr();
+  params.o_strides = cache_strides(out);
+  params.o_vectors = piece_bytes(out) == 16;
+  params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
+  set_params_scores(params, {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, std::nullopt});
+  set_params_cache(params, cache);
+  set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
+  if (q.size(0) > 0) run_kvcache(params, q);
+  return {out, lse};
+}
+
+// ---- plan ----
+
+inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
+                               int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
+                               int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
+                               int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_) {
+  if (!seqlens_k.is_cuda()) checks::fail("cache_seqlens", "expected a CUDA tensor, got one on ", seqlens_k.device());
+  checks::not_negative("batch", batch);
+  checks::not_negative("seqlen_q", seqlen_q);
+  checks::not_negative("seqlen_new", seqlen_new);
+  checks::not_negative("heads", heads);
+  checks::not_negative("seqlen_cache", seqlen_cache);
+  checks::num_splits(num_splits);
+  if (head_dim < 0 || head_dim > 256) checks::fail("head_dim", "expected a value in [0, 256], got ", head_dim);
+  if (heads_k < 0 || (heads_k == 0 ? heads != 0 : heads % heads_k != 0)) {
+    checks::fail("heads", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
+  }
+  checks::lengths("cache_seqlens", seqlens_k, seqlens_k, batch);
+  checks::lengths("cache_leftpad", leftpad_k, seqlens_k, batch);
+  const c10::cuda::CUDAGuard guard(seqlens_k.device());
+  check_device_supported(seqlens_k);
+
+  Flash_kvcache_params params;
+  const plan::KvPlan plan = set_params_sizes(
+      params,
+      {batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, std::min<int64_t>(seqlen_cache, kMaxLength), is_causal,
+       window_left, window_right, num_splits, batch_invariant},
+      seqlens_k.device().index());
+  const int64_t elements = plan::kv_schedule_words(plan) + plan::kv_workspace_words(plan, params.d);
+  if (plan_.has_value()) checks::plan(*plan_, seqlens_k.device(), elements);
+  at::Tensor result = plan_.has_value() ? *plan_ : at::empty({elements}, seqlens_k.options());
+  params.seqlens_k = seqlens_k.const_data_ptr<int>();
+  params.leftpad_k = int_or_null(leftpad_k);
+  KvHeader* const schedule = reinterpret_cast<KvHeader*>(result.mutable_data_ptr<int>());
+  check_launch(run_kvcache_plan(params, schedule, c10::cuda::getCurrentCUDAStream().stream()), "kvcache_plan_kernel",
+               seqlens_k);
+  return result;
+}
+
+// ---- merge of the caller's partial results ----
+
+inline CombineType combine_type(at::ScalarType type) {
+  return type == at::kFloat ? CombineType::kFp32 : type == at::kHalf ? CombineType::kFp16 : CombineType::kBf16;
+}
+
+inline std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
+                                       const OptionalTensor& out_) {
+  checks::combine(out_partial, lse_partial, out_);
+  const c10::cuda::CUDAGuard guard(out_partial.device());
+  check_device_supported(out_partial);
+  at::Tensor out = out_.has_value() ? *out_ : at::empty(out_partial.sizes().slice(1), out_partial.options());
+  at::Tensor lse = at::empty(out_partial.sizes().slice(1, 3), lse_partial.options());
+  Flash_combine_params params;
+  params.partial_ptr = out_partial.const_data_ptr();
+  params.lse_partial_ptr = lse_partial.const_data_ptr<float>();
+  params.o_ptr = out.mutable_data_ptr();
+  params.lse_ptr = lse.mutable_data_ptr<float>();
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    params.partial_strides[axis] = out_partial.stride(axis);
+    params.lse_partial_strides[axis] = lse_partial.stride(axis);
+    if (axis < 3) params.o_strides[axis] = out.stride(axis);
+  }
+  params.splits = static_cast<int>(out_partial.size(0));
+  params.b = static_cast<int>(out_partial.size(1));
+  params.s = static_cast<int>(out_partial.size(2));
+  params.h = static_cast<int>(out_partial.size(3));
+  params.d = static_cast<int>(out_partial.size(4));
+  params.device = out_partial.device().index();
+  check_launch(run_combine(params, combine_type(out_partial.scalar_type()), combine_type(out.scalar_type()),
+                           c10::cuda::getCurrentCUDAStream().stream()),
+               "combine_kernel", out_partial);
+  return {out, lse};
+}
+
+}  // namespace flash

@@ -1,0 +1,139 @@
+// How attention against a KV cache is spread over the GPU: thread blocks, shares, cuts and workspace, from sizes that
+// the host knows. The lengths themselves are only read on the device. Plain C++17.
+#pragma once
+
+#include <cstdint>
+
+#include "common/kv_schedule.h"
+#include "tiles.h"
+
+namespace flash {
+namespace plan {
+
+constexpr int kMaxKvStages = 6;
+constexpr int kReservedSmemBytes = 1024;  // what the driver takes of each thread block's shared memory
+
+struct KvResidency {
+  int blocks_per_sm;
+  int stages;  // buffers of each ring
+};
+
+// As many thread blocks per multiprocessor as the registers were compiled for, if each still gets two buffers.
+constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem_per_block) {
+  for (int blocks = tile.blocks_per_sm; blocks > 0; --blocks) {
+    const int share = smem_per_sm / blocks - kReservedSmemBytes;
+    const int limit = share < smem_per_block ? share : smem_per_block;
+    const int stages = (limit - kv_smem_bytes(tile, 0)) / kv_stage_bytes(tile);
+    if (stages >= 2 || blocks == 1) return {blocks, stages < kMaxKvStages ? stages : kMaxKvStages};
+  }
+  return {1, 0};
+}
+
+// What a call knows on the host.
+struct KvProblem {
+  int batch;
+  int seqlen_q;
+  int heads;
+  int heads_k;
+  int head_dim;
+  int capacity;    // rows that the cache holds per sequence
+  int num_splits;  // 0: chosen by shares; n: at most n parts per sequence
+  bool batch_invariant;
+};
+
+struct KvDevice {
+  int multiprocessors;
+  int smem_per_sm;
+  int smem_per_block;
+};
+
+struct KvPlan {
+  int tile_size;  // index into kKvTiles
+  int stages;     // 0: the device has too little shared memory
+  int row_tiles;  // tiles of one K/V head and sequence
+  int thread_blocks;
+  int64_t least_share;  // key blocks of a thread block
+  KvCuts cuts;
+  int run_blocks;  // batch-invariant: key blocks that are summed before they are merged; else unbounded
+  int max_runs;    // of one tile, when cuts.rule is kChunks
+  int slot_rows;   // rows of a partial result
+  int64_t slots;   // partial results that the workspace holds
+};
+
+// A thread block should have this many bytes of K and V to read, else the merge costs more than the split saves.
+constexpr int64_t kLeastShareBytes = 128 * 1024;
+constexpr int kRunKeys = 512;
+constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
+
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
+  return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
+}
+
+// Batch-invariant: a tile is cut between all its runs, or not at all where it has one, where the call asks for no
+// split, or where the partial results of all runs would take too much memory.
+constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& plan) {
+  const int block_n = kv_block_n(tile);
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
+  plan.run_blocks = kRunKeys / block_n;
+  plan.max_runs = static_cast<int>(ceil_div(problem.capacity, kRunKeys));
+  const int64_t slots = tiles * plan.max_runs;
+  const bool fits = slots * kv_slot_floats(tile, plan.slot_rows) * 4 <= kMaxRunWorkspaceBytes;
+  const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
+  plan.cuts = cut ? KvCuts{CutRule::kChunks, plan.run_blocks} : KvCuts{CutRule::kWhole, 0};
+  plan.slots = cut ? slots : plan.thread_blocks;
+}
+
+constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
+  KvPlan plan{};
+  const int group = problem.heads_k > 0 ? problem.heads / problem.heads_k : 1;
+  const int64_t rows = static_cast<int64_t>(problem.seqlen_q) * group;
+  plan.tile_size = kv_tile_size(problem.head_dim, rows);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const KvResidency residency = kv_residency(tile, device.smem_per_sm, device.smem_per_block);
+  const int block_n = kv_block_n(tile);
+  plan.stages = residency.stages;
+  plan.row_tiles = static_cast<int>(ceil_div(rows, tile.rows()));
+  plan.slot_rows = static_cast<int>(rows < tile.rows() ? rows : tile.rows());
+  const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
+  plan.least_share = by_shares ? ceil_div(kLeastShareBytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
+  const int64_t most_blocks = tiles * (ceil_div(problem.capacity, block_n) + 1);
+  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t useful = ceil_div(most_blocks, plan.least_share);
+  plan.thread_blocks = static_cast<int>(useful < resident ? useful : resident);
+  plan.run_blocks = kUnbounded;
+  if (problem.batch_invariant) {
+    plan_runs(problem, tile, plan);
+    return plan;
+  }
+  plan.cuts = by_shares                 ? KvCuts{CutRule::kAnywhere, static_cast<int>(2 * plan.least_share)}
+              : problem.num_splits == 1 ? KvCuts{CutRule::kWhole, 0}
+                                        : KvCuts{CutRule::kParts, problem.num_splits};
+  plan.slots = plan.cuts.rule == CutRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
+  return plan;
+}
+
+// Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
+constexpr bool kv_may_cut(const KvPlan& plan, int capacity, int block_n) {
+  const int64_t blocks = ceil_div(capacity, block_n) + 1;
+  switch (plan.cuts.rule) {
+    case CutRule::kWhole: return false;
+    case CutRule::kAnywhere: return blocks > plan.cuts.value;
+    default: return blocks > 1;
+  }
+}
+
+// A plan tensor: header, one record per thread block, then the workspace. Units of 4 bytes.
+constexpr int64_t kv_schedule_words(const KvPlan& plan) {
+  return static_cast<int64_t>(sizeof(KvHeader) + plan.thread_blocks * sizeof(KvRecord)) / 4;
+}
+
+constexpr int64_t kv_workspace_words(const KvPlan& plan, int head_dim) {
+  return plan.slots * kv_slot_floats(kv_tile(head_dim, plan.tile_size), plan.slot_rows);
+}
+
+}  // namespace plan
+}  // namespace flash

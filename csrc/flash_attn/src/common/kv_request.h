@@ -1,0 +1,113 @@
+// One request of a batch against a KV cache: where its rows lie, which keys it has, and whether it can be served.
+#pragma once
+
+#include "common/block_range.h"
+#include "common/kv_schedule.h"
+#include "kvcache.h"
+
+namespace flash {
+
+struct KvRequest {
+  int index = 0;      // in the batch, and of its row of the block table
+  int cache_row = 0;  // of a cache that is not paged
+  int first_row = 0;  // of the cache, that counts as key 0
+  int seqlen_k = 0;   // keys, the new ones included
+  int cached = 0;     // rows before the new ones, and the rotary position of the first query
+  // The request has lengths, but something else about it lies outside its tensor: it is computed without being read,
+  // and its result is replaced. (Lengths alone decide the schedule, which a plan may have made before.)
+  bool refused = false;
+  bool fits = false;  // false: padding, or lengths beyond the cache; such a request has no keys
+
+  __device__ __forceinline__ bool served() const { return fits && !refused; }
+};
+
+__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index) {
+  KvRequest request;
+  request.index = index;
+  request.cached = params.seqlens_k != nullptr ? params.seqlens_k[index] : params.capacity - params.seqlen_new;
+  const int leftpad = params.leftpad_k != nullptr ? params.leftpad_k[index] : 0;
+  const KvLengths lengths = kv_lengths(request.cached, leftpad, params.seqlen_new, params.capacity);
+  request.first_row = lengths.first_row;
+  request.seqlen_k = lengths.seqlen_k;
+  request.fits = lengths.fits;
+  if (params.paged.block_table == nullptr) {
+    const int row = params.cache_batch_idx != nullptr ? params.cache_batch_idx[index] : index;
+    request.refused = static_cast<unsigned>(row) >= static_cast<unsigned>(params.cache_batch);
+    request.cache_row = request.refused ? 0 : row;
+  }
+  if (params.rotary.cos_ptr != nullptr && request.fits) {
+    const int64_t rows = static_cast<int64_t>(request.cached) + max(params.seqlen_q, params.seqlen_new);
+    request.refused |= rows > params.rotary.rows;
+  }
+  return request;
+}
+
+__device__ __forceinline__ Visibility kv_visibility(const Flash_kvcache_params& params, int seqlen_k) {
+  return Visibility{params.seqlen_q, seqlen_k, params.window};
+}
+
+// Rows of one K/V head and sequence.
+__device__ __forceinline__ int kv_rows(const Flash_kvcache_params& params) {
+  return params.seqlen_q * params.h_h_k_ratio;
+}
+
+__device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params, int row_tile) {
+  const int first = row_tile * params.tile_rows;
+  const int last = min(first + params.tile_rows, kv_rows(params)) - 1;
+  return {params.group.divide(first), params.group.divide(last) + 1};
+}
+
+// Key blocks of a tile in the line of work; it depends on lengths and sizes alone.
+__device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvTokens& tokens,
+                                               int seqlen_k) {
+  return block_range(kv_visibility(params, seqlen_k), tokens.begin, tokens.end, params.block_n);
+}
+
+__device__ __forceinline__ int64_t kv_item_work(const Flash_kvcache_params& params, int item) {
+  const int index = item / params.row_tiles;
+  const KvRequest request = kv_request(params, index);
+  const KvTokens tokens = kv_tokens(params, item - index * params.row_tiles);
+  return static_cast<int64_t>(params.h_k) * kv_count(kv_range(params, tokens, request.seqlen_k));
+}
+
+// The pages of a request. `slot` is an index into its row of the block table.
+struct KvPages {
+  const int* table;
+  const PagedKv& paged;
+
+  __device__ __forceinline__ KvPages(const Flash_kvcache_params& params, int index)
+      : table(params.paged.block_table + index * params.paged.block_table_stride), paged(params.paged) {}
+
+  __device__ __forceinline__ bool in_pool(int page) const {
+    return static_cast<unsigned>(page) < static_cast<unsigned>(paged.num_pages);
+  }
+
+  // Does this thread, one of `threads`, find a page outside of the pool among those of rows [begin, end)?
+  __device__ __forceinline__ bool misses(int begin, int end, int thread, int threads) const {
+    if (end <= begin) return false;
+    const int last = paged.page_size.divide(end - 1);
+    bool missing = false;
+    for (int slot = paged.page_size.divide(begin) + thread; slot <= last; slot += threads) {
+      missing |= !in_pool(table[slot]);
+    }
+    return missing;
+  }
+};
+
+// The rows of the cache that some query of the request sees or that the call writes.
+struct KvRows {
+  int begin;
+  int end;
+};
+
+__device__ __forceinline__ KvRows kv_needed_rows(const Flash_kvcache_params& params, const KvRequest& request) {
+  const Visibility visibility = kv_visibility(params, request.seqlen_k);
+  KvRows rows{request.first_row + visibility.key_begin(0), request.first_row + visibility.key_end(params.seqlen_q - 1)};
+  if (params.seqlen_new > 0) {
+    rows.begin = min(rows.begin, request.cached);
+    rows.end = request.first_row + request.seqlen_k;
+  }
+  return rows;
+}
+
+}  // namespace flash

@@ -1,0 +1,68 @@
+// The packed query rows of a tile into shared memory, rotated where the call asks for it.
+#pragma once
+
+#include "common/kv_walk.h"
+#include "common/packed_rows.h"
+#include "common/rotary.h"
+
+namespace flash {
+
+template <class Config>
+struct KvQuery {
+  using Element = typename Config::Element;
+  using Swizzle = typename Config::Swizzle;
+
+  const Flash_kvcache_params& params;
+  const KvWalk& walk;
+  Element* const smem;  // (kRows, kHeadDim)
+
+  // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.
+  __device__ __forceinline__ void load() const {
+    const int rows = min(kv_rows(params) - first_row(), Config::kRows);
+    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
+      const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
+      uint4 value{};
+      if (row < rows && chunk * 8 < params.d) value = read_chunk(row, chunk * 8);
+      *reinterpret_cast<uint4*>(smem + place(row, chunk * 8)) = value;
+    }
+    __syncthreads();
+    if (params.rotary.cos_ptr == nullptr || !walk.request.served()) return;
+    rotate(rows);
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ int first_row() const { return walk.row_tile() * Config::kRows; }
+
+  __device__ __forceinline__ static int place(int row, int col) {
+    return row * Config::kHeadDim + (col / 8 ^ Swizzle::key(row)) * 8 + col % 8;
+  }
+
+  __device__ __forceinline__ uint4 read_chunk(int row, int col) const {
+    const PackedRow at = packed_row(params, walk.head, first_row() + row);
+    const Element* const from = static_cast<const Element*>(params.q_ptr) +
+                                walk.request.index * params.q_strides.batch + at.token * params.q_strides.row +
+                                at.head * params.q_strides.head + col;
+    if (params.q_vectors) return *reinterpret_cast<const uint4*>(from);
+    uint4 value{};
+    Element* const elements = reinterpret_cast<Element*>(&value);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (col + i < params.d) elements[i] = from[i];
+    }
+    return value;
+  }
+
+  __device__ __forceinline__ void rotate(int rows) const {
+    const Rotary& rotary = params.rotary;
+    for (int i = threadIdx.x; i < rows * rotary.pairs; i += Config::kThreads) {
+      const int row = i / rotary.pairs, pair = i - row * rotary.pairs;
+      const int token = rotary.one_position ? 0 : params.group.divide(first_row() + row);
+      const RotaryPair cols = rotary_pair(rotary, pair);
+      rotate_pair(rotary, walk.request.cached + token, pair, smem[place(row, cols.first)],
+                  smem[place(row, cols.second)]);
+    }
+  }
+};
+
+}  // namespace flash

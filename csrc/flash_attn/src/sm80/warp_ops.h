@@ -1,0 +1,71 @@
+// The warp-level instructions of the mma.sync family under one name each, for code that handles fragments by hand.
+
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/mma_sm80.hpp>
+#include <cute/numeric/numeric_types.hpp>
+
+namespace flash {
+
+// Four 8 x 8 matrices: lane l names row l % 8 of matrix l / 8 and receives, of each, columns {2 t, 2 t + 1} of row g,
+// with g = lane / 4 and t = lane % 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+// As load_matrices() of the transposed matrices.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+// acc (16 x 8) += a (16 x 16) b (16 x 8)
+__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         cutlass::half_t) {
+  cute::SM80_16x8x16_F32F16F16F32_TN::fma(acc[0], acc[1], acc[2], acc[3], a[0], a[1], a[2], a[3], b0, b1, acc[0],
+                                          acc[1], acc[2], acc[3]);
+}
+
+__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         cutlass::bfloat16_t) {
+  cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(acc[0], acc[1], acc[2], acc[3], a[0], a[1], a[2], a[3], b0, b1, acc[0],
+                                            acc[1], acc[2], acc[3]);
+}
+
+// 16 bytes (or 4) to shared memory; zeros, and nothing is read, when not valid.
+__device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(from),
+                                                               *static_cast<cute::uint128_t*>(to), valid);
+}
+
+__device__ __forceinline__ void copy16_async(void* to, const void* from) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(from),
+                                                         *static_cast<cute::uint128_t*>(to));
+}
+
+__device__ __forceinline__ void copy4_async(void* to, const void* from, bool valid) {
+  cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint32_t>::copy(*static_cast<const uint32_t*>(from),
+                                                        *static_cast<uint32_t*>(to), valid);
+}
+
+__device__ __forceinline__ void commit_copies() { cute::cp_async_fence(); }
+
+// Until at most `newest` of this thread's committed groups are under way.
+__device__ __forceinline__ void wait_for_copies_but(int newest) {
+  switch (newest) {
+    case 0: cute::cp_async_wait<0>(); break;
+    case 1: cute::cp_async_wait<1>(); break;
+    case 2: cute::cp_async_wait<2>(); break;
+    case 3: cute::cp_async_wait<3>(); break;
+    case 4: cute::cp_async_wait<4>(); break;
+    default: cute::cp_async_wait<5>(); break;
+  }
+}
+
+// Barrier `id` (1 to 15) of a block, for `threads` threads.
+__device__ __forceinline__ void sync_named(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace flash

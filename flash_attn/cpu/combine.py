@@ -1,0 +1,57 @@
+"""Merging partial results of attention over parts of the keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import checks
+from .entry import entry_point
+from .scores import compute_dtype
+
+PARTIAL_AXES = "splits, batch, seqlen, heads, head_dim"
+
+
+@entry_point
+def combine(out_partial, lse_partial, out=None):
+    """Attention over all keys from its results over disjoint parts of them.
+
+    Arguments:
+        out_partial: (splits, b, s, h, d), float16, bfloat16, float32 or float64, any head dim.
+        lse_partial: (splits, b, s, h), float32 (float64 for float64). +inf or -inf marks a part in which the row saw no
+            key: its out_partial is not read.
+        out: None (out_partial's dtype) or (b, s, h, d) of any of these dtypes, which is written and returned.
+
+    Returns [out, lse]: lse (b, s, h); rows that saw no key in any part have out 0 and lse +inf.
+
+    Raises RuntimeError naming the argument; nothing is written then.
+    """
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
+        on_cpu = tensor is None or tensor.device.type == "cpu"
+        checks.require(on_cpu, name, "a CPU tensor", None if on_cpu else f"one on {tensor.device}")
+    checks.check_dtype("out_partial", out_partial, *checks.DTYPES)
+    checks.check_rank("out_partial", out_partial, PARTIAL_AXES)
+    dtype = compute_dtype(out_partial.dtype)
+    checks.check_dtype("lse_partial", lse_partial, dtype)
+    checks.check_shape("lse_partial", lse_partial, out_partial.shape[:-1])
+    if out is not None:
+        checks.check_dtype("out", out, *checks.DTYPES)
+        checks.check_shape("out", out, out_partial.shape[1:])
+        checks.check_last_stride("out", out)
+
+    weights, lse = partial_weights(lse_partial)
+    total = torch.zeros(out_partial.shape[1:], dtype=dtype)
+    for weight, part in zip(weights.unsqueeze(-1), out_partial):
+        total += torch.where(weight > 0, part.to(dtype), 0.0) * weight
+    out = total.to(out_partial.dtype) if out is None else out.copy_(total)
+    return [out, lse]
+
+
+def partial_weights(lse_partial: torch.Tensor):
+    """(weights (splits, ...) that sum to 1, or are all 0, along the splits; lse (...) of the whole)."""
+    sums = lse_partial.masked_fill(lse_partial == math.inf, -math.inf)
+    lse = torch.logsumexp(sums, dim=0)
+    empty = lse == -math.inf
+    weights = torch.exp(sums - lse.masked_fill(empty, 0.0))
+    return weights, lse.masked_fill(empty, math.inf)

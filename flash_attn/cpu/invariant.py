@@ -1,0 +1,66 @@
+"""Attention whose rows are computed one by one, by operations of fixed shapes: the batch-invariant mode.
+
+The last bits of a matrix product or a sum depend on the shapes of its operands. Here every operation on a row of
+queries has a shape that depends on the number of heads and the head dim alone: keys come in blocks of BLOCK_KEYS, cut
+at fixed positions and filled up with zeros. So a row's result is a function of the row and of the keys that it sees.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .forward import _RowState
+from .scores import ScoreRule, Tile, compute_dtype
+
+BLOCK_KEYS = 256
+
+
+def attend_invariant(q, k, v, out, lse, rule: ScoreRule) -> None:
+    """As `forward.attend`, for one sequence: q (1, sq, h, d), k/v (1, sk, h_k, d), out like q, lse (1, h, sq)."""
+    sq, sk, heads = q.shape[1], k.shape[1], q.shape[2]
+    if heads == 0:
+        return
+    dtype = compute_dtype(q.dtype)
+    keys, values = _key_blocks(k, dtype), _key_blocks(v, dtype)
+    for row in range(sq):
+        lo, hi = rule.key_range(row, row + 1, sq, sk)
+        if lo == hi:
+            out[:, row].zero_()
+            lse[:, :, row].fill_(math.inf)
+            continue
+        queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_factor)
+        state = _RowState(queries.view(k.shape[2], heads // k.shape[2], q.shape[3]))
+        for block in range(lo // BLOCK_KEYS, -(-hi // BLOCK_KEYS)):
+            _absorb_block(state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule)
+        row_out, row_lse = state.finish(1.0)
+        out[0, row].copy_(row_out.view(out.shape[2:]))
+        lse[0, :, row].copy_(row_lse.view(-1))
+
+
+def _key_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values (1, sk, h_k, d) as (blocks, h_k, BLOCK_KEYS, d), contiguous, zeros after the last row."""
+    count = -(-x.shape[1] // BLOCK_KEYS)
+    blocks = x.new_zeros(count, x.shape[2], BLOCK_KEYS, x.shape[3], dtype=dtype)
+    for index, block in enumerate(blocks):
+        rows = x[0, index * BLOCK_KEYS : (index + 1) * BLOCK_KEYS]
+        block[:, : rows.shape[0]] = rows.transpose(0, 1)
+    return blocks
+
+
+def _absorb_block(state, queries, keys, values, col0, visible, row, sq, sk, rule: ScoreRule) -> None:
+    """Take in one block of keys, of which the row sees those in `visible`."""
+    first, last = max(visible[0] - col0, 0), min(visible[1] - col0, BLOCK_KEYS)
+    s = torch.bmm(queries.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
+    rule.cap_(s)
+    tile = Tile(slice(0, 1), slice(0, queries.shape[0]), row, row + 1, col0, col0 + BLOCK_KEYS)
+    rule.bias_and_mask_(s.view(1, queries.shape[0], 1, BLOCK_KEYS), tile, sq, sk)
+    if last - first < BLOCK_KEYS:
+        s[..., :first] = -math.inf
+        s[..., last:] = -math.inf
+        # a weight of 0 does not silence a value that is NaN
+        seen = torch.zeros_like(values)
+        seen[:, first:last] = values[:, first:last]
+        values = seen
+    state.absorb_(s, values, None)

@@ -1,0 +1,95 @@
+"""The plan of a step of decoding. On the CPU nothing is scheduled: a plan records what it was made for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import checks
+from .entry import entry_point
+
+
+class PlanKey(NamedTuple):
+    """The sizes and options that a plan is made for; a causal mask is the window (left, 0), -1 is unbounded."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_new: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    seqlen_cache: int
+    window_left: int
+    window_right: int
+    num_splits: int
+    batch_invariant: bool
+
+    @staticmethod
+    def create(*args) -> PlanKey:
+        """From the arguments of `kvcache_plan` from batch to batch_invariant."""
+        *sizes, causal, left, right, num_splits, batch_invariant = args
+        return PlanKey(*sizes, max(left, -1), 0 if causal else max(right, -1), num_splits, bool(batch_invariant))
+
+    @property
+    def elements(self) -> int:
+        """Size of the plan: the key, and length and left padding of every sequence."""
+        return len(self) + 2 * self.batch
+
+
+@entry_point
+def kvcache_plan(
+    seqlens_k,
+    leftpad_k,
+    batch,
+    seqlen_q,
+    seqlen_new,
+    heads,
+    heads_k,
+    head_dim,
+    seqlen_cache,
+    causal,
+    window_left,
+    window_right,
+    num_splits,
+    batch_invariant,
+    plan=None,
+):
+    """The plan for calls of `fwd_kvcache` with these sizes, options and lengths, whose arguments mean the same.
+
+    seqlens_k None: every sequence has seqlen_cache keys. plan: None, or an earlier plan of the same sizes, which is
+    overwritten. Returns int32 (n,), n a function of the sizes alone. Raises RuntimeError naming the argument.
+    """
+    key = PlanKey.create(
+        batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, causal, window_left, window_right,
+        num_splits, batch_invariant,
+    )  # fmt: skip
+    checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
+    checks.check_lengths("cache_seqlens", seqlens_k, [batch])
+    checks.check_lengths("cache_leftpad", leftpad_k, [batch])
+    if plan is None:
+        plan = torch.empty(key.elements, dtype=torch.int32)
+    _check_size(plan, key)
+    parts = plan.split((len(key), batch, batch))
+    parts[0].copy_(torch.tensor(key))
+    parts[1].copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)
+    parts[2].copy_(torch.tensor(0) if leftpad_k is None else leftpad_k)
+    return plan
+
+
+def check_plan(plan: torch.Tensor, key: PlanKey, lengths, leftpad_k) -> None:
+    """Refuse a plan of other sizes, options or lengths than those of the call."""
+    _check_size(plan, key)
+    parts = [part.tolist() for part in plan.split((len(key), key.batch, key.batch))]
+    for name, planned, value in zip(key._fields, parts[0], key):
+        checks.require(planned == int(value), "plan", f"one made for {name} {int(value)}", f"one for {planned}")
+    leftpad = [0] * key.batch if leftpad_k is None else leftpad_k.tolist()
+    for name, planned, values in (("cache_seqlens", parts[1], lengths), ("cache_leftpad", parts[2], leftpad)):
+        checks.require(planned == values, "plan", f"one updated for {name} {values}", f"one for {planned}")
+
+
+def _check_size(plan: torch.Tensor, key: PlanKey) -> None:
+    checks.check_device("plan", plan)
+    fits = plan.dtype == torch.int32 and plan.is_contiguous() and plan.numel() == key.elements
+    expected = f"{key.elements} contiguous int32 elements (made for the same sizes)"
+    checks.require(fits, "plan", expected, f"{plan.numel()} of {plan.dtype}".replace("torch.", ""))

@@ -1,0 +1,122 @@
+"""The public functions of inference: attention over a KV cache, and merging partial results. No autograd of their own.
+
+What all attention functions share (dtypes, heads, positions, masked rows) stands in `flash_attn.flash_attn_interface`.
+"""
+
+from torch import Tensor
+
+from flash_attn.ops import arguments, library
+from flash_attn.ops import combine as combine_ops
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    *,
+    out=None,
+    plan=None,
+    batch_invariant=False,
+):
+    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+
+    Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
+    Rows of the cache that are not among the keys are never read, whatever they hold; written are the rows
+    cache_seqlens[i] to cache_seqlens[i] + seqlen_new alone.
+
+    A sequence with cache_seqlens[i] = -1 is a padding request: nothing is read or written for it, its out is 0 and its
+    LSE +inf; its row of block_table may hold anything. The same holds on the GPU, without waiting for it, for a
+    sequence whose length does not fit into the cache, or that needs a page, cache row or rotary angle that does not
+    exist; where the host sees such a length or entry (an int, CPU tensors), it is an error.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim)
+        k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with
+            block_table, of any page size. Any strides with a contiguous last dimension; never copied.
+        v_cache: like k_cache.
+        k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
+        v: like k.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
+            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
+        rotary_sin: like rotary_cos.
+        cache_seqlens: int, or int32 or int64 (batch,). Keys in the cache before the new ones. Default: the capacity.
+        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1.
+        cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
+        block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache. Entries beyond the
+            keys are not read.
+        softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
+        causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
+        num_splits: int. Parts that the keys of a sequence are split into at most, computed in parallel and combined;
+            1 for none, 0 chooses by the lengths.
+        return_softmax_lse: bool. Also return the LSE.
+        out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
+        plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits and
+            batch_invariant. With plan and out nothing but the LSE is allocated.
+        batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
+            batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
+
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
+        softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
+    """
+    arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    arguments.check_cache("k_cache", k_cache)
+    arguments.check_cache("v_cache", v_cache)
+    if plan is not None:
+        arguments.check_kvcache_ranks(q, k_cache, k, block_table)
+        plan.check(q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant)
+        num_splits, batch_invariant, plan = plan.num_splits, plan.batch_invariant, plan.tensor
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        arguments.check_kvcache_ranks(q, k_cache, k, block_table)
+        cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
+    left, right = arguments.window(window_size)
+    scale = arguments.scale(softmax_scale, q)
+    out, lse = library.kvcache_attention(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, out, plan, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,
+        bool(batch_invariant),
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """Attention over all keys from its results over disjoint parts of them.
+
+    With w_i = exp(lse_i - lse): out = sum of w_i out_i, lse = log of the sum of exp(lse_i). An LSE of +inf or -inf
+    marks a part in which the row saw no key; its out_partial is not read, even if it is NaN. A row that saw no key in
+    any part has out 0 and LSE +inf, like a masked row.
+
+    Differentiable in out_partial and lse_partial, unless out is given.
+
+    Arguments:
+        out_partial: (num_parts, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
+        lse_partial: (num_parts, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides:
+            torch.stack of LSEs of the attention functions has its last two dimensions swapped, transpose them.
+        out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
+        out_dtype: torch.dtype of the result. Default: that of out_partial.
+
+    Returns:
+        out: (batch, seqlen, nheads, head_dim)
+        lse: (batch, seqlen, nheads), like lse_partial.
+
+    Raises RuntimeError or TypeError that names the argument; nothing is computed then.
+    """
+    combine_ops.check_arguments(out_partial, lse_partial, out, out_dtype)
+    return combine_ops.combine(out_partial, lse_partial, out, out_dtype)

@@ -1,0 +1,81 @@
+"""The plan of a decoding step: how the work of `flash_attn_with_kvcache` is cut, computed once for all layers."""
+
+from torch import Tensor
+
+from flash_attn.ops import arguments, calls, library
+
+_SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "seqlen_cache")
+
+
+class KvCachePlan:
+    """The schedule of calls that share sizes, lengths and mask, with the workspace that they need.
+
+    A call of `flash_attn_with_kvcache` without a plan derives its schedule from the lengths each time. The layers of a
+    model repeat the same step: build a plan once, `update` it whenever the lengths change, and pass it to the call of
+    every layer. With a plan and `out` a call allocates its LSE and nothing else. Nothing here waits for the GPU;
+    construction allocates, `update` does not and can be captured in a CUDA graph.
+
+    A plan holds workspace: calls with one plan must follow each other on one stream. It must be up to date: a call
+    whose lengths differ from those of the last update gives wrong results on the GPU (an error on the CPU).
+
+    Arguments:
+        cache_seqlens: int32 or int64 (batch,), as in the calls: keys in the cache before the new ones.
+        seqlen_q: int. Queries of each sequence.
+        nheads, nheads_k, head_dim: int. Of the queries and the cache.
+        seqlen_cache: int. Keys that a sequence may have: k_cache.shape[1], or with pages
+            block_table.shape[1] * k_cache.shape[1].
+        seqlen_new: int. Rows of k and v of each sequence, 0 without them.
+        causal, window_size: as in the calls.
+        cache_leftpad: int32 (batch,), as in the calls.
+        num_splits: int. Parts that the keys of a sequence are split into at most, 1 for none; 0 chooses.
+        batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
+
+    Raises RuntimeError or TypeError that names the argument.
+    """
+
+    def __init__(
+        self,
+        cache_seqlens,
+        seqlen_q,
+        nheads,
+        nheads_k,
+        head_dim,
+        seqlen_cache,
+        seqlen_new=0,
+        causal=False,
+        window_size=(-1, -1),
+        cache_leftpad=None,
+        num_splits=0,
+        batch_invariant=False,
+    ):
+        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+        batch = cache_seqlens.numel()
+        left, right = arguments.normal_window(causal, window_size)
+        self._sizes = (batch, seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
+        self._window = (left, right)
+        self.num_splits, self.batch_invariant = num_splits, bool(batch_invariant)
+        self.tensor: Tensor = calls.kvcache_plan(cache_seqlens, cache_leftpad, None, *self._arguments())
+
+    def _arguments(self):
+        return (*self._sizes, self._window[1] == 0, *self._window, self.num_splits, self.batch_invariant)
+
+    def update(self, cache_seqlens, cache_leftpad=None):
+        """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
+        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+        library.update_kvcache_plan(cache_seqlens, cache_leftpad, self.tensor, *self._arguments())
+
+    def check(self, q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant):
+        """Raise RuntimeError unless the plan is made for a call with these arguments."""
+        seqlen_cache = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+        new = 0 if k is None else k.shape[1]
+        sizes = (q.shape[0], q.shape[1], new, q.shape[2], k_cache.shape[2], q.shape[3], seqlen_cache)
+        if sizes != self._sizes:
+            name, made, asked = next(x for x in zip(_SIZES, self._sizes, sizes) if x[1] != x[2])
+            raise RuntimeError(f"plan: expected one made for {name} {asked}, got one for {made}")
+        window = arguments.normal_window(causal, window_size)
+        if window != self._window:
+            raise RuntimeError(f"plan: expected one made for the window {window}, got one for {self._window}")
+        if num_splits not in (0, self.num_splits):
+            raise RuntimeError(f"plan: expected one made for num_splits {num_splits}, got one for {self.num_splits}")
+        if batch_invariant and not self.batch_invariant:
+            raise RuntimeError("plan: expected one made for batch_invariant True, got one for False")

@@ -1,0 +1,106 @@
+"""Merging partial results of attention: the call, its gradient, the operators `flash_attn_core::combine{,_out}`.
+
+With weights w_i = exp(lse_i - lse), out = sum_i w_i out_i and lse = log sum_i exp(lse_i) have the derivatives
+d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i = w_i.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn import backends
+from flash_attn.ops.calls import _rows_contiguous
+from flash_attn.ops.library import _needs_dispatch, _transformed
+
+_SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
+_OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
+
+
+def combine(out_partial, lse_partial, out, out_dtype):
+    """(out, lse), differentiable unless out is given."""
+    tensors = (out_partial, lse_partial)
+    differentiating = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if differentiating and out is not None:
+        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
+    if _needs_dispatch(tensors):
+        return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
+    if out is None and (differentiating or _transformed()):
+        return _Combine.apply(*tensors, out_dtype)
+    return _call(*tensors, out, out_dtype)
+
+
+def _call(out_partial, lse_partial, out, out_dtype):
+    if out is None and out_dtype is not None:
+        out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
+    backend = backends.get(out_partial.device.type)
+    out, lse = backend.combine(_rows_contiguous(out_partial), lse_partial, out)
+    return out, lse
+
+
+def _new(out_partial, lse_partial, out_dtype):
+    return _call(out_partial, lse_partial, None, out_dtype)
+
+
+def _new_fake(out_partial, lse_partial, out_dtype):
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or out_partial.dtype)
+    return out, lse_partial.new_empty(lse_partial.shape[1:])
+
+
+def _into(out_partial, lse_partial, out):
+    return _call(out_partial, lse_partial, out, None)[1]
+
+
+def _into_fake(out_partial, lse_partial, out):
+    return lse_partial.new_empty(lse_partial.shape[1:])
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2], *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    """Gradients of out_partial and lse_partial; 0 for the parts that saw no key, whatever they hold."""
+    out_partial, lse_partial, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return None, None, None
+    dtype = lse_partial.dtype
+    live = ~lse_partial.isinf()
+    exponent = torch.where(live, lse_partial - lse, 0.0)
+    weights = torch.where(live, exponent.exp(), 0.0)
+    dpartial = dlse_partial = None
+    if dout is not None:
+        dout = dout.to(dtype)
+        dpartial = (weights.unsqueeze(-1) * dout).to(out_partial.dtype)
+        parts = torch.where(live.unsqueeze(-1), out_partial.to(dtype), 0.0)
+        dlse_partial = weights * ((parts - out.to(dtype)) * dout).sum(-1)
+    if dlse is not None:
+        from_lse = weights * dlse
+        dlse_partial = from_lse if dlse_partial is None else dlse_partial + from_lse
+    return dpartial, dlse_partial, None
+
+
+class _Combine(torch.autograd.Function):
+    """The eager path with gradients, also of torch.func."""
+
+    forward = staticmethod(_new)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+def _register(name, schema, function, fake, mutates=()):
+    op = torch.library.custom_op(f"flash_attn_core::{name}", function, mutates_args=mutates, schema=schema)
+    op.register_fake(fake)
+    return op, getattr(torch.ops.flash_attn_core, name).default
+
+
+_definition, _combine_op = _register("combine", _SCHEMA, _new, _new_fake)
+_definition.register_autograd(_backward, setup_context=_setup_context)
+_combine_out_op = _register("combine_out", _OUT_SCHEMA, _into, _into_fake, ("out",))[1]
+
+
+def check_arguments(out_partial, lse_partial, out, out_dtype):
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise RuntimeError(f"out_dtype: expected None or the dtype of out ({out.dtype}), got {out_dtype}")

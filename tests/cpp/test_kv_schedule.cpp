@@ -1,0 +1,154 @@
+// Sharing out of the work on a KV cache: every block of every tile is done once, cuts are where they may be, partial
+// results have slots of their own, and the host's bounds hold.
+#include <algorithm>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "plan/kvcache.h"
+
+namespace {
+
+using flash::CutRule;
+using flash::KvCuts;
+using flash::KvSegment;
+
+struct Tile {
+  int first_block;
+  int count;
+  int64_t begin;
+};
+
+bool may_cut(const KvCuts& cuts, const Tile& tile, int offset) {
+  switch (cuts.rule) {
+    case CutRule::kWhole: return false;
+    case CutRule::kAnywhere: return tile.count > cuts.value;
+    case CutRule::kParts: return offset % ((tile.count + cuts.value - 1) / cuts.value) == 0;
+    default: return (tile.first_block + offset) % cuts.value == 0;
+  }
+}
+
+void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_blocks, std::set<int>& slots) {
+  int done = 0, parts = 0;
+  const int first = static_cast<int>(tile.begin / share);
+  const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
+  for (int index = 0; index < thread_blocks; ++index) {
+    const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
+    if (segment.empty()) continue;
+    ++parts;
+    check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
+    check::that(segment.from == 0 || may_cut(cuts, tile, segment.from), "permitted cut", segment.from, tile.count);
+    check::that(index >= first && index <= last, "the merge looks at these thread blocks", index, first, last);
+    check::that(segment.from > 0 || index == first, "the first part is done by the owner of the first block", index);
+    done = segment.to;
+    if (segment.from == 0 && segment.to == tile.count) continue;
+    check::that(slots.insert(flash::kv_slot(index, segment)).second, "a slot for each partial result", index);
+  }
+  check::that(done == tile.count, "every block is done", done, tile.count, share, thread_blocks);
+  if (cuts.rule == CutRule::kParts) check::that(parts <= cuts.value, "number of parts", parts, cuts.value);
+}
+
+void check_line(std::mt19937& random) {
+  auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
+  const KvCuts all_cuts[] = {{CutRule::kAnywhere, below(6)},
+                             {CutRule::kParts, 1 + below(9)},
+                             {CutRule::kChunks, 1 + below(9)},
+                             {CutRule::kWhole, 0}};
+  const KvCuts cuts = all_cuts[below(4)];
+  std::vector<Tile> tiles;
+  int64_t total = 0;
+  for (int i = 1 + below(12); i > 0; --i) {
+    tiles.push_back({below(40), 1 + below(1 + below(60)), total});
+    total += tiles.back().count;
+  }
+  const int thread_blocks = 1 + below(40);
+  const int64_t share = flash::kv_share(total, thread_blocks, 1 + below(5));
+  check::that(share * thread_blocks >= total, "the shares cover the line", share, thread_blocks, total);
+  std::set<int> slots;
+  for (const Tile& tile : tiles) check_tile(cuts, tile, share, thread_blocks, slots);
+  // A merge is found by the first stretch that begins inside of the tile.
+  for (const Tile& tile : tiles) {
+    int found = 0;
+    for (int index = 1; index < thread_blocks; ++index) {
+      const int64_t place = index * share;
+      const bool inside = place > tile.begin && place < tile.begin + tile.count;
+      found += inside && (index - 1) * share <= tile.begin;
+    }
+    const bool reached = tile.begin / share != (tile.begin + tile.count - 1) / share;
+    check::that(found == (reached ? 1 : 0), "one thread block merges a tile", found, tile.count, share);
+  }
+}
+
+void check_lengths() {
+  for (int capacity : {0, 1, 96}) {
+    for (int added : {0, 1, 5}) {
+      for (int cached : {-2147483647 - 1, -2, -1, 0, 1, 91, 92, 95, 96, 97, 2147483647}) {
+        for (int leftpad : {-5, 0, 1, 95, 96, 1000}) {
+          const flash::KvLengths lengths = flash::kv_lengths(cached, leftpad, added, capacity);
+          const bool fits = cached >= 0 && int64_t{cached} + added <= capacity;
+          check::that(lengths.fits == fits, "fits", cached, added, capacity);
+          const int total = fits ? cached + added : 0;
+          check::that(lengths.first_row == std::min(std::max(leftpad, 0), total), "first row", leftpad, total);
+          check::that(lengths.first_row + lengths.seqlen_k == total, "keys", lengths.seqlen_k, total);
+        }
+      }
+    }
+  }
+}
+
+constexpr flash::plan::KvDevice kDevices[] = {
+    {132, 228 * 1024, 227 * 1024}, {108, 164 * 1024, 163 * 1024}, {84, 100 * 1024, 99 * 1024}};
+
+void check_plans() {
+  using namespace flash::plan;
+  for (const KvDevice& device : kDevices) {
+    for (int head_dim : {8, 64, 128, 192, 256}) {
+      for (int size = 0; size < kKvSizes; ++size) {
+        const KvTile tile = kv_tile(head_dim, size);
+        const KvResidency residency = kv_residency(tile, device.smem_per_sm, device.smem_per_block);
+        const int bytes = kv_smem_bytes(tile, residency.stages);
+        check::that(residency.stages >= 1, "a stage fits", head_dim, size, device.smem_per_sm);
+        check::that(bytes <= device.smem_per_block, "shared memory of a block", bytes);
+        check::that(residency.blocks_per_sm * (bytes + kReservedSmemBytes) <= device.smem_per_sm, "of all blocks",
+                    bytes, residency.blocks_per_sm);
+        check::that(tile.step == kv_tile(head_dim, 0).step, "all sizes take the same steps", head_dim, size);
+        check::that(tile.blocks_per_sm * kv_threads(tile) * 255 <= 65536 * 2, "register file", head_dim, size);
+        check::that(kRunKeys % kv_block_n(tile) == 0, "runs are whole blocks", head_dim);
+      }
+      for (int64_t rows : {1, 16, 17, 32, 33, 1000}) {
+        const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
+        const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
+        check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
+      }
+    }
+  }
+}
+
+// The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
+void check_allocation_does_not_matter() {
+  using namespace flash::plan;
+  for (int num_splits : {0, 1, 7}) {
+    for (int keys : {1, 300, 511, 5000}) {
+      int64_t expected = -1;
+      for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
+        const KvPlan plan = kv_plan({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
+        const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
+        const int64_t share = flash::kv_share(total, plan.thread_blocks, plan.least_share);
+        check::that(expected < 0 || share == expected, "share", share, expected, capacity);
+        expected = share;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(7);
+  for (int i = 0; i < 20000; ++i) check_line(random);
+  check_lengths();
+  check_plans();
+  check_allocation_does_not_matter();
+  return check::report();
+}

@@ -1,0 +1,74 @@
+"""Small calls of the KV cache functions for tools/sanitize_cases.py, requests that do not fit the cache among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
+
+from flash_attn import flash_attn_combine
+
+CASES = (
+    (KvCase(seqlen_new=1), {}),
+    (KvCase((300, 0, -1, 17), seqlen_new=1, capacity=330, page_size=16, rotary_dim=32, nheads=8), {"num_splits": 4}),
+    (KvCase((300, 0, -1, 17), 3, 3, 330, page_size=3, causal=True, head_dim=128, rotary_dim=32), {}),
+    (KvCase((40, 7), 2, 2, head_dim=37, layout="unaligned", causal=True, dtype="float16"), {}),
+    (KvCase((90, 5), 70, 70, 200, head_dim=256, page_size=17, causal=True), {}),
+    (KvCase((200, 31), capacity=260, window=(50, 0), alibi=True, leftpad=(20, 40), nheads=6, dtype="float16"), {}),
+    (KvCase((260, 31), 2, 2, 300, head_dim=192, softcap=5.0, causal=True, page_size=1), {"num_splits": 3}),
+    (KvCase((260, 31), 2, 2, 300, head_dim=96, causal=True), {"batch_invariant": True}),
+)
+
+
+def on_cpu(problem):
+    tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(problem, **tensors)
+
+
+def check(case, options, device, planned):
+    """One call; with a plan, and an out that is given, if `planned`."""
+    problem = make_problem(case, device)
+    before = on_cpu(problem.clone())
+    if planned:
+        options = {"plan": plan_for(problem, **options), "out": torch.empty_like(problem.q)}
+    out, lse = run(problem, **options)
+    after = on_cpu(problem)
+    check_append(after, before)
+    check_attention(after, out.cpu(), lse.cpu())
+
+
+def check_misfits(page_size, device):
+    """On a GPU: a length, and a page or cache row, that do not exist."""
+    if device == "cpu":
+        return
+    problem = make_problem(KvCase((40, 90, 17, 0), seqlen_new=2, page_size=page_size), device)
+    before = on_cpu(problem.clone())
+    problem.lengths[1] = 10**6
+    place = problem.table if page_size else problem.rows
+    place[2] = 10**6
+    out, lse = run(problem)
+    place.copy_(before.table if page_size else before.rows)
+    takes_part = (True, False, False, True)
+    after = on_cpu(problem)
+    check_append(after, before, takes_part)
+    check_attention(after, out.cpu(), lse.cpu(), takes_part)
+
+
+def check_combine(device):
+    out_partial, lse_partial = torch.randn(5, 2, 3, 4, 40, device=device), torch.randn(5, 2, 3, 4, device=device)
+    lse_partial[1:3], out_partial[1:3] = float("-inf"), float("nan")
+    out, lse = flash_attn_combine(out_partial, lse_partial)
+    weights = torch.softmax(lse_partial.cpu()[[0, 3, 4]].double(), dim=0)
+    expected = (weights.unsqueeze(-1) * out_partial.cpu()[[0, 3, 4]].double()).sum(0)
+    assert (out.cpu() - expected).abs().max() < 1e-5
+
+
+def checks(device):
+    """(name, check) of every case."""
+    for index, (case, options) in enumerate(CASES):
+        yield f"kvcache {case} {options}", functools.partial(check, case, options, device, index % 2 == 1)
+    for page_size in (0, 16):
+        yield f"kvcache misfits, page size {page_size}", functools.partial(check_misfits, page_size, device)
+    yield "combine", functools.partial(check_combine, device)
