@@ -178,6 +178,30 @@ def test_the_tree_has_every_instantiation():
     }
 
 
+def test_the_wgmma_family_is_compiled_for_its_architecture_only():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    hopper = [f for f in files if f.family == "sm90"]
+    assert {(f.direction, f.head_dim, f.dtype) for f in hopper} == {
+        ("fwd", d, t) for d in (64, 96, 128, 192, 256) for t in ("fp16", "bf16")
+    }
+    assert {(f.only_arch, f.function) for f in hopper} == {("90", "run_mha_fwd_wgmma_")}
+    assert {f.only_arch for f in files if f.family == "sm80"} == {None}
+    assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert kernel_manifest.select(files, None, None, ["80", "90"]) == files
+    assert kernel_manifest.select(files, None, None, ["80"]) == [f for f in files if f.family == "sm80"]
+
+
+def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    for archs in (["80"], ["100"], ["80", "90"]):
+        selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
+        left_out = [f for f in files if f not in selected]
+        text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
+        stub = "cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>(const Flash_fwd_params&, cudaStream_t)"
+        assert (stub in text) == ("90" not in archs)
+        assert text.count("return cudaErrorNotSupported;") == len(left_out)
+
+
 def test_unknown_subset():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     with pytest.raises(BuildError, match=r"FLASH_ATTN_HEAD_DIMS: expected some of \[32, .*256\], got '80'"):

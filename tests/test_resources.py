@@ -49,7 +49,8 @@ def test_every_kernel_file_holds_a_kernel_for_every_arch():
         content = json.loads(report.read_text(encoding="utf-8"))
         wanted = {f"sm_{arch}" for arch in content["info"]["archs"]}
         for record in content["files"]:
-            assert {kernel["arch"] for kernel in record["kernels"]} == wanted, record["file"]
+            archs = {"sm_90a"} if record["file"].endswith("_sm90.cu") else wanted
+            assert {kernel["arch"] for kernel in record["kernels"]} == archs, record["file"]
 
 
 def test_every_rule_gives_its_reason():
@@ -103,7 +104,7 @@ def smallest_matrix_loop(code):
 @pytest.mark.parametrize("rule", BUDGET["interior_loops"], ids=lambda rule: f"{rule['file']}-{rule['arch']}")
 def test_interior_loop_instructions(rule):
     objects = [report.parent / f"{rule['file']}.o" for report in REPORTS]
-    objects = [path for path in objects if path.exists() and rule["arch"][3:] in path.parent.name]
+    objects = [path for path in objects if path.exists() and rule["arch"][3:5] in path.parent.name]
     if not objects:
         pytest.skip(f"{rule['file']} was not built here for {rule['arch']}")
     for path in objects:

@@ -38,6 +38,12 @@ CASES = (
     Case(2, 33, 500, 2, 2, 256, "float16", kind="seqused", page_size=256),
     Case(1, 129, 100, 2, 1, 64, "float16", causal=True, dropout=0.17),
     Case(2, 65, 130, 2, 2, 128, "bfloat16", dropout=0.5, kind="packed"),
+    # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.
+    Case(1, 1100, 300, 24, 24, 64, "float16", causal=True),
+    Case(3, 380, 400, 24, 12, 128, "bfloat16", window=(100, 30), softcap=15.0),
+    Case(4, 300, 300, 24, 24, 192, "bfloat16", causal=True, kind="padded"),
+    Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
+    Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
 )
 
 

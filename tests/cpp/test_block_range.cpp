@@ -90,6 +90,32 @@ void check_row_block(const Visibility& visibility, int row_begin, int row_end, i
   }
 }
 
+// 0 for the interior, 1 for the left edge, 2 for the right edge.
+int part_of(const BlockRange& range, int block) {
+  return block >= range.interior_begin && block < range.interior_end ? 0 : block < range.interior_begin ? 1 : 2;
+}
+
+// The order of the wgmma family: the blocks of block_at(), each once, the interior before the edges, upwards in each.
+void check_interior_first(const BlockRange& range, int row_begin, int row_end, int block_n) {
+  int previous = 0;
+  for (int step = 0; step < range.count(); ++step) {
+    const int block = range.block_interior_first(step);
+    check::that(block >= range.begin && block < range.end, "interior first: a visited block", step, block, row_begin,
+                row_end, block_n);
+    const int interior = range.interior_end - range.interior_begin;
+    check::that((part_of(range, block) == 0) == (step < interior), "interior first", step, block, row_begin, row_end,
+                block_n);
+    if (step > 0) {
+      const bool rises = part_of(range, block) == part_of(range, previous)
+                             ? block > previous
+                             : part_of(range, block) > part_of(range, previous);
+      check::that(rises, "interior first: upwards, part after part", step, previous, block, row_begin, row_end,
+                  block_n);
+    }
+    previous = block;
+  }
+}
+
 void check_all_small_problems() {
   const int windows[] = {kUnbounded, kUnbounded - 1, 0, 1, 2, 3, 5, 8, 20};
   for (int seqlen_q = 1; seqlen_q <= 9; ++seqlen_q) {
@@ -101,7 +127,9 @@ void check_all_small_problems() {
           for (int block_m : {1, 2, 3, 4, 16}) {
             for (int block_n : {1, 2, 3, 4, 16}) {
               for (int row = 0; row < seqlen_q; row += block_m) {
-                check_row_block(visibility, row, std::min(row + block_m, seqlen_q), block_n);
+                const int row_end = std::min(row + block_m, seqlen_q);
+                check_row_block(visibility, row, row_end, block_n);
+                check_interior_first(flash::block_range(visibility, row, row_end, block_n), row, row_end, block_n);
               }
               check_directions(visibility, block_m, block_n);
             }

@@ -1,0 +1,55 @@
+// Which family serves a call, and the tiles of the wgmma family against the limits of its GPU.
+#include "check.h"
+#include "plan/family.h"
+#include "plan/tiles.h"
+
+namespace {
+
+using flash::plan::choose_family;
+using flash::plan::Family;
+using flash::plan::FamilyQuery;
+
+void check_choice() {
+  for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
+    for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
+      for (bool is_paged : {false, true}) {
+        const FamilyQuery query{capability, head_dim, is_paged};
+        const bool wgmma = capability == 90 && head_dim > 32 && !is_paged;
+        const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
+        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_paged);
+        check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "forced", capability, head_dim, is_paged);
+        for (const char* other : {"", "wgmma", "mma_sync2", "MMA_SYNC"}) {
+          check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim, is_paged);
+        }
+      }
+    }
+  }
+}
+
+void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
+  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;
+  check::that(tile.head_dim == head_dim, "the head dims of both families are the same", tile.head_dim, head_dim);
+  check::that(tile.block_m % 64 == 0 && tile.block_m >= 128 && tile.block_m <= 192, "two or three consumers", head_dim,
+              tile.block_m);
+  check::that(tile.block_n % 16 == 0 && tile.block_n <= 256, "a wgmma of this width exists", head_dim, tile.block_n);
+  check::that(tile.kv_stages >= 2, "V of a block is in use while K of the next is waited for", head_dim);
+  check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
+  check::that(flash::plan::sm90_fwd_tensor_bytes(tile) + kBarrierBytes <= kSmemBytes, "shared memory", head_dim,
+              flash::plan::sm90_fwd_tensor_bytes(tile));
+}
+
+}  // namespace
+
+int main() {
+  check_choice();
+  for (const auto& tiles : flash::plan::kSm90FwdTiles) {
+    int index = flash::plan::kSm90FirstHeadDim;
+    for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
+  }
+  for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
+    const auto tile = flash::plan::sm90_fwd_tile(head_dim, flash::plan::FwdVariant::kPlain);
+    check::that(tile.head_dim == flash::plan::fwd_tile(head_dim, flash::plan::FwdVariant::kPlain).head_dim,
+                "one head dim of instantiation for both families", head_dim, tile.head_dim);
+  }
+  return check::report();
+}

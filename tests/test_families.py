@@ -1,0 +1,234 @@
+"""The kernel families of the forward against each other: wgmma, which compute capability 9.0 takes, and mma.sync.
+
+FLASH_ATTN_FAMILY=mma_sync forces the second; both are checked against the float64 reference, on the same inputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case
+from harness import check_forward, expected, make_problem, run
+from reference import assert_accurate
+from test_cuda_runtime import captured
+
+import flash_attn
+
+pytestmark = pytest.mark.devices("cuda")
+
+DTYPE = "bfloat16"
+FORCED = {"wgmma": None, "mma_sync": "mma_sync"}
+
+
+@pytest.fixture
+def hopper(device):
+    """Skips where there is one family only."""
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        pytest.skip(f"the wgmma family serves compute capability 9.0 only, this GPU has {capability}")
+    if "90" not in flash_attn.__build__["archs"]:
+        pytest.skip(f"the wgmma family is not in this build, which has {flash_attn.__build__['archs']}")
+    return device
+
+
+@pytest.fixture
+def run_family(monkeypatch):
+    """run(problem) by a family, with the dropout mask that the seed gives."""
+
+    def call(problem, family, seed=17, **overrides):
+        monkeypatch.delenv("FLASH_ATTN_FAMILY", raising=False)
+        if FORCED[family]:
+            monkeypatch.setenv("FLASH_ATTN_FAMILY", FORCED[family])
+        torch.manual_seed(seed)
+        results = run(problem, **overrides)
+        monkeypatch.delenv("FLASH_ATTN_FAMILY", raising=False)
+        return results
+
+    return call
+
+
+def check_both(problem, run_family):
+    """Each family within the criterion, the wgmma family with the same bits every time. Returns its results."""
+    results = {}
+    for family in FORCED:
+        out, lse, dmask = results[family] = run_family(problem, family)
+        check_forward(problem, out, lse, keep=dmask >= 0 if problem.case.dropout else None)
+    again = run_family(problem, "wgmma")
+    assert all(torch.equal(a, b) for a, b in zip(results["wgmma"][:2], again[:2]))
+    if problem.case.dropout and problem.layout is None:
+        sq, sk = problem.case.seqlen_q, problem.case.seqlen_k
+        keeps = [results[family][2][:, :, :sq, :sk] >= 0 for family in FORCED]
+        assert torch.equal(*keeps)
+    return results["wgmma"]
+
+
+FEATURES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (90, 40)},
+    "softcap": {"softcap": 15.0, "causal": True},
+    "alibi": {"alibi": "batch", "window": (200, -1)},
+    "dropout": {"dropout": 0.2, "causal": True},
+    "sinks": {"sinks": True, "causal": True},
+    "everything": {
+        "causal": True,
+        "window": (150, -1),
+        "softcap": 20.0,
+        "alibi": "heads",
+        "sinks": True,
+        "dropout": 0.1,
+    },
+}
+
+
+def test_the_two_families_are_two(hopper, run_family):
+    """They sum in different orders, so equal bits would mean that one of them ran twice."""
+    problem = make_problem(Case(2, 2048, 2048, 4, 2, 128, DTYPE), hopper)
+    outs = [run_family(problem, family)[0] for family in FORCED]
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 160, 192, 256))
+def test_dense(hopper, run_family, head_dim, features):
+    check_both(make_problem(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper), run_family)
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+def test_float16(hopper, run_family, head_dim):
+    check_both(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
+
+
+@pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
+@pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
+def test_packed(hopper, run_family, head_dim, features, kind):
+    """Sequences without queries, without keys, and short ones between long ones."""
+    options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
+    case = Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options)
+    check_both(make_problem(case, hopper), run_family)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0)]
+)
+def test_lengths(hopper, run_family, head_dim, seqlen_q, seqlen_k):
+    """One row, rows of one warpgroup only, more queries than keys (rows without keys), no key."""
+    for causal in (False, True):
+        case = Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal)
+        check_both(make_problem(case, hopper), run_family)
+
+
+# More row blocks than multiprocessors, so that thread blocks take several: by the counter where the mask or the lengths
+# make them uneven, else in equal shares. 192 rows a tile at head dim 64 need more than 1024 rows.
+LARGE = {
+    "full": Case(2, 1500, 1500, 16, 4, 128, DTYPE),
+    "causal": Case(4, 1000, 1000, 16, 4, 128, DTYPE, causal=True),
+    "causal64": Case(2, 1700, 1700, 16, 4, 64, DTYPE, causal=True),
+    "full64": Case(2, 1700, 1700, 16, 16, 64, DTYPE),
+    "window256": Case(3, 900, 1100, 12, 12, 256, DTYPE, window=(300, 100)),
+    "causal192": Case(3, 900, 900, 12, 12, 192, DTYPE, causal=True),
+    "dropout": Case(2, 900, 900, 16, 16, 64, DTYPE, causal=True, dropout=0.15),
+    "packed": Case(9, 700, 900, 16, 4, 128, DTYPE, causal=True, kind="packed"),
+    "packed64": Case(9, 1400, 1500, 16, 4, 64, DTYPE, kind="padded"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_more_row_blocks_than_multiprocessors(hopper, run_family, name):
+    check_both(make_problem(LARGE[name], hopper), run_family)
+
+
+@pytest.mark.parametrize("name", ("causal", "packed"))
+def test_launches_in_a_row(hopper, name):
+    """Every launch leaves the counter as the next one wants it, other grids in between included."""
+    problem, other = (make_problem(case, hopper) for case in (LARGE[name], LARGE["causal64"]))
+    wanted, wanted_other = run(problem)[:2], run(other)[:2]
+    for _ in range(5):
+        for expected_results, results in ((wanted, run(problem)), (wanted_other, run(other))):
+            assert all(torch.equal(a, b) for a, b in zip(expected_results, results))
+    check_forward(problem, *wanted)
+
+
+@pytest.mark.parametrize("name", ("causal", "packed"))
+def test_two_streams_at_once(hopper, name):
+    problem = make_problem(LARGE[name], hopper)
+    wanted = run(problem)[:2]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run(problem)[:2])
+    torch.cuda.synchronize()
+    assert len(results) == 20 and all(torch.equal(a, b) for pair in results for a, b in zip(wanted, pair))
+
+
+@pytest.mark.parametrize("name", ("causal", "packed", "full64"))
+def test_graph_replay_after_eager_calls(hopper, name):
+    problem = make_problem(LARGE[name], hopper)
+    wanted = run(problem)[:2]
+    graph, (out, lse, _) = captured(lambda: run(problem))
+    for _ in range(3):
+        out.zero_()
+        lse.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+        eager = run(problem)[:2]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, eager))
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_two_graphs_at_once(hopper, causal):
+    """Each has a counter of its own."""
+    problem = make_problem(Case(9, 700, 900, 16, 4, 128, DTYPE, causal=causal, kind="packed"), hopper)
+    wanted = run(problem)[:2]
+    graphs = [captured(lambda: run(problem)) for _ in range(2)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(5):
+        for (graph, _), stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, results in graphs:
+        assert all(torch.equal(a, b) for a, b in zip(wanted, results))
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_neighbouring_sequences_never_leak(hopper, run_family, head_dim, causal, value):
+    """Loads and stores are clipped at the ends of the sequence, although one tensor map serves all of them."""
+    lengths = [(70, 90), (150, 201), (1, 64), (129, 130), (33, 40)]
+    problem = make_problem(Case(5, 0, 0, 4, 2, head_dim, DTYPE, causal=causal, kind="packed"), hopper, lengths)
+    layout = problem.layout
+    poisoned = torch.zeros(problem.q.shape[0], dtype=torch.bool, device=hopper)
+    for i in (0, 2, 4):
+        rows = slice(layout.starts_q[i], layout.starts_q[i] + layout.lens_q[i])
+        keys = slice(layout.starts_k[i], layout.starts_k[i] + layout.lens_k[i])
+        poisoned[rows] = True
+        problem.q[rows] = value
+        problem.k[keys] = value
+        problem.v[keys] = value
+    exact, plain = expected(problem), expected(problem, problem.q.dtype)
+    for family in FORCED:
+        out, lse, _ = run_family(problem, family)
+        assert_accurate(out[~poisoned], exact.out[~poisoned], plain.out[~poisoned], "out")
+        assert_accurate(lse[:, ~poisoned], exact.lse[:, ~poisoned], plain.lse[:, ~poisoned], "lse")
+
+
+@pytest.mark.parametrize("layout", ("expanded batch", "expanded heads", "heads first", "every second row"))
+def test_strides(hopper, run_family, layout):
+    """What a tensor map cannot describe is served by the other family."""
+    problem = make_problem(Case(3, 200, 333, 4, 4, 128, DTYPE, causal=True), hopper)
+    change = {
+        "expanded batch": lambda x: x[:1].expand_as(x),
+        "expanded heads": lambda x: x[:, :, :1].expand_as(x),
+        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "every second row": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    }[layout]
+    problem.q, problem.k, problem.v = (change(x) for x in (problem.q, problem.k, problem.v))
+    check_both(problem, run_family)
