@@ -17,7 +17,7 @@ import flash_attn
 pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
-FORCED = {"wgmma": None, "mma_sync": "mma_sync"}
+FORCED = {"wgmma": "wgmma", "mma_sync": "mma_sync"}
 
 
 @pytest.fixture

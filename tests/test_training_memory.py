@@ -23,6 +23,7 @@ def accumulator_bytes(rows, head_dim, sequences):
 
 def backward_peak(seqlen, head_dim, **options):
     """Bytes that one dense backward adds at its peak; the forward's results exist before it."""
+    gc.collect()  # what earlier tests left in cycles would otherwise be freed in between
     q = torch.randn(2, seqlen, HEADS, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (
         torch.randn(2, seqlen, HEADS_K, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"

@@ -36,8 +36,15 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 // ---- forward ----
 
 plan::Family choose_family(const Flash_fwd_params& params) {
-  return plan::choose_family({compute_capability(params.device), params.d, params.paged.block_table != nullptr},
-                             std::getenv("FLASH_ATTN_FAMILY"));
+  const int64_t sequences = params.b > 0 ? params.b : 1;
+  plan::FamilyQuery query{};
+  query.capability = compute_capability(params.device);
+  query.head_dim = params.d;
+  query.is_paged = params.paged.block_table != nullptr;
+  query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
+  query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
+  query.multiprocessors = params.multiprocessors;
+  return plan::choose_family(query, std::getenv("FLASH_ATTN_FAMILY"));
 }
 
 template <Dtype kDtype, int kHeadDim>
@@ -103,7 +110,7 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
     at::Tensor own_counter;
-    const bool uneven = params.window.right != kUnbounded || params.varlen.cu_seqlens_q != nullptr;
+    const bool uneven = params.window.right != kUnbounded || params.is_varlen();
     if (uneven && choose_family(params) == plan::Family::kWgmma) {
       params.tile_counter_ptr = tile_counter(q, own_counter);
     }

@@ -13,17 +13,25 @@ void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (bool is_paged : {false, true}) {
-        const FamilyQuery query{capability, head_dim, is_paged};
-        const bool wgmma = capability == 90 && head_dim > 32 && !is_paged;
-        const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
-        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_paged);
-        check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "forced", capability, head_dim, is_paged);
-        for (const char* other : {"", "wgmma", "mma_sync2", "MMA_SYNC"}) {
-          check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim, is_paged);
+        for (bool is_small : {false, true}) {
+          FamilyQuery query{capability, head_dim, is_paged, 132, 512, 132};
+          if (!is_small) query.row_tiles = 133;
+          const bool serves = capability == 90 && head_dim > 32 && !is_paged;
+          const bool wgmma = serves && !(is_small && head_dim <= 128);
+          const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
+          check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_paged, is_small);
+          check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim, is_paged);
+          check::that((choose_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
+                      is_paged, is_small);
+          for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
+            check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim, is_paged);
+          }
         }
       }
     }
   }
+  FamilyQuery many_keys{90, 64, false, 1, 513, 132};
+  check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
 }
 
 void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {

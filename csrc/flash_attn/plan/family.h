@@ -1,6 +1,7 @@
 // Which kernel family serves a call. Plain C++17.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 
 namespace flash {
@@ -18,17 +19,29 @@ struct FamilyQuery {
   int capability;  // 10 * major + minor
   int head_dim;
   bool is_paged;
+  int64_t row_tiles;  // of 128 rows, of all heads
+  int64_t keys;       // of one sequence
+  int multiprocessors;
 };
 
 constexpr bool wgmma_serves(const FamilyQuery& query) {
   return query.capability == kWgmmaCapability && query.head_dim > 32 && !query.is_paged;
 }
 
-// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync" takes the first family wherever it could be the second;
-// anything else leaves the choice as it is.
+// One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
+constexpr int kSmallKeys = 512;
+constexpr int kSmallHeadDim = 128;
+
+constexpr bool is_small(const FamilyQuery& query) {
+  return query.head_dim <= kSmallHeadDim && query.keys <= kSmallKeys && query.row_tiles <= query.multiprocessors;
+}
+
+// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync" and "wgmma" take that family wherever it serves the
+// call; anything else leaves the choice as it is.
 inline Family choose_family(const FamilyQuery& query, const char* forced) {
-  if (forced != nullptr && std::strcmp(forced, "mma_sync") == 0) return Family::kMmaSync;
-  return wgmma_serves(query) ? Family::kWgmma : Family::kMmaSync;
+  const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
+  if (!wgmma_serves(query) || is_forced("mma_sync")) return Family::kMmaSync;
+  return is_small(query) && !is_forced("wgmma") ? Family::kMmaSync : Family::kWgmma;
 }
 
 }  // namespace plan

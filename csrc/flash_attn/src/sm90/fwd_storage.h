@@ -31,7 +31,8 @@ struct FwdStorage {
   alignas(1024) Element k[Config::kKvStages][Config::kSmemKv];
   alignas(1024) Element v[Config::kKvStages][Config::kSmemKv];
 
-  // full: 1 arrival and the bytes of the tile. empty: one arrival of each warp that read it.
+  // full: 1 arrival and the bytes of the tile. empty: one arrival of each warp that read it; of tile_empty, of each
+  // lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
@@ -53,7 +54,7 @@ struct FwdStorage {
       }
     }
     tile_full.init(1);
-    tile_empty.init(Config::kConsumerWarps + 1);
+    tile_empty.init(32 * (Config::kConsumerWarps + 1));
     Barrier::fence_init();
   }
 };
@@ -84,11 +85,8 @@ struct TileQueue {
     return storage.tile;
   }
 
-  // After read(): the next block may be chosen.
-  __device__ __forceinline__ void finish() const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) storage.tile_empty.arrive();
-  }
+  // After read(): the next block may be chosen. Every lane speaks for itself, because every lane has read.
+  __device__ __forceinline__ void finish() const { storage.tile_empty.arrive(); }
 };
 
 }  // namespace sm90
