@@ -16,11 +16,11 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import torch
-from report import geometric_mean
 from triton_backward import backward_launches, row_terms
 from triton_common import Tile, milliseconds
 from triton_forward import forward_launch
