@@ -27,6 +27,19 @@ constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequen
   return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);
 }
 
+// Heads of the backward that advance together (interleaved_heads()), so that about kRunningKeyBlocks blocks of keys of
+// a head run at a time: they share the rows they read, and in deterministic mode their turns follow each other
+// (docs/tuning.md). resident_blocks: thread blocks that the GPU holds at a time.
+constexpr int kRunningKeyBlocks = 16;
+
+constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head) {
+  const int64_t running = blocks_per_head < 1                   ? 1
+                          : blocks_per_head < kRunningKeyBlocks ? blocks_per_head
+                                                                : kRunningKeyBlocks;
+  const int64_t width = resident_blocks / running < heads ? resident_blocks / running : heads;
+  return width < 1 ? 1 : static_cast<int>(width);
+}
+
 // Rows of softmax_d for one head: padded to the gap for dense batches, a gap of spare rows per sequence for packed
 // ones, so that sequence i starts at row cu_seqlens_q[i] + gap * i.
 constexpr int64_t kSoftmaxDGap = 128;

@@ -1,0 +1,67 @@
+// In which order the backward visits its tiles: how thread blocks are numbered, how each walks, and whose turn it is to
+// add to a tile of dQ. Arithmetic only; tests/cpp/test_bwd_schedule.cpp simulates it with few resident thread blocks.
+//
+// A thread block owns one block of keys of one K/V head. Key blocks ascend with the launch index, and each walks its
+// row blocks downwards: under a causal mask all of a head start on the same rows and the longest is launched first. Of
+// two that share a row block the left one is launched earlier and is the first there, so that whoever is waited for is
+// running or done.
+#pragma once
+
+#include <cstdint>
+
+#include "common/block_range.h"
+#include "common/host_device.h"
+
+namespace flash {
+
+struct HeadBlock {
+  int head;
+  int block;
+};
+
+// Thread block `index` of heads x blocks. `width` heads (1..heads) advance together, block by block; then come the next
+// `width`. Each (head, block) occurs once, and the blocks of a head ascend.
+FLASH_HOST_DEVICE constexpr HeadBlock interleaved_heads(int index, int heads, int blocks, int width) {
+  const int band = index / (width * blocks);  // fits an int: so does heads * blocks
+  const int first_head = band * width;
+  const int heads_of_band = heads - first_head < width ? heads - first_head : width;
+  const int offset = index - first_head * blocks;
+  return {first_head + offset % heads_of_band, offset / heads_of_band};
+}
+
+struct RowStep {
+  int head;
+  int row_block;
+};
+
+// The steps of one thread block: its row blocks from the last to the first, and for each of them the query heads of the
+// group, which read the same keys.
+struct RowWalk {
+  RowRange rows;
+  int first_head = 0;
+  int heads = 1;
+
+  FLASH_HOST_DEVICE constexpr int count() const { return (rows.end - rows.begin) * heads; }
+  FLASH_HOST_DEVICE constexpr RowStep start() const { return {first_head, rows.end - 1}; }
+
+  // Returns whether the next step has other rows.
+  FLASH_HOST_DEVICE constexpr bool advance(RowStep& at) const {
+    const bool other_rows = ++at.head == first_head + heads;
+    if (other_rows) at = {first_head, at.row_block - 1};
+    return other_rows;
+  }
+
+  // By how much a pointer into a tensor of these strides moves with advance().
+  FLASH_HOST_DEVICE constexpr int64_t offset(bool other_rows, int64_t row_stride, int64_t head_stride,
+                                             int block_m) const {
+    return other_rows ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
+  }
+};
+
+// How many thread blocks add to the dQ of a row block before the one of `n_block`, which visits it.
+FLASH_HOST_DEVICE constexpr int dq_turn(const Visibility& visibility, int row_block, int n_block, int block_m,
+                                        int block_n) {
+  return n_block - visibility.key_begin(row_block * block_m) / block_n;
+}
+
+}  // namespace flash

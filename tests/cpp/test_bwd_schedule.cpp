@@ -1,0 +1,275 @@
+// The order of the backward: every tile once, pointers that follow the walk, and a simulation of the deterministic mode
+// on a GPU with few resident thread blocks, which must end, and add to every tile in the order of the keys.
+#include <algorithm>
+#include <map>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+#include "plan/grid.h"
+#include "src/common/bwd_schedule.h"
+
+namespace {
+
+using flash::kUnbounded;
+using flash::RowStep;
+using flash::RowWalk;
+using flash::Visibility;
+using flash::Window;
+
+void check_interleaving() {
+  for (int heads = 1; heads <= 9; ++heads) {
+    for (int blocks = 1; blocks <= 7; ++blocks) {
+      for (int width = 1; width <= heads; ++width) {
+        std::vector<int> next(heads, 0);
+        for (int index = 0; index < heads * blocks; ++index) {
+          const flash::HeadBlock at = flash::interleaved_heads(index, heads, blocks, width);
+          const bool exists = at.head >= 0 && at.head < heads && at.block >= 0 && at.block < blocks;
+          check::that(exists, "head and block exist", index, heads, blocks, width);
+          if (!exists) continue;
+          check::that(at.block == next[at.head]++, "blocks of a head ascend", index, at.head, at.block, width);
+          check::that(at.head / width == index / (width * blocks), "bands follow each other", index, at.head, width);
+        }
+        for (int head = 0; head < heads; ++head) check::that(next[head] == blocks, "all blocks", head, heads, blocks);
+      }
+    }
+  }
+  const flash::HeadBlock last = flash::interleaved_heads(0x7ffffffe, 0x7fffffff, 1, 0x7fffffff);
+  check::that(last.head == 0x7ffffffe && last.block == 0, "the largest grid", last.head, last.block);
+}
+
+void check_width() {
+  for (int64_t resident : {0, 1, 15, 16, 132, 264, 396, 5000}) {
+    for (int64_t heads : {int64_t{0}, int64_t{1}, int64_t{8}, int64_t{512}, int64_t{0x7fffffff}}) {
+      for (int64_t blocks : {int64_t{0}, int64_t{1}, int64_t{8}, int64_t{16}, int64_t{1} << 25}) {
+        const int64_t width = flash::plan::interleave_width(resident, heads, blocks);
+        const int64_t running = std::clamp<int64_t>(blocks, 1, flash::plan::kRunningKeyBlocks);
+        check::that(width >= 1 && width <= std::max<int64_t>(heads, 1), "width", resident, heads, blocks, width);
+        check::that(width == 1 || width * running <= resident, "enough blocks of a head run", resident, heads, blocks);
+        check::that(width >= heads || (width + 1) * running > resident, "the GPU is filled", resident, heads, blocks);
+      }
+    }
+  }
+}
+
+void check_walk() {
+  const int64_t row_stride = 1 << 20, head_stride = 7;
+  for (int begin = 0; begin <= 3; ++begin) {
+    for (int end = begin; end <= 7; ++end) {
+      for (int heads : {1, 2, 5}) {
+        for (int block_m : {1, 64}) {
+          const RowWalk walk{{begin, end}, 3, heads};
+          check::that(walk.count() == (end - begin) * heads, "steps", begin, end, heads);
+          RowStep at = walk.start();
+          int64_t place = at.row_block * block_m * row_stride + at.head * head_stride;
+          for (int i = 0; i < walk.count(); ++i) {
+            const int row_block = end - 1 - i / heads, head = 3 + i % heads;
+            check::that(at.row_block == row_block && at.head == head, "step", i, at.row_block, at.head);
+            check::that(place == row_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end,
+                        heads);
+            place += walk.offset(walk.advance(at), row_stride, head_stride, block_m);
+          }
+        }
+      }
+    }
+  }
+}
+
+struct Sequence {
+  int seqlen_q;
+  int seqlen_k;
+};
+
+struct Shape {
+  std::vector<Sequence> sequences;  // of one length each unless packed
+  bool packed;
+  int heads_k;
+  int ratio;
+  Window window;
+  int block_m;
+  int block_n;
+};
+
+struct KeyBlock {
+  int sequence = 0;
+  int head_k = 0;
+  int n_block = 0;
+  RowWalk walk;
+};
+
+Visibility visibility_of(const Shape& shape, int sequence) {
+  return {shape.sequences[sequence].seqlen_q, shape.sequences[sequence].seqlen_k, shape.window};
+}
+
+KeyBlock make_block(const Shape& shape, int sequence, int head_k, int n_block) {
+  const Visibility visibility = visibility_of(shape, sequence);
+  const flash::RowRange rows = flash::row_range(visibility, n_block, shape.block_m, shape.block_n);
+  return {sequence, head_k, n_block, {rows, head_k * shape.ratio, shape.ratio}};
+}
+
+// The thread blocks in launch order, without those that have nothing to do.
+std::vector<KeyBlock> launch_order(const Shape& shape, int resident) {
+  const int batch = static_cast<int>(shape.sequences.size());
+  std::vector<int> first_key{0};
+  for (const Sequence& sequence : shape.sequences) first_key.push_back(first_key.back() + sequence.seqlen_k);
+  const int rows = shape.packed ? first_key.back() : shape.sequences[0].seqlen_k;
+  const int total = static_cast<int>(flash::plan::row_blocks(shape.packed, batch, rows, shape.block_n));
+  const int heads = shape.packed ? shape.heads_k : batch * shape.heads_k;
+  const int blocks = shape.packed ? total : total / batch;
+  const int width = flash::plan::interleave_width(resident, heads, blocks);
+  std::vector<KeyBlock> order;
+  for (int index = 0; index < heads * blocks; ++index) {
+    const flash::HeadBlock at = flash::interleaved_heads(index, heads, blocks, width);
+    int sequence = at.head / shape.heads_k, n_block = at.block;
+    if (shape.packed) {
+      sequence = -1;
+      while (sequence + 1 < batch &&
+             flash::varlen_first_slot(first_key[sequence + 1], sequence + 2, shape.block_n) <= at.block)
+        ++sequence;
+      if (sequence < 0) continue;
+      n_block = at.block - flash::varlen_first_slot(first_key[sequence], sequence + 1, shape.block_n);
+    }
+    if (n_block * shape.block_n >= shape.sequences[sequence].seqlen_k) continue;
+    order.push_back(make_block(shape, sequence, at.head % shape.heads_k, n_block));
+  }
+  return order;
+}
+
+using Tile = std::tuple<int, int, int>;  // sequence, query head, row block
+
+struct Running {
+  KeyBlock block;
+  RowStep at{};
+  int step = 0;
+  bool has_added = false;  // and has not yet passed the turn
+
+  Tile tile() const { return {block.sequence, at.head, at.row_block}; }
+};
+
+enum class Policy { kInTurn, kRandom, kNewestFirst };
+
+// Thread blocks become resident in launch order. A step adds at its turn and passes the turn before the next step.
+class Simulation {
+ public:
+  Simulation(const Shape& shape, int resident, Policy policy, unsigned seed)
+      : shape_(shape), order_(launch_order(shape, resident)), resident_(resident), policy_(policy), random_(seed) {}
+
+  // Whether all thread blocks have ended.
+  bool run() {
+    refill();
+    while (!running_.empty()) {
+      std::vector<size_t> candidates(running_.size());
+      for (size_t i = 0; i < candidates.size(); ++i) candidates[i] = i;
+      if (policy_ == Policy::kNewestFirst) std::reverse(candidates.begin(), candidates.end());
+      if (policy_ == Policy::kRandom) std::shuffle(candidates.begin(), candidates.end(), random_);
+      bool moved = false;
+      for (size_t i : candidates) {
+        if (!advance(running_[i])) continue;
+        moved = true;
+        if (policy_ != Policy::kInTurn) break;
+      }
+      if (!moved) return false;
+      const auto ended = [](const Running& it) { return it.step == it.block.walk.count(); };
+      running_.erase(std::remove_if(running_.begin(), running_.end(), ended), running_.end());
+      refill();
+    }
+    return next_ == order_.size();
+  }
+
+  const std::map<Tile, std::vector<int>>& additions() const { return additions_; }
+
+ private:
+  void refill() {
+    for (; next_ < order_.size() && static_cast<int>(running_.size()) < resident_; ++next_) {
+      if (order_[next_].walk.count() > 0) running_.push_back({order_[next_], order_[next_].walk.start()});
+    }
+  }
+
+  bool advance(Running& it) {
+    if (it.has_added) {
+      ++turns_[it.tile()];
+      it.has_added = false;
+      ++it.step;
+      it.block.walk.advance(it.at);
+      return true;
+    }
+    const int turn = flash::dq_turn(visibility_of(shape_, it.block.sequence), it.at.row_block, it.block.n_block,
+                                    shape_.block_m, shape_.block_n);
+    if (turns_[it.tile()] != turn) return false;
+    additions_[it.tile()].push_back(it.block.n_block);
+    return it.has_added = true;
+  }
+
+  Shape shape_;
+  std::vector<KeyBlock> order_;
+  int resident_;
+  Policy policy_;
+  std::mt19937 random_;
+  size_t next_ = 0;
+  std::vector<Running> running_;
+  std::map<Tile, int> turns_;
+  std::map<Tile, std::vector<int>> additions_;
+};
+
+// The blocks of keys that a row block sees, ascending, whatever the schedule was.
+void check_additions(const Shape& shape, const std::map<Tile, std::vector<int>>& additions) {
+  size_t tiles = 0;
+  for (int sequence = 0; sequence < static_cast<int>(shape.sequences.size()); ++sequence) {
+    const Visibility visibility = visibility_of(shape, sequence);
+    for (int row = 0; row < visibility.seqlen_q; row += shape.block_m) {
+      const int row_end = std::min(row + shape.block_m, visibility.seqlen_q);
+      const flash::BlockRange keys = flash::block_range(visibility, row, row_end, shape.block_n);
+      std::vector<int> expected;
+      for (int n = keys.begin; n < keys.end; ++n) expected.push_back(n);
+      if (expected.empty()) continue;
+      for (int head = 0; head < shape.heads_k * shape.ratio; ++head, ++tiles) {
+        const auto found = additions.find({sequence, head, row / shape.block_m});
+        check::that(found != additions.end() && found->second == expected, "additions to a tile", sequence, head, row,
+                    shape.window.left, shape.window.right, shape.block_m, shape.block_n);
+      }
+    }
+  }
+  check::that(additions.size() == tiles, "no additions elsewhere", additions.size(), tiles);
+}
+
+void simulate(const Shape& shape) {
+  unsigned seed = 1;
+  for (int resident : {1, 2, 3, 5, 17, 64}) {
+    for (Policy policy : {Policy::kInTurn, Policy::kRandom, Policy::kNewestFirst}) {
+      Simulation simulation(shape, resident, policy, seed++);
+      check::that(simulation.run(), "the deterministic backward ends", resident, static_cast<int>(policy),
+                  shape.sequences.size(), shape.heads_k, shape.ratio, shape.window.left, shape.window.right,
+                  shape.block_m, shape.block_n);
+      check_additions(shape, simulation.additions());
+    }
+  }
+}
+
+void check_simulations() {
+  const Window windows[] = {{}, {kUnbounded, 0}, {5, 0}, {3, 9}, {0, 0}, {kUnbounded, 7}, {12, kUnbounded}};
+  const std::vector<std::vector<Sequence>> batches = {
+      {{24, 24}}, {{9, 40}}, {{40, 9}}, {{17, 31}, {17, 31}}, {{1, 50}}, {{50, 1}},
+  };
+  const std::vector<Sequence> packed = {{20, 20}, {0, 7}, {13, 0}, {5, 33}, {33, 5}, {1, 1}};
+  for (const Window& window : windows) {
+    for (int block_m : {2, 4}) {
+      for (int block_n : {2, 3, 4, 8}) {
+        for (int ratio : {1, 3}) {
+          for (const auto& batch : batches) simulate({batch, false, 2, ratio, window, block_m, block_n});
+          simulate({packed, true, 2, ratio, window, block_m, block_n});
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_interleaving();
+  check_width();
+  check_walk();
+  check_simulations();
+  return check::report();
+}
