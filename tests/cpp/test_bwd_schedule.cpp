@@ -69,6 +69,8 @@ void check_walk() {
             check::that(place == row_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end,
                         heads);
             place += walk.offset(walk.advance(at), row_stride, head_stride, block_m);
+            const RowStep before = walk.before(at);
+            check::that(before.row_block == row_block && before.head == head, "the step before", i, begin, end, heads);
           }
         }
       }
@@ -115,8 +117,8 @@ std::vector<KeyBlock> launch_order(const Shape& shape, int resident) {
   for (const Sequence& sequence : shape.sequences) first_key.push_back(first_key.back() + sequence.seqlen_k);
   const int rows = shape.packed ? first_key.back() : shape.sequences[0].seqlen_k;
   const int total = static_cast<int>(flash::plan::row_blocks(shape.packed, batch, rows, shape.block_n));
-  const int heads = shape.packed ? shape.heads_k : batch * shape.heads_k;
-  const int blocks = shape.packed ? total : total / batch;
+  const int heads = static_cast<int>(flash::plan::bwd_heads(shape.packed, batch, shape.heads_k));
+  const int blocks = shape.heads_k * total / heads;
   const int width = flash::plan::interleave_width(resident, heads, blocks);
   std::vector<KeyBlock> order;
   for (int index = 0; index < heads * blocks; ++index) {

@@ -27,16 +27,21 @@ constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequen
   return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);
 }
 
-// Heads of the backward that advance together (interleaved_heads()), so that about kRunningKeyBlocks blocks of keys of
-// a head run at a time: they share the rows they read, and in deterministic mode their turns follow each other
-// (docs/tuning.md). resident_blocks: thread blocks that the GPU holds at a time.
+// Heads of the backward's grid, each with the same number of blocks of keys: the sequences of a packed batch share the
+// slots of a K/V head.
+constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
+  return is_varlen ? heads_k : batch * heads_k;
+}
+
+// How many of them advance together (interleaved_heads()), so that about kRunningKeyBlocks blocks of keys of a head run
+// at a time: they share the rows they read, and in deterministic mode they wait for each other (docs/tuning.md).
+// resident_blocks: thread blocks that the GPU holds at a time.
 constexpr int kRunningKeyBlocks = 16;
 
 constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head) {
-  const int64_t running = blocks_per_head < 1                   ? 1
-                          : blocks_per_head < kRunningKeyBlocks ? blocks_per_head
-                                                                : kRunningKeyBlocks;
-  const int64_t width = resident_blocks / running < heads ? resident_blocks / running : heads;
+  const int64_t most = blocks_per_head < kRunningKeyBlocks ? blocks_per_head : kRunningKeyBlocks;
+  const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
+  const int64_t width = filling < heads ? filling : heads;
   return width < 1 ? 1 : static_cast<int>(width);
 }
 

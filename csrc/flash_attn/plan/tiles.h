@@ -133,8 +133,8 @@ struct BwdTile {
 
 // Warp grids are chosen for the least shared memory traffic per step; see docs/tuning.md.
 constexpr BwdTile kBwdTiles[kNumHeadDims] = {
-    {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 4, 2},
-    {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 64, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
+    {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
+    {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
 constexpr BwdTile bwd_tile(int head_dim) {

@@ -51,6 +51,11 @@ struct RowWalk {
     return other_rows;
   }
 
+  FLASH_HOST_DEVICE constexpr RowStep before(const RowStep& at) const {
+    return at.head > first_head ? RowStep{at.head - 1, at.row_block}
+                                : RowStep{first_head + heads - 1, at.row_block + 1};
+  }
+
   // By how much a pointer into a tensor of these strides moves with advance().
   FLASH_HOST_DEVICE constexpr int64_t offset(bool other_rows, int64_t row_stride, int64_t head_stride,
                                              int block_m) const {

@@ -3,6 +3,7 @@
 
 #include "../plan/grid.h"
 #include "common/block_range.h"
+#include "common/bwd_schedule.h"
 #include "flash.h"
 
 namespace flash {
@@ -133,28 +134,21 @@ struct KeyBlock {
   int n_block = 0;
   int q_segment = 0;  // of the queries, for varlen_first_slot
 
-  __device__ __forceinline__ bool empty(int block_n) const { return n_block < 0 || n_block * block_n >= seqlen_k; }
+  __device__ __forceinline__ bool empty(int block_n) const { return n_block * block_n >= seqlen_k; }
 };
 
-// Blocks of keys are started, and in deterministic mode add to dQ, in one order: ascending, so that the longest loops
-// under a causal mask come first. A deterministic causal backward descends: block n starts on its diagonal rows, which
-// block n - 1 reaches only after its own, so that nobody waits.
-__device__ __forceinline__ bool keys_descend(const Flash_bwd_params& params) {
-  return params.dq_turns_ptr != nullptr && params.window.right != kUnbounded;
-}
-
-__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n) {
+__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, int index,
+                                                     int width) {
   const int slots = varlen_slot_count(params.seqlen_k, params.b, block_n);
-  const int slot = blockIdx.x % slots;
+  const HeadBlock at = interleaved_heads(index, params.h_k, slots, width);
   const int* cu_seqlens_k = params.varlen.cu_seqlens_k;
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
-  const int segment = find_segment(cu_seqlens_k, params.b, params.seqlen_k, slot, block_n);
+  const int segment = find_segment(cu_seqlens_k, params.b, params.seqlen_k, at.block, block_n);
   KeyBlock block;
-  block.head_k = blockIdx.x / slots;
+  block.head_k = at.head;
   block.k_begin = segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment);
   block.seqlen_k = max(segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment + 1) - block.k_begin, 0);
-  block.n_block = slot - varlen_first_slot(block.k_begin, segment, block_n);
-  if (keys_descend(params)) block.n_block = (block.seqlen_k + block_n - 1) / block_n - 1 - block.n_block;
+  block.n_block = at.block - varlen_first_slot(block.k_begin, segment, block_n);
   if (segment >= 1 && segment <= params.b) {
     block.batch = segment - 1;
     block.q_segment = segment;
@@ -164,18 +158,27 @@ __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& par
   return block;
 }
 
-__device__ __forceinline__ KeyBlock key_block(const Flash_bwd_params& params, int block_n) {
-  if (params.is_varlen()) return varlen_key_block(params, block_n);
+// Key block `index` of h_k * plan::row_blocks(), by all lanes of a warp together, in the order of bwd_schedule.h;
+// width: plan::interleave_width().
+__device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params, int block_n, int index, int width) {
+  if (params.is_varlen()) return varlen_key_block(params, block_n, index, width);
   const int key_blocks = (params.seqlen_k + block_n - 1) / block_n;
-  const int batch_head = blockIdx.x / key_blocks;
+  const HeadBlock at = interleaved_heads(index, params.b * params.h_k, key_blocks, width);
   KeyBlock block;
-  block.n_block = blockIdx.x % key_blocks;
-  if (keys_descend(params)) block.n_block = key_blocks - 1 - block.n_block;
-  block.head_k = batch_head % params.h_k;
-  block.batch = batch_head / params.h_k;
+  block.n_block = at.block;
+  block.head_k = at.head % params.h_k;
+  block.batch = at.head / params.h_k;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   return block;
+}
+
+// The row blocks and query heads that the thread block of `block` walks.
+__device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, const KeyBlock& block, int block_m,
+                                            int block_n) {
+  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+  return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
+          params.h_h_k_ratio};
 }
 
 // Element offset of a packed row's sequence and head in a tensor of the given strides.

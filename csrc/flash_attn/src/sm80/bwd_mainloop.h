@@ -1,13 +1,16 @@
 // The tile loop of the mma.sync backward: one block of keys meets every row block that sees it, for all query heads of
-// its K/V head. dK and dV stay in registers over the whole loop; dQ is reduced into fp32 tiles in global memory.
-// Gradients of softmax attention by recomputation from the LSE: Dao et al. 2022, appendix B.
+// its K/V head, in the order of common/bwd_schedule.h. dK and dV stay in registers over the whole loop; dQ is reduced
+// into fp32 tiles in global memory. Gradients of softmax attention by recomputation from the LSE: Dao et al. 2022,
+// appendix B.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/accumulator.h"
 #include "common/block_range.h"
+#include "common/bwd_schedule.h"
 #include "common/convert.h"
+#include "common/dq_turns.h"
 #include "common/dropout.h"
 #include "common/mask.h"
 #include "common/row_store.h"
@@ -19,12 +22,10 @@
 
 namespace flash {
 
-// A place in the loop over (query head of the group, row block), with what is addressed there. It only moves forwards,
-// so that a step costs additions.
+// A step of the walk, with what is addressed there; moving on costs additions.
 template <class Element>
 struct BwdCursor {
-  int head;
-  int m_block;
+  RowStep at;
   const Element* q;  // this thread's first chunk of the row block
   const Element* dout;
 };
@@ -43,7 +44,7 @@ struct BwdMainloop {
   const Flash_bwd_params& params;
   const KeyBlock& block;
   const Visibility visibility;
-  const RowRange rows;
+  const RowWalk walk;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
   const int stages;  // buffers of Q and of dO: 2, or 1 where shared memory is short
@@ -58,7 +59,7 @@ struct BwdMainloop {
       : params(params_),
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
-        rows(row_range(visibility, block_.n_block, Config::kBlockM, Config::kBlockN)),
+        walk(row_walk(params_, block_, Config::kBlockM, Config::kBlockN)),
         copy(params_.d),
         stages(stages_),
         smem(smem_) {
@@ -86,25 +87,22 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
-  __device__ __forceinline__ int step_count() const { return (rows.end - rows.begin) * params.h_h_k_ratio; }
+  __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
 
-  // The first row block of a query head.
-  __device__ __forceinline__ Cursor start_of_head(int head) const {
-    const int row = block.q_begin + rows.begin * Config::kBlockM;
+  __device__ __forceinline__ Cursor start() const {
+    const RowStep at = walk.start();
+    const int row = block.q_begin + at.row_block * Config::kBlockM;
     auto place = [&](const void* data, const MatrixStrides& strides) {
-      return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), block.batch, row, head) +
+      return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), block.batch, row, at.head) +
              copy.place(strides.row);
     };
-    return {head, rows.begin, place(params.q_ptr, params.q_strides), place(params.do_ptr, params.do_strides)};
+    return {at, place(params.q_ptr, params.q_strides), place(params.do_ptr, params.do_strides)};
   }
 
   __device__ __forceinline__ void advance(Cursor& cursor) const {
-    if (++cursor.m_block == rows.end) {
-      cursor = start_of_head(cursor.head + 1);
-    } else {
-      cursor.q += Config::kBlockM * params.q_strides.row;
-      cursor.dout += Config::kBlockM * params.do_strides.row;
-    }
+    const bool other_rows = walk.advance(cursor.at);
+    cursor.q += walk.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
+    cursor.dout += walk.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
   }
 
   __device__ __forceinline__ void load_kv() const {
@@ -119,7 +117,7 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
-    const int rows_left = block.seqlen_q - cursor.m_block * Config::kBlockM;
+    const int rows_left = block.seqlen_q - cursor.at.row_block * Config::kBlockM;
     auto q_tile = smem_q(stage);
     auto do_tile = smem_do(stage);
     copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
@@ -134,10 +132,10 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void run() {
-    const int count = step_count();
+    const int count = walk.count();
     if (count == 0) return;
     load_kv();
-    Cursor current = start_of_head(block.head_k * params.h_h_k_ratio);
+    Cursor current = start();
     load_q_do(current, 0);
     for (int i = 0; i < count; ++i) {
       const int stage = stages == 2 ? i % 2 : 0;
@@ -145,19 +143,22 @@ struct BwdMainloop {
       Cursor next = current;
       if (has_next) advance(next);
       wait_for_copies();
+      if (i > 0) pass_turn_of(walk.before(current.at));
       if (stages == 2 && has_next) load_q_do(next, 1 - stage);
-      step(current, stage);
+      step(current.at, stage);
       if (stages == 1 && has_next) {
         __syncthreads();
         load_q_do(next, 0);
       }
       current = next;
     }
+    if (is_deterministic()) __syncthreads();
+    pass_turn_of(current.at);
   }
 
-  __device__ __forceinline__ void step(const Cursor& at, int stage) {
+  __device__ __forceinline__ void step(const RowStep& at, int stage) {
     using namespace cute;
-    const int row_begin = at.m_block * Config::kBlockM;
+    const int row_begin = at.row_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
     load_row_statistics(at, row_begin, lse_log2, delta);
     AccSdP acc_s, acc_dp;
@@ -174,16 +175,17 @@ struct BwdMainloop {
 
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
                                                           transposed(smem_do(stage)));
+    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + dq_tile_index(at)) : 0;
     AccDq acc_dq;
     clear(acc_dq);
     gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
-    add_dq(at, acc_dq);
+    add_dq(at, seen, acc_dq);
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
                                                           transposed(smem_q(stage)));
   }
 
   // Rows beyond the sequence get an LSE of +inf, which makes their probabilities 0.
-  __device__ __forceinline__ void load_row_statistics(const Cursor& at, int row_begin, float (&lse_log2)[kRows],
+  __device__ __forceinline__ void load_row_statistics(const RowStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
     const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
     const float* d = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
@@ -197,7 +199,7 @@ struct BwdMainloop {
   }
 
   // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
-  __device__ __forceinline__ void differentiate(const Cursor& at, int row_begin, const float (&lse_log2)[kRows],
+  __device__ __forceinline__ void differentiate(const RowStep& at, int row_begin, const float (&lse_log2)[kRows],
                                                 const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
     using namespace cute;
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
@@ -239,23 +241,23 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ void add_dq(const Cursor& at, const AccDq& acc_dq) const {
-    const int64_t index =
-        first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.m_block;
-    float* const dq_tile = params.dq_accum_ptr + index * Config::kDqTile;
-    if (params.dq_turns_ptr == nullptr) {
-      reduce_dq<Config::kThreads>(acc_dq, dq_tile);
-      return;
+  __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
+    return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
+  }
+
+  // Deterministic: at this block's turn; `seen` is the counter before the product.
+  __device__ __forceinline__ void add_dq(const RowStep& at, int seen, const AccDq& acc_dq) const {
+    const int64_t index = dq_tile_index(at);
+    if (is_deterministic()) {
+      wait_for_turn(params.dq_turns_ptr + index,
+                    dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
     }
-    // Deterministic: the blocks of keys that visit this row block add in the order in which blocks are started, so that
-    // whoever is waited for is running or done.
-    const int row_begin = at.m_block * Config::kBlockM;
-    const int row_end = min(row_begin + Config::kBlockM, block.seqlen_q);
-    const BlockRange visitors = block_range(visibility, row_begin, row_end, Config::kBlockN);
-    const int turn = keys_descend(params) ? visitors.end - 1 - block.n_block : block.n_block - visitors.begin;
-    wait_for_turn(params.dq_turns_ptr + index, turn);
-    reduce_dq<Config::kThreads>(acc_dq, dq_tile);
-    pass_turn(params.dq_turns_ptr + index);
+    reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile);
+  }
+
+  // After the barrier that follows the step: all have added. The step after it hides the release.
+  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
+    if (is_deterministic() && threadIdx.x == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
   }
 };
 

@@ -39,22 +39,4 @@ __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile) 
   }
 }
 
-// One thread polls, the block follows. The acquire makes the additions of earlier turns visible before ours.
-__device__ __forceinline__ void wait_for_turn(const int* turns, int turn) {
-  if (threadIdx.x == 0) {
-    int current;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(current) : "l"(turns) : "memory");
-    } while (current != turn);
-  }
-  __syncthreads();
-}
-
-// Called when the block's reductions have been issued: each thread orders its own before the count.
-__device__ __forceinline__ void pass_turn(int* turns) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
-}
-
 }  // namespace flash
