@@ -27,13 +27,13 @@ def unpack(q, k, v):
 
 def _rows_contiguous(x):
     """x with a contiguous last dimension, copied if it has to be."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _index(x):
     """An index tensor as the backends want it: contiguous, int64 narrowed to int32. None passes."""
-    if x is None:
-        return None
+    if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
+        return x
     return (x.to(torch.int32) if x.dtype == torch.int64 else x).contiguous()
 
 
@@ -46,8 +46,8 @@ def forward(
 
     `deterministic` matters to the backward alone.
     """
-    backend = backends.get(q.device.type)
-    q, k, v = (_rows_contiguous(x) for x in unpack(q, k, v))
+    backend = backends.of(q)
+    q, k, v = map(_rows_contiguous, unpack(q, k, v))
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
@@ -123,8 +123,8 @@ def _backward_into(
     sinks=None,
 ):  # fmt: skip
     """-> [softmax_d], and with sinks their gradient."""
-    backend = backends.get(q.device.type)
-    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
+    backend = backends.of(q)
+    dout, q, k, v, out = map(_rows_contiguous, (dout, q, k, v, out))
     wanted = (dq, dk, dv)
     written = [x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
                for x in wanted]  # fmt: skip
@@ -171,7 +171,7 @@ def kvcache_forward(
         rotary_cos, rotary_sin = _rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin)
     if k is not None and v is not None:
         k, v = _rows_contiguous(k), _rows_contiguous(v)
-    out, lse = backends.get(q.device.type).fwd_kvcache(
+    out, lse = backends.of(q).fwd_kvcache(
         _rows_contiguous(q), k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin,
         _index(cache_batch_idx), _index(cache_leftpad), _pages(block_table), alibi_slopes, out, softmax_scale, causal,
         window_left, window_right, softcap, rotary_interleaved, num_splits, plan, batch_invariant,
@@ -193,7 +193,7 @@ def kvcache_operator_fake(q, *rest):
 
 def kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
     """Fill a plan for calls of `kvcache_forward`, or make one (plan None); sizes: from batch to batch_invariant."""
-    backend = backends.get(cache_seqlens.device.type)
+    backend = backends.of(cache_seqlens)
     return backend.kvcache_plan(_index(cache_seqlens), _index(cache_leftpad), *sizes, plan)
 
 
