@@ -95,14 +95,14 @@ def backward(
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
 ):  # fmt: skip
     """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
-    targets = unpack(*grads, *[None] * (3 - len(grads)))
-    _, *dsinks = _backward_into(
+    packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k) if x is not None and v is None]
+    targets = unpack(*packed, *[None] * (3 - len(packed))) if packed else (None, None, None)
+    dq, dk, dv, _, *dsinks = _backward_into(
         dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
         dlse, sinks,
     )  # fmt: skip
-    return grads + dsinks
+    return [*(packed or (dq, dk, dv)), *dsinks]
 
 
 def backward_fake(
@@ -114,7 +114,7 @@ def backward_fake(
 
 def backward_into(*args):
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
-    return _backward_into(*args)[0]
+    return _backward_into(*args)[3]
 
 
 def _backward_into(
@@ -122,7 +122,7 @@ def _backward_into(
     dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
     sinks=None,
 ):  # fmt: skip
-    """-> [softmax_d], and with sinks their gradient."""
+    """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
     backend = backends.of(q)
     dout, q, k, v, out = map(_rows_contiguous, (dout, q, k, v, out))
     wanted = (dq, dk, dv)
@@ -142,7 +142,7 @@ def _backward_into(
     for target, source in zip(wanted, written):
         if target is not source:
             target.copy_(source)
-    return result[3:]
+    return result
 
 
 def softmax_d_fake(q, cu_seqlens_q):
