@@ -21,12 +21,15 @@ class Sample:
         all_queries = row.seqlens[-1] if row.seqlens else case.seqlen_q
         self.queries = min(CHECKED_QUERIES, all_queries)
         self.has_all_queries = self.queries == all_queries
-        slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes[-self.heads :]
-        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "alibi_slopes": slopes}
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+        options.update(alibi_slopes=self.of_heads(inputs.alibi_slopes), sinks=self.of_heads(inputs.sinks))
         self.leaves = [self.of_queries(inputs.q), self.of_keys(inputs.k), self.of_keys(inputs.v)]
         self.leaves = [leaf.double().requires_grad_() for leaf in self.leaves]
         with torch.enable_grad():
             self.out = attention(*self.leaves, **options).out
+
+    def of_heads(self, tensor):
+        return None if tensor is None else tensor[-self.heads :]
 
     def last(self, tensor, rows, heads):
         sequence = tensor if self.seqlens else tensor[-1]

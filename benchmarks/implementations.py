@@ -19,12 +19,14 @@ DEFAULT_PEERS = ("sdpa_flash", "sdpa_cudnn")
 # What a row may need of an implementation (the names appear in the report).
 CPU, BACKWARD, GQA, PACKED, WINDOW = "CPU tensors", "backward", "GQA", "packed sequences", "window"
 SOFTCAP, ALIBI, DROPOUT, RECTANGULAR = "softcap", "ALiBi", "dropout", "causal with sq != sk"
-EVERYTHING = frozenset({CPU, BACKWARD, GQA, PACKED, WINDOW, SOFTCAP, ALIBI, DROPOUT, RECTANGULAR})
+SINKS, MAX_LOGIT = "sinks", "largest logits"
+COMMON = frozenset({CPU, BACKWARD, GQA, PACKED, WINDOW, SOFTCAP, ALIBI, DROPOUT, RECTANGULAR})
+EVERYTHING = COMMON | {SINKS, MAX_LOGIT}
 
 
 @dataclass
 class Inputs:
-    """q, k, v, dout: (b, s, h, d), or (total, h, d) with cu_seqlens int32 (b + 1); alibi_slopes fp32 (h) or None."""
+    """q, k, v, dout: (b, s, h, d), or (total, h, d) with cu_seqlens int32 (b + 1); slopes, sinks: fp32 (h) or None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -32,6 +34,7 @@ class Inputs:
     dout: torch.Tensor
     cu_seqlens: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 def make_inputs(row, device, requires_grad=False, seed=0):
@@ -55,9 +58,10 @@ def make_inputs(row, device, requires_grad=False, seed=0):
     slopes = None
     if case.alibi != "none":
         slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / case.nheads) for i in range(case.nheads)], device=device)
+    sinks = torch.randn(case.nheads, device=device, generator=generator) + 4 if case.sinks else None
     for tensor in (q, k, v):
         tensor.requires_grad_(requires_grad)
-    return Inputs(q, k, v, dout, cu_seqlens, slopes)
+    return Inputs(q, k, v, dout, cu_seqlens, slopes, sinks)
 
 
 def ours(row, inputs, deterministic=False):
@@ -65,11 +69,13 @@ def ours(row, inputs, deterministic=False):
 
     case = row.case
     options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": case.window, "softcap": case.softcap}
-    options.update(alibi_slopes=inputs.alibi_slopes, deterministic=deterministic)
+    options.update(alibi_slopes=inputs.alibi_slopes, deterministic=deterministic, sinks=inputs.sinks)
     q, k, v = inputs.q, inputs.k, inputs.v
     if row.seqlens:
         cu, longest = inputs.cu_seqlens, max(row.seqlens)
         return lambda: flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
+    if case.max_logit:
+        return lambda: flash_attn.flash_attn_func(q, k, v, return_max_logit=True, **options)[0]
     return lambda: flash_attn.flash_attn_func(q, k, v, **options)
 
 
@@ -85,6 +91,8 @@ def needs(row, mode):
         ALIBI: case.alibi != "none",
         DROPOUT: case.dropout > 0,
         RECTANGULAR: case.causal and case.seqlen_q != case.seqlen_k,
+        SINKS: case.sinks,
+        MAX_LOGIT: case.max_logit,
     }
     return [name for name, wanted in asked.items() if wanted]
 
@@ -192,11 +200,11 @@ IMPLEMENTATIONS = {
             "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU}), limits=torch_peers.score_matrix_limits
         ),
         Implementation(
-            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, EVERYTHING - {PACKED, DROPOUT},
+            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT},
             torch_peers.score_matrix_limits,
         ),
         Implementation(
-            "flex", "torch FlexAttention, compiled", torch_peers.flex, EVERYTHING - {CPU, DROPOUT},
+            "flex", "torch FlexAttention, compiled", torch_peers.flex, COMMON - {CPU, DROPOUT},
             torch_peers.flex_limits, compiles=True,
         ),
         Implementation(
@@ -204,7 +212,7 @@ IMPLEMENTATIONS = {
             frozenset({BACKWARD, GQA, RECTANGULAR}), package="triton",
         ),
         Implementation(
-            "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, EVERYTHING - {CPU, ALIBI, DROPOUT},
+            "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, COMMON - {CPU, ALIBI, DROPOUT},
             package="flash_attn_interface",
         ),
         Implementation(

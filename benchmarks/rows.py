@@ -64,6 +64,8 @@ class Row:
         parts += [f"softcap {case.softcap:g}"] if case.softcap else []
         parts += ["alibi"] if case.alibi != "none" else []
         parts += [f"dropout {case.dropout:g}"] if case.dropout else []
+        parts += ["sinks"] if case.sinks else []
+        parts += ["max_logit"] if case.max_logit else []
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
         parts += [f"{sum(case.seqlens)} tokens" if case.seqlens else f"b{case.batch} {length}"]
         parts += [f"page {case.page_size}"] if case.page_size else []

@@ -28,6 +28,11 @@ def get(device_type: str) -> ModuleType:
         ) from error
 
 
+def of(tensor) -> ModuleType:
+    """`get` for the device of a tensor; `device.type` makes a string, which costs as much as the rest of a look-up."""
+    return get("cuda" if tensor.is_cuda else tensor.device.type)
+
+
 def cuda_extension():
     """Return the module `flash_attn_2_cuda`, or None where it is not installed."""
     try:

@@ -111,7 +111,7 @@ def flash_attn_func(
     <result>
     """
     return _attend(
-        (q, k, v), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, k, v), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def flash_attn_qkvpacked_func(
     """
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
-        (qkv,), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (qkv,), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def flash_attn_kvpacked_func(
     """
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
-        (q, kv), {}, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, kv), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
@@ -224,17 +224,11 @@ def flash_attn_varlen_func(
 
     <result>
     """
-    varlen = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k,
-        "block_table": block_table,
-    }
+    sequences = arguments.Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )
     return _attend(
-        (q, k, v), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
@@ -267,14 +261,9 @@ def flash_attn_varlen_qkvpacked_func(
     <result>
     """
     arguments.check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)", 4)
-    varlen = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
-    }
+    sequences = arguments.Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _attend(
-        (qkv,), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
@@ -310,44 +299,40 @@ def flash_attn_varlen_kvpacked_func(
     <result>
     """
     arguments.check_packed("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
-    varlen = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    sequences = arguments.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend(
-        (q, kv), varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit,
     )  # fmt: skip
 
 
+_NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
+
+
 def _attend(
-    inputs, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, sinks, return_max_logit,
 ):  # fmt: skip
-    """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,), varlen is empty for dense sequences."""
-    names = (("qkv",), ("q", "kv"), ("q", "k", "v"))[len(inputs) - 1]
-    arguments.check_tensors(names, inputs)
+    """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
+    inputs = arguments.attention_inputs(_NAMES[len(inputs) - 1], inputs)
+    varlen = sequences is not arguments.DENSE
     if varlen:
-        arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (varlen["cu_seqlens_q"], varlen["cu_seqlens_k"]))
-    inputs = arguments.autocast(inputs)
-    scale = arguments.scale(softmax_scale, inputs[0])
+        arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), sequences[:2])
+    head_dim = arguments.head_dim(inputs[0])
+    scale = arguments.scale(softmax_scale, head_dim)
     left, right = arguments.window(window_size)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     dropout_p = float(dropout_p)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
-    head_dim = inputs[0].shape[-1] if inputs[0].dim() > 0 else 0
-    padded = inputs[0].is_cuda and head_dim % 8 != 0 and head_dim < 256
+    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
     if padded:
         inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
-    lengths = arguments.max_seqlens(inputs, varlen, want_dmask) if varlen else (0, 0)
+    lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
     out, lse, dmask, _, *max_logit = library.attention(
-        *inputs, *(None,) * (3 - len(inputs)), varlen.get("cu_seqlens_q"), varlen.get("cu_seqlens_k"),
-        varlen.get("seqused_k"), varlen.get("leftpad_k"), varlen.get("block_table"), alibi_slopes, sinks, *lengths,
-        dropout_p, scale, bool(causal), left, right, float(softcap), bool(deterministic), want_dmask,
-        bool(return_max_logit),
+        *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
+        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, bool(causal),
+        left, right, float(softcap), bool(deterministic), want_dmask, bool(return_max_logit),
     )  # fmt: skip
     if padded:
         out = out[..., :head_dim].contiguous()

@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     left, right = arguments.window(window_size)
-    scale = arguments.scale(softmax_scale, q)
+    scale = arguments.scale(softmax_scale, arguments.head_dim(q))
     out, lse = library.kvcache_attention(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, plan, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,

@@ -26,7 +26,8 @@ class Case:
     (no gaps), ``padded`` (rows after the last sequence), ``seqused`` (fewer keys used than stored) and ``leftpad``
     (unused rows before the keys). ``page_size`` 0 means K/V are not paged. ``alibi``: ``none``, ``heads`` for
     slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded. ``seqlens`` states
-    the lengths of packed sequences where they matter (benchmarks), of queries and keys alike.
+    the lengths of packed sequences where they matter (benchmarks), of queries and keys alike. ``max_logit``, in
+    benchmarks: the call returns the largest logits too.
 
     ``cache``, in benchmarks: the keys lie in a KV cache. ``append`` of them are new, rotated and written by the call;
     ``invariant`` asks for the batch-invariant mode.
@@ -44,6 +45,7 @@ class Case:
     softcap: float = 0.0
     alibi: str = "none"
     sinks: bool = False
+    max_logit: bool = False
     dropout: float = 0.0
     kind: str = "dense"
     page_size: int = 0
@@ -61,6 +63,7 @@ class Case:
         parts += [f"cap{self.softcap:g}"] * (self.softcap > 0)
         parts += [f"alibi_{self.alibi}"] * (self.alibi != "none")
         parts += ["sinks"] * self.sinks
+        parts += ["maxlogit"] * self.max_logit
         parts += [f"p{self.dropout:g}"] * (self.dropout > 0)
         parts += [self.kind]
         parts += [f"page{self.page_size}"] * (self.page_size > 0)
@@ -107,7 +110,14 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
         ],
         "features": [
             dataclasses.replace(feature, **variant)
-            for variant in ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1})
+            for variant in (
+                {},
+                {"softcap": 30.0},
+                {"alibi": "heads"},
+                {"dropout": 0.1},
+                {"sinks": True},
+                {"max_logit": True},
+            )
         ],
         "deterministic": [
             *(case for case in bench_cells(dtype=dtype) if case.seqlen_q in (1024, 4096, 16384)),

@@ -1,5 +1,6 @@
 """The benchmark suite: its rows, its timing, its peers, its reports, and the Triton comparator."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -165,8 +166,14 @@ def features():
     return [rows.Row("features", Case(**{**base, **variant})) for variant in variants]
 
 
+def own_features():
+    """Of no peer."""
+    case = features()[1].case
+    return [rows.Row("features", dataclasses.replace(case, **{name: True})) for name in ("sinks", "max_logit")]
+
+
 @pytest.mark.parametrize("name", ["ours", "sdpa_flash", "sdpa_math", "naive"])
-@pytest.mark.parametrize("row", features(), ids=lambda row: row.id)
+@pytest.mark.parametrize("row", features() + own_features(), ids=lambda row: row.id)
 def test_cpu_peers_agree_with_the_reference(name, row):
     implementation = implementations.IMPLEMENTATIONS[name]
     for mode in ("fwd", "bwd", "fwd+bwd"):

@@ -64,8 +64,8 @@ stage_tests() {
     local log=$out/tests.log
     : >"$log"
     limited tests "${TESTS_LIMIT:-170}" "$log" \
-        "$python" -P -m pytest "$root/tests" --ignore "$root/tests/test_build.py" -n "${TEST_WORKERS:-8}" -q --device cuda \
-        --junitxml "$out/tests.xml" -p no:cacheprovider
+        "$python" -P -m pytest "$root/tests" --ignore "$root/tests/test_build.py" -n "${TEST_WORKERS:-$(nproc)}" --dist worksteal -q -rf \
+        --durations 30 --device cuda --junitxml "$out/tests.xml" -p no:cacheprovider
     record tests "$(last_lines "$log" 1)" "$log"
 }
 
@@ -78,7 +78,8 @@ find_sanitizer() {
 }
 
 # Every tensor gets its own allocation, so that an access beyond it is seen. racecheck looks at our kernels only: it is
-# slow, while initcheck has to follow the writes of all kernels. torch probes driver functions that may be missing, so
+# slow, while initcheck has to follow the writes of all kernels, and does not see those by TMA: it gets outputs that are
+# NaN beforehand (tools/sanitize_cases.py). torch probes driver functions that may be missing, so
 # memcheck is told not to count refused API calls; our own launches are checked by our code.
 stage_sanitize() {
     local log=$out/sanitize.log tool sanitizer
@@ -89,13 +90,14 @@ stage_sanitize() {
         return
     fi
     for tool in memcheck racecheck initcheck; do
-        local options=(--tool "$tool" --error-exitcode 3 --print-limit 20)
+        local options=(--tool "$tool" --error-exitcode 3 --print-limit 20) cases=()
+        [ "$tool" = initcheck ] && cases=(--nan-outputs)
         [ "$tool" = racecheck ] && options+=(--kernel-name kernel_substring=flash)
         [ "$tool" = memcheck ] && options+=(--report-api-errors no)
         local before
         before=$(wc -l <"$log")
         limited "$tool" "${SANITIZE_LIMIT:-50}" "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py"
+            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py" "${cases[@]}"
         record "$tool" "$(tail -n +$((before + 1)) "$log" | grep -E 'SUMMARY|wrong results|rror:' | tail -n 3 | paste -sd ';' | cut -c1-300)" "$log"
     done
 }

@@ -2,6 +2,7 @@
 // flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -9,7 +10,6 @@
 #include <cstdio>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "src/flash.h"
 
@@ -112,8 +112,9 @@ inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
 }
 
 // `expected`: the shape of k, with -1 on the axes that k itself decides; v follows k.
-inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, std::vector<int64_t> expected,
+inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
                       const char* axes) {
+  at::DimVector expected(expected_.begin(), expected_.end());
   device("k", k, q);
   device("v", v, q);
   dtype_of_q("k", k, q);

@@ -1,9 +1,7 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/utils/pybind.h>
@@ -15,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "allocate.h"
 #include "checks.h"
 #include "describe.h"
 #include "kvcache_api.h"
@@ -48,9 +47,9 @@ plan::Family choose_family(const Flash_fwd_params& params) {
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_family(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
   if constexpr (kHeadDim > 32) {
-    if (choose_family(params) == plan::Family::kWgmma) {
+    if (family == plan::Family::kWgmma) {
       const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
       if (status != cudaErrorNotSupported) return status;
     }
@@ -58,13 +57,14 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_params& params, cudaStream_t stre
   return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
 }
 
-void run_mha_fwd(const Flash_fwd_params& params, const at::Tensor& q) {
+void run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
   check_launch(FP16_SWITCH(is_fp16,
                            [&] {
-                             return HEADDIM_SWITCH(
-                                 params.d, [&] { return run_mha_fwd_family<kDtype, kHeadDim>(params, stream); });
+                             return HEADDIM_SWITCH(params.d, [&] {
+                               return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream);
+                             });
                            }),
                "flash_fwd_kernel", q);
   if (params.p_ptr != nullptr) {
@@ -88,17 +88,18 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
                                 bool return_max_logit) {
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
-  at::Tensor out = direct ? *out_ : at::empty(q.sizes(), q.options());
-  at::Tensor lse = at::empty(lse_shape, q.options().dtype(at::kFloat));
+  at::Tensor out = direct ? *out_ : new_empty(q, q.sizes(), q.scalar_type());
+  at::Tensor lse = new_empty(q, lse_shape, at::kFloat);
   const bool returns_probabilities = return_softmax && p_dropout > 0.0;
   const bool launches = q.numel() > 0;
-  at::Tensor probabilities = at::empty({0}, q.options());
+  at::Tensor probabilities;
   if (returns_probabilities) {
     const std::array<int64_t, 4> shape{params.b, q.size(-2), params.p_rows, params.p_cols};
-    probabilities = launches ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
+    probabilities = launches ? new_empty(q, shape, q.scalar_type()) : new_zeros(q, shape, q.scalar_type());
+  } else {
+    probabilities = new_empty(q, {0}, q.scalar_type());
   }
-  const at::TensorOptions rng_options = q.options().dtype(at::kLong);
-  at::Tensor rng_state = launches ? at::empty({2}, rng_options) : at::zeros({2}, rng_options);
+  at::Tensor rng_state = launches ? new_empty(q, {2}, at::kLong) : new_zeros(q, {2}, at::kLong);
 
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out, lse);
   set_params_scores(params, scores);
@@ -111,10 +112,9 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     if (params.has_dropout) draw_philox_state(params, gen);
     at::Tensor own_counter;
     const bool uneven = params.window.right != kUnbounded || params.is_varlen();
-    if (uneven && choose_family(params) == plan::Family::kWgmma) {
-      params.tile_counter_ptr = tile_counter(q, own_counter);
-    }
-    run_mha_fwd(params, q);
+    const plan::Family family = choose_family(params);
+    if (uneven && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
+    run_mha_fwd(family, params, q);
   }
   if (out_.has_value() && !direct) {
     out_->copy_(out);
@@ -140,8 +140,8 @@ struct Gradient {
   at::Tensor computed;
 
   Gradient(const OptionalTensor& given, const at::Tensor& forward)
-      : result(given.has_value() ? *given : at::empty(forward.sizes(), forward.options())),
-        computed(is_aligned(result) ? result : at::empty(forward.sizes(), forward.options())) {}
+      : result(given.has_value() ? *given : new_empty(forward, forward.sizes(), forward.scalar_type())),
+        computed(is_aligned(result) ? result : new_empty(forward, forward.sizes(), forward.scalar_type())) {}
 
   void finish() {
     if (!computed.is_same(result)) result.copy_(computed);
@@ -152,19 +152,22 @@ struct Gradient {
 std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::BwdTile tile = plan::bwd_tile(params.d);
   const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-  at::Tensor dq_accum = at::zeros({tiles, tile.block_m, tile.head_dim}, q.options().dtype(at::kFloat));
-  at::Tensor turns = at::zeros({deterministic ? tiles : 0}, q.options().dtype(at::kInt));
+  at::Tensor dq_accum = new_zeros(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
-  params.dq_turns_ptr = deterministic ? turns.mutable_data_ptr<int>() : nullptr;
+  at::Tensor turns;
+  if (deterministic) {
+    turns = new_zeros(q, {tiles}, at::kInt);
+    params.dq_turns_ptr = turns.mutable_data_ptr<int>();
+  }
   return {dq_accum, turns};
 }
 
 // Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
-at::Tensor allocate_dsinks(Flash_bwd_params& params, const at::TensorOptions& options) {
+at::Tensor allocate_dsinks(Flash_bwd_params& params, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
   const int64_t blocks = plan::row_blocks(params.is_varlen(), params.is_varlen() ? params.b : 1, params.seqlen_q,
                                           static_cast<int>(plan::kSoftmaxDGap));
-  at::Tensor sums = at::zeros({batch, params.h, blocks}, options);
+  at::Tensor sums = new_zeros(q, {batch, params.h, blocks}, at::kFloat);
   params.dsinks_ptr = sums.mutable_data_ptr<float>();
   return sums;
 }
@@ -197,8 +200,8 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
                    dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
   Gradient dq(gradients.dq, q), dk(gradients.dk, k), dv(gradients.dv, v);
   params.d_rows = plan::softmax_d_rows(params.is_varlen(), params.b, q.size(-3));
-  at::Tensor softmax_d = params.is_varlen() ? at::zeros({q.size(-2), params.d_rows}, lse.options())
-                                            : at::empty({params.b, q.size(-2), params.d_rows}, lse.options());
+  at::Tensor softmax_d = params.is_varlen() ? new_zeros(q, {q.size(-2), params.d_rows}, at::kFloat)
+                                            : new_empty(q, {params.b, q.size(-2), params.d_rows}, at::kFloat);
   set_params_tensors(params, q_aligned, k_aligned, v_aligned, out_aligned, lse_contiguous);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);
@@ -215,7 +218,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   const auto workspace = allocate_dq(params, q, deterministic);
   at::Tensor dsinks;
-  if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, lse.options());
+  if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, q);
   run_mha_bwd(params, q);
   dq.finish();
   dk.finish();

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -11,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "allocate.h"
 #include "describe.h"
 #include "kvcache_checks.h"
 #include "launch_check.h"
@@ -217,18 +216,16 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   const int64_t workspace_words = plan::kv_workspace_words(plan, params.d);
   if (plan_.has_value()) checks::plan(*plan_, q.device(), schedule_words + workspace_words);
 
-  at::Tensor out = out_.has_value() ? *out_ : at::empty(q.sizes(), q.options());
-  const at::TensorOptions fp32 = q.options().dtype(at::kFloat);
-  const std::vector<int64_t> lse_shape{q.size(0), q.size(2), q.size(1)};
-  at::Tensor lse =
-      q.numel() > 0 ? at::empty(lse_shape, fp32) : at::full(lse_shape, std::numeric_limits<float>::infinity(), fp32);
+  at::Tensor out = out_.has_value() ? *out_ : new_empty(q, q.sizes(), q.scalar_type());
+  at::Tensor lse = new_empty(q, {q.size(0), q.size(2), q.size(1)}, at::kFloat);
+  if (q.numel() == 0) lse.fill_(std::numeric_limits<float>::infinity());
   at::Tensor workspace;
   if (plan_.has_value()) {
     int* const words = plan_->mutable_data_ptr<int>();
     params.schedule = reinterpret_cast<const KvHeader*>(words);
     set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
   } else if (workspace_words > 0) {
-    workspace = at::empty({workspace_words}, fp32);
+    workspace = new_empty(q, {workspace_words}, at::kFloat);
     set_params_workspace(params, plan, workspace.mutable_data_ptr<float>());
   }
   params.q_ptr = q.const_data_ptr();
@@ -275,7 +272,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
       seqlens_k.device().index());
   const int64_t elements = plan::kv_schedule_words(plan) + plan::kv_workspace_words(plan, params.d);
   if (plan_.has_value()) checks::plan(*plan_, seqlens_k.device(), elements);
-  at::Tensor result = plan_.has_value() ? *plan_ : at::empty({elements}, seqlens_k.options());
+  at::Tensor result = plan_.has_value() ? *plan_ : new_empty(seqlens_k, {elements}, at::kInt);
   params.seqlens_k = seqlens_k.const_data_ptr<int>();
   params.leftpad_k = int_or_null(leftpad_k);
   KvHeader* const schedule = reinterpret_cast<KvHeader*>(result.mutable_data_ptr<int>());
@@ -295,8 +292,9 @@ inline std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::
   checks::combine(out_partial, lse_partial, out_);
   const c10::cuda::CUDAGuard guard(out_partial.device());
   check_device_supported(out_partial);
-  at::Tensor out = out_.has_value() ? *out_ : at::empty(out_partial.sizes().slice(1), out_partial.options());
-  at::Tensor lse = at::empty(out_partial.sizes().slice(1, 3), lse_partial.options());
+  at::Tensor out =
+      out_.has_value() ? *out_ : new_empty(out_partial, out_partial.sizes().slice(1), out_partial.scalar_type());
+  at::Tensor lse = new_empty(out_partial, out_partial.sizes().slice(1, 3), at::kFloat);
   Flash_combine_params params;
   params.partial_ptr = out_partial.const_data_ptr();
   params.lse_partial_ptr = lse_partial.const_data_ptr<float>();

@@ -3,13 +3,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <mutex>
 #include <unordered_map>
+
+#include "allocate.h"
 
 namespace flash {
 
@@ -22,9 +23,9 @@ struct StreamCounters {
   std::unordered_map<unsigned long long, int64_t> slots;  // by the stream's identity, which is never used again
 
   // Null when there are more streams than counters.
-  int* of(unsigned long long stream, const at::TensorOptions& options) {
+  int* of(unsigned long long stream, const at::Tensor& q) {
     if (!values.defined()) {
-      values = at::zeros({kCountersPerDevice}, options);
+      values = new_zeros(q, {kCountersPerDevice}, at::kInt);
       C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream().stream()));  // other streams use it too
     }
     const auto slot = slots.emplace(stream, static_cast<int64_t>(slots.size())).first->second;
@@ -38,15 +39,14 @@ inline int* tile_counter(const at::Tensor& q, at::Tensor& own) {
   static std::mutex mutex;
   // Never destroyed: the tensors must not be freed after the CUDA driver at exit.
   static auto& devices = *new std::unordered_map<int, StreamCounters>();
-  const at::TensorOptions options = q.options().dtype(at::kInt);
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
     unsigned long long stream = 0;
     C10_CUDA_CHECK(cudaStreamGetId(c10::cuda::getCurrentCUDAStream().stream(), &stream));
     const std::lock_guard<std::mutex> lock(mutex);
-    int* const counter = devices[q.device().index()].of(stream, options);
+    int* const counter = devices[q.device().index()].of(stream, q);
     if (counter != nullptr) return counter;
   }
-  own = at::zeros({1}, options);
+  own = new_zeros(q, {1}, at::kInt);
   return own.mutable_data_ptr<int>();
 }
 

@@ -1,16 +1,41 @@
 """What the public functions make of their arguments before the operators see them; shapes are the backends' matter."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def autocast(inputs):
-    """The inputs as torch.autocast wants them: with a float32 one among them, all in its dtype (float64 ones excepted).
+class Sequences(NamedTuple):
+    """How rows belong to sequences: the arguments of varlen attention that dense attention does not have."""
 
-    Half precision inputs stay as they are, whatever the dtype of autocast.
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: Tensor = None
+    leftpad_k: Tensor = None
+    block_table: Tensor = None
+
+
+DENSE = Sequences(None, None, 0, 0)
+
+
+def attention_inputs(names, values):
+    """The values, which must be tensors, as torch.autocast wants them."""
+    has_float32 = False
+    for name, value in zip(names, values):
+        if not isinstance(value, Tensor):
+            refuse(name, value)
+        has_float32 = has_float32 or value.dtype is torch.float32
+    return autocast(values) if has_float32 else values
+
+
+def autocast(inputs):
+    """Inputs of which one is float32, all in the dtype of autocast where it is on (float64 ones excepted).
+
+    Half precision inputs alone stay as they are, whatever the dtype of autocast.
     """
-    if torch.float32 not in [x.dtype for x in inputs]:
-        return inputs
     device_type = inputs[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return inputs
@@ -18,19 +43,21 @@ def autocast(inputs):
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
 
 
-def max_seqlens(inputs, varlen, exact):
+def max_seqlens(inputs, sequences, exact):
     """(max_seqlen_q, max_seqlen_k) as ints.
 
     A tensor is read only if S_dmask needs its value, for that waits for the GPU; a bound from shapes stands in.
     """
     total_q = inputs[0].shape[0]
-    if varlen.get("block_table") is not None:
-        total_k = varlen["block_table"].shape[1] * inputs[1].shape[1]
+    if sequences.block_table is not None:
+        total_k = sequences.block_table.shape[1] * inputs[1].shape[1]
     else:
         total_k = inputs[min(1, len(inputs) - 1)].shape[0]
     result = []
-    for name, bound in (("max_seqlen_q", total_q), ("max_seqlen_k", total_k)):
-        value = varlen[name]
+    for name, value, bound in (
+        ("max_seqlen_q", sequences.max_seqlen_q, total_q),
+        ("max_seqlen_k", sequences.max_seqlen_k, total_k),
+    ):
         if isinstance(value, Tensor):
             value = value.item() if exact else bound
         elif value is None:
@@ -39,10 +66,14 @@ def max_seqlens(inputs, varlen, exact):
     return result
 
 
-def scale(softmax_scale, q):
+def head_dim(q):
+    return q.size(-1) if q.dim() > 0 else 0
+
+
+def scale(softmax_scale, head_dim):
     if softmax_scale is not None:
         return float(softmax_scale)
-    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    return head_dim**-0.5 if head_dim > 0 else 1.0
 
 
 def window(window_size):
@@ -88,7 +119,11 @@ def sinks(value):
 def check_tensors(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+            refuse(name, value)
+
+
+def refuse(name, value):
+    raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
 
 
 def check_packed(name, x, count, shape, dims):

@@ -27,13 +27,13 @@ def unpack(q, k, v):
 
 def _rows_contiguous(x):
     """x with a contiguous last dimension, copied if it has to be."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _index(x):
     """An index tensor as the backends want it: contiguous, int64 narrowed to int32. None passes."""
-    if x is None:
-        return None
+    if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
+        return x
     return (x.to(torch.int32) if x.dtype == torch.int64 else x).contiguous()
 
 
@@ -46,8 +46,8 @@ def forward(
 
     `deterministic` matters to the backward alone.
     """
-    backend = backends.get(q.device.type)
-    q, k, v = (_rows_contiguous(x) for x in unpack(q, k, v))
+    backend = backends.of(q)
+    q, k, v = map(_rows_contiguous, unpack(q, k, v))
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
@@ -95,14 +95,14 @@ def backward(
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
 ):  # fmt: skip
     """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if x is not None]
-    targets = unpack(*grads, *[None] * (3 - len(grads)))
-    _, *dsinks = _backward_into(
+    packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k) if x is not None and v is None]
+    targets = unpack(*packed, *[None] * (3 - len(packed))) if packed else (None, None, None)
+    dq, dk, dv, _, *dsinks = _backward_into(
         dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
         dlse, sinks,
     )  # fmt: skip
-    return grads + dsinks
+    return [*(packed or (dq, dk, dv)), *dsinks]
 
 
 def backward_fake(
@@ -114,7 +114,7 @@ def backward_fake(
 
 def backward_into(*args):
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
-    return _backward_into(*args)[0]
+    return _backward_into(*args)[3]
 
 
 def _backward_into(
@@ -122,9 +122,9 @@ def _backward_into(
     dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
     sinks=None,
 ):  # fmt: skip
-    """-> [softmax_d], and with sinks their gradient."""
-    backend = backends.get(q.device.type)
-    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
+    """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
+    backend = backends.of(q)
+    dout, q, k, v, out = map(_rows_contiguous, (dout, q, k, v, out))
     wanted = (dq, dk, dv)
     written = [x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
                for x in wanted]  # fmt: skip
@@ -142,7 +142,7 @@ def _backward_into(
     for target, source in zip(wanted, written):
         if target is not source:
             target.copy_(source)
-    return result[3:]
+    return result
 
 
 def softmax_d_fake(q, cu_seqlens_q):
@@ -171,7 +171,7 @@ def kvcache_forward(
         rotary_cos, rotary_sin = _rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin)
     if k is not None and v is not None:
         k, v = _rows_contiguous(k), _rows_contiguous(v)
-    out, lse = backends.get(q.device.type).fwd_kvcache(
+    out, lse = backends.of(q).fwd_kvcache(
         _rows_contiguous(q), k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin,
         _index(cache_batch_idx), _index(cache_leftpad), _pages(block_table), alibi_slopes, out, softmax_scale, causal,
         window_left, window_right, softcap, rotary_interleaved, num_splits, plan, batch_invariant,
@@ -193,7 +193,7 @@ def kvcache_operator_fake(q, *rest):
 
 def kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
     """Fill a plan for calls of `kvcache_forward`, or make one (plan None); sizes: from batch to batch_invariant."""
-    backend = backends.get(cache_seqlens.device.type)
+    backend = backends.of(cache_seqlens)
     return backend.kvcache_plan(_index(cache_seqlens), _index(cache_leftpad), *sizes, plan)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn import backends
 from flash_attn.ops.calls import _rows_contiguous
-from flash_attn.ops.library import _needs_dispatch, _transformed
+from flash_attn.ops.library import _survey, _transformed
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -18,10 +18,10 @@ _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tenso
 def combine(out_partial, lse_partial, out, out_dtype):
     """(out, lse), differentiable unless out is given."""
     tensors = (out_partial, lse_partial)
-    differentiating = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_dispatch, differentiating = _survey(tensors)
     if differentiating and out is not None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    if _needs_dispatch(tensors):
+    if needs_dispatch:
         return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
     if out is None and (differentiating or _transformed()):
         return _Combine.apply(*tensors, out_dtype)
@@ -31,7 +31,7 @@ def combine(out_partial, lse_partial, out, out_dtype):
 def _call(out_partial, lse_partial, out, out_dtype):
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
-    backend = backends.get(out_partial.device.type)
+    backend = backends.of(out_partial)
     out, lse = backend.combine(_rows_contiguous(out_partial), lse_partial, out)
     return out, lse
 

@@ -42,12 +42,12 @@ _forward_op = _backward_op = None  # set by _register_attention
 
 def attention(*args):
     """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    tensors = [x for x in (args[0], args[1], args[2], args[9]) if x is not None]
-    if _needs_dispatch(tensors):
+    needs_dispatch, differentiating = _survey((args[0], args[1], args[2], args[9]))
+    if needs_dispatch:
         return _forward_op(*args)
     if _transformed():
         return _TransformedAttention.apply(*args)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if differentiating:
         return _Attention.apply(*args)
     return calls.forward(*args)
 
@@ -55,11 +55,10 @@ def attention(*args):
 def kvcache_attention(*args):
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
     out = args[12]
-    tensors = [x for x in args[:5] if x is not None]
-    differentiating = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_dispatch, differentiating = _survey(args[:5])
     if differentiating and out is not None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    if differentiating or _needs_dispatch(tensors) or _transformed():
+    if differentiating or needs_dispatch or _transformed():
         new_out, lse = (_kvcache_op if args[3] is None else _kvcache_append_op)(*args)
         return (new_out if out is None else out), lse
     return calls.kvcache_forward(*args)
@@ -67,19 +66,25 @@ def kvcache_attention(*args):
 
 def update_kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
     """`calls.kvcache_plan` in place."""
-    if _needs_dispatch([cache_seqlens]):
+    if _survey((cache_seqlens,))[0]:
         _kvcache_plan_op(cache_seqlens, cache_leftpad, plan, *sizes)
     else:
         calls.kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes)
 
 
-def _needs_dispatch(tensors):
-    """Whether something other than eager execution on plain tensors must see the operator."""
-    return (
-        torch.compiler.is_compiling()
-        or any(type(x) is not Tensor for x in tensors)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+def _survey(tensors):
+    """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
+
+    That is, whether something other than eager execution on plain tensors must see the operator, and whether
+    gradients are recorded.
+    """
+    plain, requires_grad = True, False
+    for x in tensors:
+        if x is not None:
+            plain = plain and type(x) is Tensor
+            requires_grad = requires_grad or x.requires_grad
+    needs_dispatch = not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
 def _transformed():
@@ -124,7 +129,7 @@ def _backward(ctx, dout, dlse, *_):
 
 
 def _attention_backward(*args):
-    if _needs_dispatch([x for x in args[:5] if x is not None]):
+    if _survey(args[:5])[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
         return _AttentionBackward.apply(*args)

@@ -1,28 +1,15 @@
-// Normalises the output and stores it, each warp its own 16 rows by TMA; writes the LSE.
+// Normalises the output and stores it, each warp its own 16 rows by TMA.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
+#include "common/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/tensor_map.h"
 
 namespace flash {
 namespace sm90 {
-
-template <class Config>
-__device__ __forceinline__ void store_lse(const FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile) {
-  if (threadIdx.x % 4 != 0) return;
-  const RowBlock& block = tile.block;
-  const Flash_fwd_params& params = mainloop.params;
-  const float sink = row_sink(params, block);
-  float* const lse = params.softmax_lse_ptr + lse_offset(block, params);
-#pragma unroll
-  for (int mi = 0; mi < FwdMainloop<Config>::kRows; ++mi) {
-    const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
-    if (row < block.row_end) lse[row] = mainloop.softmax.lse(mi, params.softmax_scale_log2, sink);
-  }
-}
 
 // The staged rows take the place of the rows of Q, which only their own warp has read. The store is under way when this
 // returns: wait_for_store() says when the buffer is free.
@@ -33,14 +20,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   using Element = typename Config::Element;
   const Flash_fwd_params& params = mainloop.params;
   const RowBlock& block = tile.block;
-  const float sink = row_sink(params, block);
-  auto out = row_col_view(mainloop.acc_o);
-#pragma unroll
-  for (int mi = 0; mi < size<0>(out); ++mi) {
-    const float factor = mainloop.softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
-#pragma unroll
-    for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
-  }
+  normalize(mainloop.softmax, mainloop.acc_o, params, block);
   Element* const buffer = mainloop.storage.q[q_stage][mainloop.group];
   auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutQ{});
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;

@@ -48,7 +48,7 @@ struct FwdConsumer {
     mainloop.template end<kOverlapsTiles>(tile, q_place.stage);
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
-    store_lse(mainloop, tile);
+    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     stored_stage = q_stage;
     if constexpr (!kFreesLate) free_stored_buffer();
     if (!kOverlapsTiles && next.exists()) begin();

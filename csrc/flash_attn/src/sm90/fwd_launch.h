@@ -12,6 +12,9 @@ namespace sm90 {
 // Half of the L2 cache for the keys and values that are in use.
 constexpr int64_t kSectionBytes = 24 << 20;
 
+// Indices of row blocks are ints, with room for the draws of all thread blocks beyond the last one.
+constexpr int64_t kMaxTiles = 1 << 30;
+
 inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
                                          bool is_query) {
   return {data,
@@ -36,19 +39,24 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN) : status;
 }
 
+// cudaErrorNotSupported: more row blocks than can be numbered.
 template <class Config>
-void set_tile_order(FwdLaunch& launch) {
+cudaError_t set_tile_order(FwdLaunch& launch) {
   const Flash_fwd_params& params = launch.params;
   const bool is_varlen = params.is_varlen();
-  launch.tiles_of_head =
-      static_cast<int>(plan::row_blocks(is_varlen, is_varlen ? params.b : 1, params.seqlen_q, Config::kBlockM));
-  launch.tiles = launch.tiles_of_head * params.h * (is_varlen ? 1 : params.b);
+  const int64_t tiles_of_head = plan::row_blocks(is_varlen, is_varlen ? params.b : 1, params.seqlen_q, Config::kBlockM);
+  const int64_t all_heads = int64_t{params.h} * (is_varlen ? 1 : params.b);
+  if (tiles_of_head * all_heads > kMaxTiles) return cudaErrorNotSupported;
+  launch.tiles_of_head = static_cast<int>(tiles_of_head);
+  launch.tiles = static_cast<int>(tiles_of_head * all_heads);
   // Query heads of one K/V head share its keys and values.
   const int64_t head_bytes = 4 * int64_t{params.seqlen_k} * params.d / params.h_h_k_ratio;
-  const int64_t heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  const int64_t cached_heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
   const bool uneven = params.window.right != kUnbounded || is_varlen;
-  launch.section = uneven ? static_cast<int>(heads < 1 ? 1 : heads > 1024 ? 1024 : heads) : 1;
+  const int64_t section = cached_heads < all_heads ? cached_heads : all_heads;
+  launch.section = uneven && section > 1 ? static_cast<int>(section) : 1;
   launch.counter = launch.tiles > params.multiprocessors ? params.tile_counter_ptr : nullptr;
+  return cudaSuccess;
 }
 
 template <class Config, Dtype kDtype>
@@ -56,9 +64,9 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   FwdLaunch launch{};
   launch.params = params;
-  const cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
+  cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
+  if (status == cudaSuccess) status = set_tile_order<Config>(launch);
   if (status != cudaSuccess) return status;
-  set_tile_order<Config>(launch);
   const int grid = launch.tiles < params.multiprocessors ? launch.tiles : params.multiprocessors;
   return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, static_cast<int>(sizeof(FwdStorage<Config>)),
                        launch, params.device, stream, configured_devices);
