@@ -120,6 +120,7 @@ void check_plans() {
         const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
         const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
         check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
+        check::that(kv_size_exists(head_dim, kv_tile_size(head_dim, rows)), "the size has a kernel", head_dim, rows);
       }
     }
   }

@@ -198,10 +198,15 @@ constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
 
 constexpr KvTile kv_tile(int head_dim, int size) { return kKvTiles[size][head_dim_index(head_dim)]; }
 
+// Sizes that hold no more rows than the one before have no kernel.
+constexpr bool kv_size_exists(int head_dim, int size) {
+  return size == 0 || kv_tile(head_dim, size).rows() > kv_tile(head_dim, size - 1).rows();
+}
+
 // The smallest tile that holds `rows`, the largest one if none does.
 constexpr int kv_tile_size(int head_dim, int64_t rows) {
   int size = 0;
-  while (size + 1 < kKvSizes && kv_tile(head_dim, size).rows() < rows) ++size;
+  while (size + 1 < kKvSizes && kv_size_exists(head_dim, size + 1) && kv_tile(head_dim, size).rows() < rows) ++size;
   return size;
 }
 

@@ -22,8 +22,7 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& params, cudaStrea
   cudaError_t status = cudaErrorInvalidValue;
   if (params.tile_size == 0) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0>>(params, stream);
   if (params.tile_size == 1) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 1>>(params, stream);
-  // Head dims whose largest tile is already that of size 1 have no third kernel.
-  if constexpr (plan::kv_tile(kHeadDim, 2).rows() > plan::kv_tile(kHeadDim, 1).rows()) {
+  if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
     if (params.tile_size == 2) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 2>>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
