@@ -216,12 +216,18 @@ constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }
 // Statistics of 16 rows (maximum and sum, fp32) of each group and of a carried sum, and scratch of the scheduler.
 constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;
 constexpr int kKvScratchBytes = 128;
+// Parts of tiles between the loads and the arithmetic of a group: those of the steps under way, and of the next one.
+constexpr int kMaxKvStages = 6;
+constexpr int kKvParts = 8;
+static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
+constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
 
 // K and V of one step of all groups. 16-bit elements.
 constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * tile.head_dim * 2 * 2; }
 
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
-  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + stages * kv_stage_bytes(tile);
+  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
+         stages * kv_stage_bytes(tile);
 }
 
 }  // namespace plan

@@ -1,5 +1,6 @@
-// Merges the partial results of the tiles that the KV-cache kernel cut. One thread block for each place where a tile
-// may have been cut; it finds out by itself whether there is something to do, while the attention still runs.
+// Merges the partial results of the tiles that the KV-cache kernel cut. A few thread blocks, each with its rows, for
+// every place where a tile may have been cut; they find out by themselves whether there is something to do, while the
+// attention still runs.
 #include <atomic>
 
 #include "common/kv_output.h"
@@ -11,9 +12,9 @@
 namespace flash {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = 4;
+constexpr int kBatchedLoads = 8;
 constexpr int kMaxQuads = 2;  // float4 of a row that one lane holds
 
 // A tile of which several partial results exist.
@@ -34,7 +35,6 @@ struct Partial {
 };
 
 __device__ Partial partial_of(const Flash_kvcache_params& params, const CutTile& tile, int index) {
-  if (params.cuts.rule == CutRule::kChunks) return {tile.tile * params.max_runs + index, true};
   const KvSegment segment =
       kv_segment(params.cuts, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
   return {kv_slot(index, segment), !segment.empty()};
@@ -54,10 +54,12 @@ __device__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile
 // The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
 __device__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   CutTile tile;
-  const KvStart start = find_kv_start(params, index, scratch);
-  if (start.item >= params.b * params.row_tiles) return tile;
+  KvStart start = find_kv_start(params, index, scratch);
+  if (start.item >= kv_items(params)) return tile;
   set_item(params, start.item, tile);
   const int count = kv_count(tile.range);
+  if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
+  if (start.item >= kv_items(params)) return tile;
   const KvPlace place = kv_place(start, index, count);
   tile.share = start.share;
   tile.tile_begin = place.tile_begin;
@@ -122,19 +124,37 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// Every `step`-th partial result of a row from `begin` on, by one warp.
+// `count` (up to kBatchedLoads) partial results from that of lane `first` on.
+__device__ void load_rows(const Flash_kvcache_params& params, const Partial& partial, int row, int first, int count,
+                          RowValue (&values)[kBatchedLoads]) {
+#pragma unroll
+  for (int i = 0; i < kBatchedLoads; ++i) {
+    const int lane = min(first + i, 31);
+    const int64_t slot = __shfl_sync(0xffffffffu, partial.slot, lane);
+    const bool exists = __shfl_sync(0xffffffffu, static_cast<int>(partial.exists), lane) != 0 && i < count;
+    values[i].clear();
+    if (exists) load_row(params, slot, row, values[i]);
+  }
+}
+
+// Every `step`-th partial result of a row from `begin` on, by one warp. The first rows are asked for before their
+// weights are known.
 __device__ RowStats sum_partials(const Flash_kvcache_params& params, const CutTile& tile, int row, int begin, int step,
                                  RowValue& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool refused = false;
   sum.clear();
+#pragma unroll 1
   for (int base = begin; base <= tile.last; base += 32 * step) {
     const int own = base + static_cast<int>(threadIdx.x % 32) * step;
+    const int count = min((tile.last - base) / step + 1, 32);
     Partial partial{0, false};
     if (own <= tile.last) partial = partial_of(params, tile, own);
     RowStats own_stats{-INFINITY, 0.0f};
     if (partial.exists) own_stats = load_stats(params, partial.slot, row);
+    RowValue values[kBatchedLoads];
+    load_rows(params, partial, row, 0, count, values);
     refused |= own_stats.refused();
     const float top = fmaxf(stats.max, warp_max(own_stats.max));
     const float weight = partial_weight(own_stats.max, top, scale);
@@ -143,30 +163,19 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const CutTi
     stats.max = top;
 #pragma unroll
     for (float4& quad : sum.quads) quad = scaled(correction, quad);
-    const int count = min((tile.last - base) / step + 1, 32);
-    for (int j = 0; j < count; j += kBatchedLoads) {
-      RowValue values[kBatchedLoads];
-      float weights[kBatchedLoads];
+#pragma unroll 1
+    for (int j = 0;;) {
 #pragma unroll
       for (int i = 0; i < kBatchedLoads; ++i) {
-        const int lane = min(j + i, 31);
-        const int64_t slot = __shfl_sync(0xffffffffu, partial.slot, lane);
-        const bool exists = __shfl_sync(0xffffffffu, static_cast<int>(partial.exists), lane) != 0 && j + i < count;
-        weights[i] = __shfl_sync(0xffffffffu, weight, lane);
-        if (exists) {
-          load_row(params, slot, row, values[i]);
-        } else {
-          values[i].clear();
-          weights[i] = 0.0f;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBatchedLoads; ++i) {
+        const float row_weight = __shfl_sync(0xffffffffu, weight, min(j + i, 31));
 #pragma unroll
         for (int quad = 0; quad < kMaxQuads; ++quad) {
-          sum.quads[quad] = add_scaled(sum.quads[quad], weights[i], values[i].quads[quad]);
+          sum.quads[quad] = add_scaled(sum.quads[quad], j + i < count ? row_weight : 0.0f, values[i].quads[quad]);
         }
       }
+      j += kBatchedLoads;
+      if (j >= count) break;
+      load_rows(params, partial, row, j, count - j, values);
     }
   }
   if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
@@ -182,7 +191,7 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
       if (base + i > tile.last) break;
-      const int64_t slot = partial_of(params, tile, base + i).slot;
+      const int64_t slot = tile.tile * params.max_runs + base + i;
       run_stats[i] = load_stats(params, slot, row);
       load_row(params, slot, row, values[i]);
     }
@@ -219,23 +228,25 @@ __device__ void write_row(const Flash_kvcache_params& params, const CutTile& til
   }
 }
 
-// Few rows: several warps share the partial results of a row, and the first of them adds up what they found.
+// Several warps share the partial results of a row, and the first of them adds up what they found. Rows [begin, end),
+// at most one for each warp.
 template <class Element>
-__device__ void merge_shared_rows(const Flash_kvcache_params& params, const CutTile& tile, char* smem) {
+__device__ void merge_shared_rows(const Flash_kvcache_params& params, const CutTile& tile, int begin, int end,
+                                  char* smem) {
   RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
   float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kMaxQuads, 32)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int helpers = kWarps / tile.rows;
-  const int row = warp / helpers, helper = warp % helpers;
+  const int helpers = kWarps / (end - begin);
+  const int row = begin + warp / helpers, helper = warp % helpers;
   RowValue sum;
   RowStats stats{-INFINITY, 0.0f};
   sum.clear();
-  if (row < tile.rows) stats = sum_partials(params, tile, row, tile.first + helper, helpers, sum);
+  if (row < end) stats = sum_partials(params, tile, row, tile.first + helper, helpers, sum);
   if (lane == 0) shared_stats[warp] = stats;
 #pragma unroll
   for (int i = 0; i < kMaxQuads; ++i) shared_quads[(warp * kMaxQuads + i) * 32 + lane] = sum.quads[i];
   __syncthreads();
-  if (row >= tile.rows || helper != 0) return;
+  if (row >= end || helper != 0) return;
   for (int other = warp + 1; other < warp + helpers; ++other) {
     RowStats merged = stats;
 #pragma unroll
@@ -249,25 +260,40 @@ __device__ void merge_shared_rows(const Flash_kvcache_params& params, const CutT
   write_row<Element>(params, tile, row, stats, sum);
 }
 
+// Rows of a tile for each thread block: one where there are few, so that all their partial results are read at once.
+__host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
+  return params.slot_rows <= 2 * kWarps ? 1 : kWarps;
+}
+
+__host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
+  return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
+}
+
+// Tiles that were cut anywhere.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+__global__ void __launch_bounds__(kThreads, 4) kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
   extern __shared__ __align__(16) char smem[];
-  const bool runs = params.cuts.rule == CutRule::kChunks;
-  const CutTile tile = runs ? tile_of_runs(params, blockIdx.x)
-                            : tile_cut_before(params, blockIdx.x + 1, reinterpret_cast<int64_t*>(smem));
+  const int blocks = blocks_per_tile(params);
+  const int place = static_cast<int>(blockIdx.x) / blocks;
+  const CutTile tile = tile_cut_before(params, place + 1, reinterpret_cast<int64_t*>(smem));
+  const int begin = (static_cast<int>(blockIdx.x) - place * blocks) * rows_per_block(params);
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
+  if (begin >= tile.rows && blockIdx.x > 0) return;
+  wait_for_previous_kernel();
+  if (begin >= tile.rows) return;
+  __syncthreads();
+  merge_shared_rows<Element>(params, tile, begin, min(begin + rows_per_block(params), tile.rows), smem);
+}
+
+// Tiles that were cut between their runs.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const CutTile tile = tile_of_runs(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
   wait_for_previous_kernel();
-  if (tile.rows == 0) return;
-  __syncthreads();
-  if (!runs && tile.rows < kWarps) {
-    merge_shared_rows<Element>(params, tile, smem);
-    return;
-  }
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue sum;
-    const RowStats stats =
-        runs ? fold_runs(params, tile, row, sum) : sum_partials(params, tile, row, tile.first, 1, sum);
+    const RowStats stats = fold_runs(params, tile, row, sum);
     write_row<Element>(params, tile, row, stats, sum);
   }
 }
@@ -276,9 +302,12 @@ template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kMaxQuads * 32 * sizeof(float4));
-  const int64_t blocks = params.cuts.rule == CutRule::kChunks
-                             ? static_cast<int64_t>(params.b) * params.row_tiles * params.h_k
-                             : params.thread_blocks - 1;
+  if (params.cuts.rule == CutRule::kChunks) {
+    const int64_t tiles = static_cast<int64_t>(params.b) * params.row_tiles * params.h_k;
+    return launch_dependent(kvcache_fold_kernel<Element>, tiles, kThreads, 0, params, params.device, stream,
+                            configured_devices);
+  }
+  const int64_t blocks = static_cast<int64_t>(params.thread_blocks - 1) * blocks_per_tile(params);
   return launch_dependent(kvcache_merge_kernel<Element>, blocks, kThreads, kSmemBytes, params, params.device, stream,
                           configured_devices);
 }

@@ -28,11 +28,17 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const stages;            // of this group
-  KvWalk walk;                      // at the tile of the next step to load
-  int block;                        // of the next step to load
-  int fill = 0;                     // the stage that takes the next step
-  int use = 0;                      // the stage of the step under way
+  Element* const stages;  // of this group
+  KvPart* const parts;    // of this group: the tiles of the steps under way
+  KvWalk walk;            // at the tile of the next step to load
+  int block = 0;          // of the next step to load
+  int block_end = 0;
+  int vacant;       // stages to fill, and one more while the first step has not been looked for
+  int pending = 0;  // steps loaded and not used
+  int entered = 0;  // tiles begun by the loads
+  int taken = 0;    // tiles begun by the arithmetic
+  int fill = 0;     // the stage that takes the next step
+  int use = 0;      // the stage of the step under way
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
   int page = 0;  // where the row of this lane (lane % kStep) of the next step lies
@@ -40,11 +46,14 @@ struct KvRing {
   uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
   bool may_read_new = false;  // the kernel that appends has finished
 
-  // first: the tile with which the thread block begins.
-  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvWalk& first, Element* stages_)
-      : params(params_), stages(stages_ + group() * params_.stages * Config::kStageElements), walk(first) {
-    enter_tile();
-    for (int i = 0; i + 1 < params.stages; ++i) issue();
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvStart& start, char* smem)
+      : params(params_),
+        stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
+               group() * params_.stages * Config::kStageElements),
+        parts(reinterpret_cast<KvPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
+        walk(params_, blockIdx.x, start),
+        vacant(params_.stages + 1) {
+    static_assert(sizeof(KvPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
@@ -55,26 +64,26 @@ struct KvRing {
   __device__ __forceinline__ const Element* k_stage() const { return stages + use * Config::kStageElements; }
   __device__ __forceinline__ const Element* v_stage() const { return k_stage() + Config::kStep * Config::kHeadDim; }
 
-  // Between two steps, 16 rows of fp32 results fit into the stage that the next issue() fills.
+  // Between two steps, 16 rows of fp32 results fit into the stage that is filled next.
   __device__ __forceinline__ float* spare_stage(int of_group) const {
     Element* const first = stages + (of_group - group()) * params.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill * Config::kStageElements);
   }
 
-  // Loads the next step, if there is one. The stage it fills must have been released.
-  __device__ __forceinline__ void issue() {
-    missing_bits <<= 1;
-    if (!walk.done()) {
-      load_step();
-      if (++block >= walk.block_end()) {
-        walk.next();
-        enter_tile();
-      } else {
-        find_page();
-      }
-    }
-    commit_copies();
-    fill = fill + 1 == params.stages ? 0 : fill + 1;
+  // Loads into every stage that is free, as far as there are steps; false: none is left to be used. The first time it
+  // only looks for the first step, so that loads and walk stand once in the code.
+  __device__ __forceinline__ bool advance() {
+    do {
+      if (vacant <= params.stages) load_next();
+      find_next();
+    } while (--vacant > 0);
+    return pending > 0;
+  }
+
+  // The tile of the next step to use, when the one before is done.
+  __device__ __forceinline__ KvPart take_part() {
+    sync_group<Config>();
+    return parts[taken++ % plan::kKvParts];
   }
 
   // The oldest step in flight has landed, for all warps of the group.
@@ -87,6 +96,8 @@ struct KvRing {
   __device__ __forceinline__ void release() {
     sync_group<Config>();
     use = use + 1 == params.stages ? 0 : use + 1;
+    --pending;
+    vacant = 1;
   }
 
   __device__ __forceinline__ bool step_misses_pages() const { return missing_bits >> (params.stages - 1) & 1; }
@@ -96,19 +107,40 @@ struct KvRing {
   }
 
  private:
-  // Goes on to the next tile with keys and finds its first page.
-  __device__ __forceinline__ void enter_tile() {
-    while (!walk.done() && walk.block_begin() >= walk.block_end()) walk.next();
+  __device__ __forceinline__ void load_next() {
+    missing_bits <<= 1;
+    if (!walk.done()) {
+      load_step();
+      ++block;
+      ++pending;
+    }
+    commit_copies();
+    fill = fill + 1 == params.stages ? 0 : fill + 1;
+  }
+
+  __device__ __forceinline__ void find_next() {
     if (walk.done()) return;
-    block = walk.block_begin();
-    const KvRequest& request = walk.request;
-    const int64_t row = is_paged() ? 0 : request.first_row;
-    const int64_t batch = is_paged() ? 0 : request.cache_row;
-    k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
-             walk.head * params.k_strides.head;
-    v_head = static_cast<const Element*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
-             walk.head * params.v_strides.head;
+    if (block == block_end) {
+      walk.next();
+      if (walk.done()) return;
+      enter_tile();
+    }
     find_page();
+  }
+
+  // All reads of an entry precede the step before the one that overwrites it.
+  __device__ __forceinline__ void enter_tile() {
+    const KvPart& part = walk.part;
+    if (threadIdx.x % Config::kGroupThreads == 0) parts[entered % plan::kKvParts] = part;
+    ++entered;
+    block = part.block_begin();
+    block_end = part.block_end();
+    const int64_t row = is_paged() ? 0 : part.request.first_row;
+    const int64_t batch = is_paged() ? 0 : part.request.cache_row;
+    k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
+             part.head * params.k_strides.head;
+    v_head = static_cast<const Element*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
+             part.head * params.v_strides.head;
   }
 
   __device__ __forceinline__ int key_begin() const { return block * Config::kBlockN + group() * Config::kStep; }
@@ -120,16 +152,17 @@ struct KvRing {
       page_row = key;  // k_head is at key 0
       return;
     }
-    const int row = walk.request.first_row + key;
+    const int row = walk.part.request.first_row + key;
     const int slot = params.paged.page_size.divide(row);
     page_row = row - slot * params.paged.page_size.divisor;
-    page = key < walk.request.seqlen_k
-               ? params.paged.block_table[walk.request.index * params.paged.block_table_stride + slot]
+    page = key < walk.part.request.seqlen_k
+               ? params.paged.block_table[walk.part.request.index * params.paged.block_table_stride + slot]
                : 0;
   }
 
   __device__ __forceinline__ void load_step() {
-    const int keys = walk.request.refused ? 0 : walk.request.seqlen_k - key_begin();  // of this step on
+    const KvPart& part = walk.part;
+    const int keys = part.request.refused || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
       may_read_new = true;
@@ -143,42 +176,36 @@ struct KvRing {
     }
     Element* const k_to = stages + fill * Config::kStageElements;
     Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
-    if (params.kv_bytes < 16) {
-      copy_narrow(k_head, params.k_strides, found, keys, k_to);
-      copy_narrow(v_head, params.v_strides, found, keys, v_to);
-    } else if (!step_is_strided()) {
-      copy_scattered(k_head, params.k_strides, found, keys, k_to);
-      copy_scattered(v_head, params.v_strides, found, keys, v_to);
-    } else {
+    if (Config::kPlain || (params.kv_bytes == 16 && step_is_strided())) {
       // If a row of the step has a key, the first one has.
       found = __shfl_sync(0xffffffffu, found, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
-      const Element* const k_from = k_head + at * params.k_strides.batch + row * params.k_strides.row;
-      const Element* const v_from = v_head + at * params.v_strides.batch + row * params.v_strides.row;
-      if (found >= 0 && keys >= Config::kStep && params.d == Config::kHeadDim) {
-        copy_rows<false>(k_from, params.k_strides.row, keys, k_to);
-        copy_rows<false>(v_from, params.v_strides.row, keys, v_to);
-      } else {
-        copy_rows<true>(k_from, params.k_strides.row, found >= 0 ? keys : 0, k_to);
-        copy_rows<true>(v_from, params.v_strides.row, found >= 0 ? keys : 0, v_to);
-      }
+      const int rows = found >= 0 ? keys : 0;
+      copy_rows(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, rows, k_to);
+      copy_rows(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, rows, v_to);
+    } else if (params.kv_bytes == 16) {
+      copy_scattered(k_head, params.k_strides, found, keys, k_to);
+      copy_scattered(v_head, params.v_strides, found, keys, v_to);
+    } else {
+      copy_narrow(k_head, params.k_strides, found, keys, k_to);
+      copy_narrow(v_head, params.v_strides, found, keys, v_to);
     }
   }
 
   // Narrow reads go through the L1 cache, which would keep the old contents of a line that old and new rows share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
-    return walk.request.first_row + key_begin() + Config::kStep > walk.request.cached || params.kv_bytes < 16;
+    const KvRequest& request = walk.part.request;
+    return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_bytes < 16;
   }
 
   // The rows of a step are neighbours, within one page. (Rows without a key may lie anywhere: they are not read.)
   __device__ __forceinline__ bool step_is_strided() const {
-    return !is_paged() ||
-           (params.paged.page_size.divisor % Config::kStep == 0 && walk.request.first_row % Config::kStep == 0);
+    return !is_paged() || (params.paged.page_size.divisor % Config::kStep == 0 &&
+                           walk.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row. kBounded: rows that are not valid, and columns beyond the head dim, become
-  // zeros.
-  template <bool kBounded, class Rows>
+  // rows(row of the step, pass) -> Row. Rows that are not valid, and columns beyond the head dim, become zeros.
+  template <class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Element* to) const {
     const int lane_row = lane() / kLanesPerRow, lane_chunk = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
@@ -193,11 +220,7 @@ struct KvRing {
       for (int j = 0; j < Config::kColPasses; ++j) {
         const int col = (lane_chunk + j * kLanesPerRow) * 8;
         Element* const chunk = to + row * Config::kHeadDim + Swizzle::next(place, j * kLanesPerRow) * 8;
-        if constexpr (kBounded) {
-          copy16_async(chunk, from.data + col, from.valid && col < params.d);
-        } else {
-          copy16_async(chunk, from.data + col);
-        }
+        copy16_async(chunk, from.data + col, from.valid && (Config::kPlain || col < params.d));
       }
     }
   }
@@ -208,12 +231,11 @@ struct KvRing {
   };
 
   // `keys` rows of a strided matrix.
-  template <bool kBounded>
   __device__ __forceinline__ void copy_rows(const Element* rows, int64_t stride, int keys, Element* to) const {
     const int row0 = row_warp() * Config::kWarpRows + lane() / kLanesPerRow;
     const Element* const first = rows + row0 * stride;
     const int64_t pass = Config::kRowsPerPass * stride;
-    copy<kBounded>([&](int row, int i) { return Row{first + i * pass, row < keys}; }, to);
+    copy([&](int row, int i) { return Row{first + i * pass, row < keys}; }, to);
   }
 
   // Lane `row` knows where a row lies: `found` is its page.
@@ -227,7 +249,7 @@ struct KvRing {
 
   __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found, int keys,
                                                  Element* to) const {
-    copy<true>([&](int row, int) { return scattered_row(head, strides, found, keys, row); }, to);
+    copy([&](int row, int) { return scattered_row(head, strides, found, keys, row); }, to);
   }
 
   // Rows that 16-byte accesses cannot read, in pieces of 4 or of 2 bytes. Small code rather than fast.
