@@ -271,7 +271,8 @@ __host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
 
 // Tiles that were cut anywhere.
 template <class Element>
-__global__ void __launch_bounds__(kThreads, 4) kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+__global__ void __launch_bounds__(kThreads, 4)
+    kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
   extern __shared__ __align__(16) char smem[];
   const int blocks = blocks_per_tile(params);
   const int place = static_cast<int>(blockIdx.x) / blocks;

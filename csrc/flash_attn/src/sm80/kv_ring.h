@@ -33,12 +33,12 @@ struct KvRing {
   KvWalk walk;            // at the tile of the next step to load
   int block = 0;          // of the next step to load
   int block_end = 0;
-  int vacant;       // stages to fill, and one more while the first step has not been looked for
-  int pending = 0;  // steps loaded and not used
-  int entered = 0;  // tiles begun by the loads
-  int taken = 0;    // tiles begun by the arithmetic
-  int fill = 0;     // the stage that takes the next step
-  int use = 0;      // the stage of the step under way
+  int vacant;                       // stages to fill, and one more while the first step has not been looked for
+  int pending = 0;                  // steps loaded and not used
+  int entered = 0;                  // tiles begun by the loads
+  int taken = 0;                    // tiles begun by the arithmetic
+  int fill = 0;                     // the stage that takes the next step
+  int use = 0;                      // the stage of the step under way
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
   int page = 0;  // where the row of this lane (lane % kStep) of the next step lies
@@ -200,8 +200,8 @@ struct KvRing {
 
   // The rows of a step are neighbours, within one page. (Rows without a key may lie anywhere: they are not read.)
   __device__ __forceinline__ bool step_is_strided() const {
-    return !is_paged() || (params.paged.page_size.divisor % Config::kStep == 0 &&
-                           walk.part.request.first_row % Config::kStep == 0);
+    return !is_paged() ||
+           (params.paged.page_size.divisor % Config::kStep == 0 && walk.part.request.first_row % Config::kStep == 0);
   }
 
   // rows(row of the step, pass) -> Row. Rows that are not valid, and columns beyond the head dim, become zeros.
