@@ -211,7 +211,7 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
 }
 
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
-constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }
+constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
 
 // Statistics of 16 rows (maximum and sum, fp32) of each group and of a carried sum, and scratch of the scheduler.
 constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;

@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
-  allow_next_kernel();
   KvRing<Config> ring(params, find_kv_start(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
   KvMainloop<Config> mainloop(params, ring, q_rows);
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (block == end) {
       if (!carries) {
         mainloop.enter_tile(ring.take_part());
-        KvQuery<Config>{params, part, q_rows}.load();
+        if (!ring.brings_query()) KvQuery<Config>{params, part, q_rows}.load();
         mainloop.misses_pages |= misses_pages_beside(params, part);
         block = part.block_begin();
       }
@@ -83,6 +82,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       mainloop.begin_run();
     }
     ring.wait();
+    if (ring.brings_query() && block == begin) __syncthreads();  // every thread brought some of it
     mainloop.step(block);
     ring.release();
     if (++block < end) continue;

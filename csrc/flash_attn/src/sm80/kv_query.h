@@ -4,6 +4,8 @@
 #include "common/kv_walk.h"
 #include "common/packed_rows.h"
 #include "common/rotary.h"
+#include "sm80/kv_config.h"
+#include "sm80/warp_ops.h"
 
 namespace flash {
 
@@ -31,6 +33,17 @@ struct KvQuery {
     __syncthreads();
   }
 
+  // As part of every thread's next group of copies; nothing is rotated.
+  __device__ __forceinline__ void copy_async() const {
+    const int rows = min(kv_rows(params) - first_row(), Config::kRows);
+#pragma unroll
+    for (int j = 0; j < Config::kRows * Swizzle::kChunks / Config::kThreads; ++j) {
+      const int i = threadIdx.x + j * Config::kThreads;
+      const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
+      copy16_async(smem + place(row, chunk * 8), row_chunk(min(row, rows - 1), chunk * 8), row < rows);
+    }
+  }
+
  private:
   __device__ __forceinline__ int first_row() const { return part.row_tile * Config::kRows; }
 
@@ -38,11 +51,14 @@ struct KvQuery {
     return row * Config::kHeadDim + (col / 8 ^ Swizzle::key(row)) * 8 + col % 8;
   }
 
-  __device__ __forceinline__ uint4 read_chunk(int row, int col) const {
+  __device__ __forceinline__ const Element* row_chunk(int row, int col) const {
     const PackedRow at = packed_row(params, part.head, first_row() + row);
-    const Element* const from = static_cast<const Element*>(params.q_ptr) +
-                                part.request.index * params.q_strides.batch + at.token * params.q_strides.row +
-                                at.head * params.q_strides.head + col;
+    return static_cast<const Element*>(params.q_ptr) + part.request.index * params.q_strides.batch +
+           at.token * params.q_strides.row + at.head * params.q_strides.head + col;
+  }
+
+  __device__ __forceinline__ uint4 read_chunk(int row, int col) const {
+    const Element* const from = row_chunk(row, col);
     if (Config::kPlain || params.q_vectors) return *reinterpret_cast<const uint4*>(from);
     uint4 value{};
     Element* const elements = reinterpret_cast<Element*>(&value);

@@ -5,6 +5,7 @@
 #include "common/kv_walk.h"
 #include "common/pdl.h"
 #include "sm80/kv_config.h"
+#include "sm80/kv_query.h"
 #include "sm80/warp_ops.h"
 
 namespace flash {
@@ -28,6 +29,7 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
+  Element* const q_rows;  // shared: the first tile's are asked for ahead of its keys (kPlain)
   Element* const stages;  // of this group
   KvPart* const parts;    // of this group: the tiles of the steps under way
   KvWalk walk;            // at the tile of the next step to load
@@ -48,6 +50,7 @@ struct KvRing {
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvStart& start, char* smem)
       : params(params_),
+        q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
                group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<KvPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
@@ -80,6 +83,9 @@ struct KvRing {
     return pending > 0;
   }
 
+  // Whether the queries of the tile that was taken last come with its first step.
+  __device__ __forceinline__ bool brings_query() const { return Config::kPlain && taken == 1; }
+
   // The tile of the next step to use, when the one before is done.
   __device__ __forceinline__ KvPart take_part() {
     sync_group<Config>();
@@ -109,7 +115,11 @@ struct KvRing {
  private:
   __device__ __forceinline__ void load_next() {
     missing_bits <<= 1;
-    if (!walk.done()) {
+    if (walk.done()) {
+      allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
+    } else {
+      if (Config::kPlain && taken == 0 && vacant == params.stages)
+        KvQuery<Config>{params, walk.part, q_rows}.copy_async();
       load_step();
       ++block;
       ++pending;
