@@ -298,12 +298,13 @@ __host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
   return static_cast<int64_t>(params.b) * params.row_tiles * params.h_k < params.thread_blocks;
 }
 
-// Adds up what the `helpers` warps of a row found.
+// The first of the `helpers` warps of a row adds up what they found.
 template <int kQuads>
 __device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers, const RowStats* shared_stats,
                                 const float4* shared_quads, RowStats stats, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int other = warp + 1; other < warp + helpers; ++other) {
+  const int end = warp % helpers == 0 ? warp + helpers : warp;
+  for (int other = warp + 1; other < end; ++other) {
     RowStats merged = stats;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
