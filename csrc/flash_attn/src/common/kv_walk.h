@@ -22,6 +22,8 @@ struct alignas(16) KvPart {
   __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
 };
 
+// kFreeCuts: tiles are cut anywhere or nowhere.
+template <bool kFreeCuts>
 struct KvWalk {
   const Flash_kvcache_params& params;
   const int index;  // of the thread block
@@ -54,11 +56,20 @@ struct KvWalk {
       if (!begun) find_place();
       if (done()) return;
       begun = true;
-      part.segment = kv_segment(params.cuts, part.first_block, part.count(), tile_begin, start.share, index);
+      part.segment = find_segment();
     } while (part.segment.empty());
   }
 
  private:
+  __device__ __forceinline__ KvSegment find_segment() const {
+    if constexpr (kFreeCuts) {
+      const int whole_up_to = params.cuts.rule == CutRule::kWhole ? kUnbounded : params.cuts.value;
+      return kv_free_segment(whole_up_to, part.count(), tile_begin, start.share, index);
+    } else {
+      return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, start.share, index);
+    }
+  }
+
   __device__ __forceinline__ void load_item() {
     part.request = kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
     part.row_tile = start.item - part.request.index * params.row_tiles;

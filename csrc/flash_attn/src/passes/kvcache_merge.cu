@@ -322,6 +322,7 @@ __device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers,
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
   RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
   float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kQuads, 32)

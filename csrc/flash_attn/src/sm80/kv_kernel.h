@@ -63,6 +63,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
+  // The kernel that appends writes new rows alone, for which the ring waits.
+  if (params.seqlen_new == 0) wait_for_previous_kernel();
   KvRing<Config> ring(params, find_kv_start(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
   KvMainloop<Config> mainloop(params, ring, q_rows);

@@ -11,10 +11,8 @@ cudaError_t run_flash_fwd_split(const Flash_kvcache_params& params, cudaStream_t
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
-  // After the kernel that appends, whose rows this one waits for before it reads them.
-  const auto start = params.seqlen_new > 0 ? launch_dependent<Flash_kvcache_params> : launch<Flash_kvcache_params>;
-  return start(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-               params.device, stream, configured_devices);
+  return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
+                          params.device, stream, configured_devices);
 }
 
 inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {

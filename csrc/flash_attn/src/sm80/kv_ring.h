@@ -29,11 +29,11 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const q_rows;  // shared: the first tile's are asked for ahead of its keys (kPlain)
-  Element* const stages;  // of this group
-  KvPart* const parts;    // of this group: the tiles of the steps under way
-  KvWalk walk;            // at the tile of the next step to load
-  int block = 0;          // of the next step to load
+  Element* const q_rows;        // shared: the first tile's are asked for ahead of its keys (kPlain)
+  Element* const stages;        // of this group
+  KvPart* const parts;          // of this group: the tiles of the steps under way
+  KvWalk<Config::kPlain> walk;  // at the tile of the next step to load
+  int block = 0;                // of the next step to load
   int block_end = 0;
   int vacant;                       // stages to fill, and one more while the first step has not been looked for
   int pending = 0;                  // steps loaded and not used
