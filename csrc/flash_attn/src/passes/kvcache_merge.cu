@@ -317,8 +317,7 @@ __device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers,
   return stats;
 }
 
-// Tiles that were cut anywhere. There are two rounds over the code: one with nothing to read, which fetches the
-// instructions while the attention still runs.
+// Tiles that were cut anywhere.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
@@ -340,22 +339,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int row = begin + warp / helpers, helper = warp % helpers;
   PartsOfLane parts(params, tile, tile.first + helper, helpers);
   if (row >= end) parts.drop(tile);
-#pragma unroll 1
-  for (int round = 0; round < 2; ++round) {
-    PartsOfLane round_parts = parts;
-    if (round == 0) round_parts.drop(tile);
-    if (round == 1) wait_for_previous_kernel();
-    if (round == 1 && idle) return;
-    RowValue<kQuads> sum;
-    const RowStats stats = sum_parts(params, tile, row, round_parts, sum);
-    __syncthreads();  // the scratch, and the round before, are done with
-    if (lane == 0) shared_stats[warp] = stats;
+  wait_for_previous_kernel();
+  if (idle) return;
+  RowValue<kQuads> sum;
+  const RowStats stats = sum_parts(params, tile, row, parts, sum);
+  __syncthreads();  // the scratch is done with
+  if (lane == 0) shared_stats[warp] = stats;
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) shared_quads[(warp * kQuads + i) * 32 + lane] = sum.quads[i];
-    __syncthreads();
-    const RowStats total = sum_helpers(params, helpers, shared_stats, shared_quads, stats, sum);
-    if (round == 1 && row < end && helper == 0) write_row<Element, kQuads>(params, tile, row, total, sum);
-  }
+  for (int i = 0; i < kQuads; ++i) shared_quads[(warp * kQuads + i) * 32 + lane] = sum.quads[i];
+  __syncthreads();
+  const RowStats total = sum_helpers(params, helpers, shared_stats, shared_quads, stats, sum);
+  if (row < end && helper == 0) write_row<Element, kQuads>(params, tile, row, total, sum);
 }
 
 // Tiles that were cut between their runs.

@@ -36,9 +36,7 @@ struct KvQuery {
   // As part of every thread's next group of copies; nothing is rotated.
   __device__ __forceinline__ void copy_async() const {
     const int rows = min(kv_rows(params) - first_row(), Config::kRows);
-#pragma unroll
-    for (int j = 0; j < Config::kRows * Swizzle::kChunks / Config::kThreads; ++j) {
-      const int i = threadIdx.x + j * Config::kThreads;
+    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
       const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
       copy16_async(smem + place(row, chunk * 8), row_chunk(min(row, rows - 1), chunk * 8), row < rows);
     }
