@@ -43,8 +43,9 @@ struct KvRing {
   int use = 0;                      // the stage of the step under way
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
-  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies
+  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies; kPlain: the page of a step
   int page_row = 0;
+  int pages_from = 0;         // kPlain: the block whose page lane 0 knows, the others know those of the blocks after it
   uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
   bool may_read_new = false;  // the kernel that appends has finished
 
@@ -135,7 +136,22 @@ struct KvRing {
       if (walk.done()) return;
       enter_tile();
     }
-    find_page();
+    if constexpr (Config::kPlain) {
+      if (is_paged() && block - pages_from >= 32) look_up_pages();
+    } else {
+      find_page();
+    }
+  }
+
+  // Of the steps from the next one on; they are used one step later, so that the latency is hidden.
+  __device__ __forceinline__ void look_up_pages() {
+    pages_from = block;
+    const int key = key_begin() + lane() * Config::kBlockN;
+    const KvRequest& request = walk.part.request;
+    page = key < request.seqlen_k
+               ? params.paged
+                     .block_table[request.index * params.paged.block_table_stride + params.paged.page_size.divide(key)]
+               : 0;
   }
 
   // All reads of an entry precede the step before the one that overwrites it.
@@ -145,6 +161,7 @@ struct KvRing {
     ++entered;
     block = part.block_begin();
     block_end = part.block_end();
+    pages_from = block - 32;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
     k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
@@ -177,6 +194,39 @@ struct KvRing {
       wait_for_previous_kernel();
       may_read_new = true;
     }
+    Element* const k_to = stages + fill * Config::kStageElements;
+    Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
+    if constexpr (Config::kPlain) {
+      load_whole_step(keys, k_to, v_to);
+    } else {
+      load_any_step(keys, k_to, v_to);
+    }
+  }
+
+  // All rows of the step are neighbours.
+  __device__ __forceinline__ void load_whole_step(int keys, Element* k_to, Element* v_to) {
+    int row = key_begin(), at = 0;
+    if (is_paged()) {
+      at = __shfl_sync(0xffffffffu, page, block - pages_from);
+      row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
+      if (static_cast<unsigned>(at) >= static_cast<unsigned>(params.paged.num_pages)) {
+        missing_bits |= keys > 0 ? 1 : 0;
+        at = keys = 0;
+      }
+    }
+    const int64_t batch = at, first = row;
+    const Element* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
+    const Element* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
+    if (keys >= Config::kStep) {
+      copy_rows<false>(k_from, params.k_strides.row, keys, k_to);
+      copy_rows<false>(v_from, params.v_strides.row, keys, v_to);
+    } else {
+      copy_rows<true>(k_from, params.k_strides.row, keys, k_to);
+      copy_rows<true>(v_from, params.v_strides.row, keys, v_to);
+    }
+  }
+
+  __device__ __forceinline__ void load_any_step(int keys, Element* k_to, Element* v_to) {
     int found = page;  // -1: nowhere
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
@@ -184,15 +234,15 @@ struct KvRing {
       missing_bits |= __any_sync(0xffffffffu, missing) ? 1 : 0;
       if (!in_pool) found = -1;
     }
-    Element* const k_to = stages + fill * Config::kStageElements;
-    Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
-    if (Config::kPlain || (params.kv_bytes == 16 && step_is_strided())) {
+    if (params.kv_bytes == 16 && step_is_strided()) {
       // If a row of the step has a key, the first one has.
       found = __shfl_sync(0xffffffffu, found, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
       const int rows = found >= 0 ? keys : 0;
-      copy_rows(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, rows, k_to);
-      copy_rows(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, rows, v_to);
+      copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, rows,
+                      k_to);
+      copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, rows,
+                      v_to);
     } else if (params.kv_bytes == 16) {
       copy_scattered(k_head, params.k_strides, found, keys, k_to);
       copy_scattered(v_head, params.v_strides, found, keys, v_to);
@@ -214,8 +264,9 @@ struct KvRing {
            (params.paged.page_size.divisor % Config::kStep == 0 && walk.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row. Rows that are not valid, and columns beyond the head dim, become zeros.
-  template <class Rows>
+  // rows(row of the step, pass) -> Row. kBounded: rows that are not valid, and columns beyond the head dim, become
+  // zeros.
+  template <bool kBounded, class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Element* to) const {
     const int lane_row = lane() / kLanesPerRow, lane_chunk = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
@@ -230,7 +281,11 @@ struct KvRing {
       for (int j = 0; j < Config::kColPasses; ++j) {
         const int col = (lane_chunk + j * kLanesPerRow) * 8;
         Element* const chunk = to + row * Config::kHeadDim + Swizzle::next(place, j * kLanesPerRow) * 8;
-        copy16_async(chunk, from.data + col, from.valid && (Config::kPlain || col < params.d));
+        if constexpr (kBounded) {
+          copy16_async(chunk, from.data + col, from.valid && (Config::kPlain || col < params.d));
+        } else {
+          copy16_async(chunk, from.data + col);
+        }
       }
     }
   }
@@ -241,11 +296,12 @@ struct KvRing {
   };
 
   // `keys` rows of a strided matrix.
+  template <bool kBounded>
   __device__ __forceinline__ void copy_rows(const Element* rows, int64_t stride, int keys, Element* to) const {
     const int row0 = row_warp() * Config::kWarpRows + lane() / kLanesPerRow;
     const Element* const first = rows + row0 * stride;
     const int64_t pass = Config::kRowsPerPass * stride;
-    copy([&](int row, int i) { return Row{first + i * pass, row < keys}; }, to);
+    copy<kBounded>([&](int row, int i) { return Row{first + i * pass, row < keys}; }, to);
   }
 
   // Lane `row` knows where a row lies: `found` is its page.
@@ -259,7 +315,7 @@ struct KvRing {
 
   __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found, int keys,
                                                  Element* to) const {
-    copy([&](int row, int) { return scattered_row(head, strides, found, keys, row); }, to);
+    copy<true>([&](int row, int) { return scattered_row(head, strides, found, keys, row); }, to);
   }
 
   // Rows that 16-byte accesses cannot read, in pieces of 4 or of 2 bytes. Small code rather than fast.
