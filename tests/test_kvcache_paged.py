@@ -82,7 +82,10 @@ def test_layouts_of_pages(device, layout, head_dim):
 
 @pytest.mark.parametrize("head_dim", (8, 72, 100, 192, 256))
 def test_head_dims(device, head_dim):
-    check_call(KvCase(head_dim=head_dim, seqlen_q=2, seqlen_new=2, page_size=7, causal=True), device)
+    """Few rows, and more than any tile holds."""
+    for new in (2, 70):
+        case = KvCase((40, 0, 20, 17), new, new, 140, head_dim=head_dim, page_size=7, causal=True)
+        check_call(case, device)
 
 
 def test_table_as_a_view(device):

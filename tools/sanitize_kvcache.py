@@ -19,6 +19,10 @@ CASES = (
     (KvCase((200, 31), capacity=260, window=(50, 0), alibi=True, leftpad=(20, 40), nheads=6, dtype="float16"), {}),
     (KvCase((260, 31), 2, 2, 300, head_dim=192, softcap=5.0, causal=True, page_size=1), {"num_splits": 3}),
     (KvCase((260, 31), 2, 2, 300, head_dim=96, causal=True), {"batch_invariant": True}),
+    # Cut into many parts, which several warps merge; pages of whole steps.
+    (KvCase((2500,), capacity=2600, nheads=8, head_dim=128), {}),
+    (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, seqlen_new=1, page_size=16), {}),
+    (KvCase((1200, 700), capacity=1300, nheads=2, head_dim=256, dtype="float16"), {}),
 )
 
 

@@ -35,6 +35,10 @@ void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_
   const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
     const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
+    if (cuts.rule == CutRule::kAnywhere) {
+      const KvSegment same = flash::kv_free_segment(cuts.value, tile.count, tile.begin, share, index);
+      check::that(same.from == segment.from && same.to == segment.to, "free cuts", same.from, segment.from, tile.count);
+    }
     if (segment.empty()) continue;
     ++parts;
     check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
@@ -120,6 +124,7 @@ void check_plans() {
         const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
         const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
         check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
+        check::that(kv_size_exists(head_dim, kv_tile_size(head_dim, rows)), "the size has a kernel", head_dim, rows);
       }
     }
   }

@@ -10,7 +10,6 @@
 namespace flash {
 namespace plan {
 
-constexpr int kMaxKvStages = 6;
 constexpr int kReservedSmemBytes = 1024;  // what the driver takes of each thread block's shared memory
 
 struct KvResidency {

@@ -198,25 +198,36 @@ constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
 
 constexpr KvTile kv_tile(int head_dim, int size) { return kKvTiles[size][head_dim_index(head_dim)]; }
 
+// Sizes that hold no more rows than the one before have no kernel.
+constexpr bool kv_size_exists(int head_dim, int size) {
+  return size == 0 || kv_tile(head_dim, size).rows() > kv_tile(head_dim, size - 1).rows();
+}
+
 // The smallest tile that holds `rows`, the largest one if none does.
 constexpr int kv_tile_size(int head_dim, int64_t rows) {
   int size = 0;
-  while (size + 1 < kKvSizes && kv_tile(head_dim, size).rows() < rows) ++size;
+  while (size + 1 < kKvSizes && kv_size_exists(head_dim, size + 1) && kv_tile(head_dim, size).rows() < rows) ++size;
   return size;
 }
 
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
-constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }
+constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
 
 // Statistics of 16 rows (maximum and sum, fp32) of each group and of a carried sum, and scratch of the scheduler.
 constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;
 constexpr int kKvScratchBytes = 128;
+// Parts of tiles between the loads and the arithmetic of a group: those of the steps under way, and of the next one.
+constexpr int kMaxKvStages = 6;
+constexpr int kKvParts = 8;
+static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
+constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
 
 // K and V of one step of all groups. 16-bit elements.
 constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * tile.head_dim * 2 * 2; }
 
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
-  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + stages * kv_stage_bytes(tile);
+  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
+         stages * kv_stage_bytes(tile);
 }
 
 }  // namespace plan

@@ -57,10 +57,15 @@ __device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params
   return {params.group.divide(first), params.group.divide(last) + 1};
 }
 
-// Key blocks of a tile in the line of work; it depends on lengths and sizes alone.
+// Key blocks of a tile in the line of work, without regard to its interior; they depend on lengths and sizes alone.
 __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvTokens& tokens,
                                                int seqlen_k) {
-  return block_range(kv_visibility(params, seqlen_k), tokens.begin, tokens.end, params.block_n);
+  const Visibility visibility = kv_visibility(params, seqlen_k);
+  const int shift = __ffs(params.block_n) - 1;  // a power of two
+  BlockRange range;
+  range.begin = visibility.key_begin(tokens.begin) >> shift;
+  range.end = (visibility.key_end(tokens.end - 1) + params.block_n - 1) >> shift;
+  return range.end > range.begin ? range : BlockRange{};
 }
 
 __device__ __forceinline__ int64_t kv_item_work(const Flash_kvcache_params& params, int item) {

@@ -61,6 +61,16 @@ FLASH_HOST_DEVICE constexpr KvSegment kv_segment(const KvCuts& cuts, int first_b
   return segment;
 }
 
+// kv_segment() where tiles of at most `whole_up_to` blocks stay whole and others are cut anywhere.
+FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(int whole_up_to, int count, int64_t tile_begin, int64_t share,
+                                                      int index) {
+  KvSegment segment;
+  segment.from = clamp_offset(index * share - tile_begin, count);
+  segment.to = clamp_offset((index + 1) * share - tile_begin, count);
+  if (count > whole_up_to) return segment;
+  return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+}
+
 // Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
 // leaves at most one other tile unfinished (slot 1).
 FLASH_HOST_DEVICE constexpr int kv_slot(int index, const KvSegment& segment) {

@@ -8,8 +8,18 @@ namespace flash {
 struct KvStart {
   int64_t share = 1;
   int64_t item_begin = 0;
-  int item = 0;  // params.b * params.row_tiles: nothing to do
+  int item = 0;  // kv_items(): nothing to do
 };
+
+__device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.b * params.row_tiles; }
+
+// Where there is only one item, of so much work.
+__device__ __forceinline__ KvStart kv_start_of_one(const Flash_kvcache_params& params, int index, int64_t work) {
+  KvStart start;
+  start.share = kv_share(work, params.thread_blocks, params.least_share);
+  start.item = index * start.share < work ? 0 : 1;
+  return start;
+}
 
 // Inclusive sums over the threads of a block, at most 1024. scratch: one value for each warp.
 __device__ __forceinline__ int64_t block_prefix_sum(int64_t value, int64_t* scratch, int64_t& total) {
@@ -34,28 +44,27 @@ struct KvItems {
   int end;
 
   __device__ __forceinline__ KvItems(int items, int thread, int threads) {
-    const int64_t each = (static_cast<int64_t>(items) + threads - 1) / threads;
+    const int64_t each = (static_cast<unsigned>(items) + threads - 1u) / threads;
     begin = static_cast<int>(min(each * thread, static_cast<int64_t>(items)));
     end = static_cast<int>(min(each * (thread + 1), static_cast<int64_t>(items)));
   }
 };
 
 // Thread block `index` of the attention; all threads together. scratch: 8-byte words, one for each warp and two more.
+// With one item and no plan the share is left at 0: whoever loads the item knows its work.
 __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  const int items = params.b * params.row_tiles;
+  const int items = kv_items(params);
   KvStart start;
+  if (params.schedule == nullptr && items == 1) {
+    start.share = 0;
+    return start;
+  }
   start.item = items;
   if (params.schedule != nullptr) {
     const KvRecord record = reinterpret_cast<const KvRecord*>(params.schedule + 1)[index];
     start.share = max(params.schedule->share, int64_t{1});
     start.item_begin = record.item_begin;
     start.item = min(max(record.item, 0), items);
-    return start;
-  }
-  if (items == 1) {
-    const int64_t total = kv_item_work(params, 0);
-    start.share = kv_share(total, params.thread_blocks, params.least_share);
-    if (index * start.share < total) start.item = 0;
     return start;
   }
   const KvItems own(items, threadIdx.x, blockDim.x);
@@ -69,7 +78,7 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
   int64_t* const found = scratch + blockDim.x / 32;
   if (place <= target && target < place + work) {
     int item = own.begin;
-    for (;; ++item) {
+    for (; item + 1 < own.end; ++item) {
       const int64_t next = place + kv_item_work(params, item);
       if (next > target) break;
       place = next;

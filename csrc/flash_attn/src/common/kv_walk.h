@@ -1,72 +1,88 @@
-// The tiles of a thread block's stretch of the line of work, one after the other.
+// The parts of tiles in a thread block's stretch of the line of work, one after the other.
 #pragma once
 
 #include "common/kv_start.h"
 
 namespace flash {
 
+// A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
+struct alignas(16) KvPart {
+  KvRequest request;
+  int row_tile = 0;
+  int head = 0;  // K/V head
+  KvSegment segment;
+  int first_block = 0, end_block = 0;  // key blocks of the whole tile; none where the second is not larger
+
+  __device__ __forceinline__ bool empty() const { return end_block <= first_block; }
+  __device__ __forceinline__ int count() const { return empty() ? 1 : end_block - first_block; }
+  __device__ __forceinline__ bool whole() const { return segment.from == 0 && segment.to == count(); }
+
+  // Key blocks of the part. A tile without keys takes one step like any other, over nothing but zeros.
+  __device__ __forceinline__ int block_begin() const { return first_block + segment.from; }
+  __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
+};
+
+// kFreeCuts: tiles are cut anywhere or nowhere.
+template <bool kFreeCuts>
 struct KvWalk {
   const Flash_kvcache_params& params;
-  const int index;      // of the thread block
-  const int64_t share;  // blocks of the line for each thread block
-  int item;
-  int head = 0;  // K/V head
+  const int index;  // of the thread block
+  KvStart start;
   int64_t tile_begin = 0;
-  KvRequest request;
-  KvTokens tokens;
-  BlockRange range;
-  KvSegment segment;  // this thread block's part of the tile
+  KvPart part;
+  bool begun = false;
 
-  __device__ __forceinline__ KvWalk(const Flash_kvcache_params& params_, int index_, const KvStart& start)
-      : params(params_), index(index_), share(start.share), item(start.item) {
-    if (done()) return;
-    load_item();
-    const KvPlace place = kv_place(start, index, kv_count(range));
-    head = place.head;
-    tile_begin = place.tile_begin;
-    if (head >= params.h_k) next_item();
-    find_segment();
-  }
+  __device__ __forceinline__ KvWalk(const Flash_kvcache_params& params_, int index_, const KvStart& start_)
+      : params(params_), index(index_), start(start_) {}
 
-  __device__ __forceinline__ int row_tile() const { return item - request.index * params.row_tiles; }
-  __device__ __forceinline__ bool done() const {
-    return item >= params.b * params.row_tiles || tile_begin >= (index + 1) * share;
-  }
-  __device__ __forceinline__ bool whole() const { return segment.from == 0 && segment.to == kv_count(range); }
+  __device__ __forceinline__ bool done() const { return start.item >= kv_items(params); }
 
-  // Key blocks of the segment; a tile without keys has none.
-  __device__ __forceinline__ int block_begin() const { return range.begin + segment.from; }
-  __device__ __forceinline__ int block_end() const { return min(range.begin + segment.to, range.end); }
-
+  // To the next part, at the first call to the first one. There is one copy of this code in a kernel: most of its time
+  // is spent on fetching instructions.
   __device__ __forceinline__ void next() {
-    advance();
-    find_segment();
+    do {
+      bool enters_item = !begun;
+      if (begun) {
+        tile_begin += part.count();
+        if (++part.head == params.h_k) {
+          part.head = 0;
+          ++start.item;
+          enters_item = true;
+        }
+        if (tile_begin >= (index + 1) * start.share) start.item = kv_items(params);
+      }
+      if (done()) return;
+      if (enters_item) load_item();
+      if (!begun) find_place();
+      if (done()) return;
+      begun = true;
+      part.segment = find_segment();
+    } while (part.segment.empty());
   }
 
  private:
-  __device__ __forceinline__ void load_item() {
-    request = kv_request(params, item / params.row_tiles);
-    tokens = kv_tokens(params, row_tile());
-    range = kv_range(params, tokens, request.seqlen_k);
-  }
-
-  __device__ __forceinline__ void next_item() {
-    head = 0;
-    ++item;
-    if (!done()) load_item();
-  }
-
-  __device__ __forceinline__ void advance() {
-    tile_begin += kv_count(range);
-    if (++head == params.h_k) next_item();
-  }
-
-  __device__ __forceinline__ void find_segment() {
-    while (!done()) {
-      segment = kv_segment(params.cuts, range.begin, kv_count(range), tile_begin, share, index);
-      if (!segment.empty()) return;
-      advance();
+  __device__ __forceinline__ KvSegment find_segment() const {
+    if constexpr (kFreeCuts) {
+      const int whole_up_to = params.cuts.rule == CutRule::kWhole ? kUnbounded : params.cuts.value;
+      return kv_free_segment(whole_up_to, part.count(), tile_begin, start.share, index);
+    } else {
+      return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, start.share, index);
     }
+  }
+
+  __device__ __forceinline__ void load_item() {
+    part.request = kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
+    part.row_tile = start.item - part.request.index * params.row_tiles;
+    const BlockRange range = kv_range(params, kv_tokens(params, part.row_tile), part.request.seqlen_k);
+    part.first_block = range.begin;
+    part.end_block = range.end;
+  }
+
+  __device__ __forceinline__ void find_place() {
+    if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * part.count());
+    const KvPlace place = kv_place(start, index, part.count());
+    part.head = min(place.head, params.h_k - 1);
+    tile_begin = place.tile_begin;
   }
 };
 

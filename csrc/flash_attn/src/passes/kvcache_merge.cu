@@ -1,5 +1,6 @@
-// Merges the partial results of the tiles that the KV-cache kernel cut. One thread block for each place where a tile
-// may have been cut; it finds out by itself whether there is something to do, while the attention still runs.
+// Merges the partial results of the tiles that the KV-cache kernel cut. A few thread blocks, each with its rows, for
+// every place where a tile may have been cut; they find out by themselves whether there is something to do, while the
+// attention still runs.
 #include <atomic>
 
 #include "common/kv_output.h"
@@ -11,10 +12,9 @@
 namespace flash {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = 4;
-constexpr int kMaxQuads = 2;  // float4 of a row that one lane holds
+constexpr int kBatchedLoads = 8;
 
 // A tile of which several partial results exist.
 struct CutTile {
@@ -28,16 +28,11 @@ struct CutTile {
   int first = 0, last = 0;  // thread blocks, or runs, that left a partial result; some thread blocks may have none
 };
 
-struct Partial {
-  int64_t slot;
-  bool exists;
-};
-
-__device__ Partial partial_of(const Flash_kvcache_params& params, const CutTile& tile, int index) {
-  if (params.cuts.rule == CutRule::kChunks) return {tile.tile * params.max_runs + index, true};
+// Where thread block `index` left its part of the tile; -1: it has none.
+__device__ int slot_of_part(const Flash_kvcache_params& params, const CutTile& tile, int index) {
   const KvSegment segment =
       kv_segment(params.cuts, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
-  return {kv_slot(index, segment), !segment.empty()};
+  return segment.empty() ? -1 : kv_slot(index, segment);
 }
 
 __device__ void set_item(const Flash_kvcache_params& params, int item, CutTile& tile) {
@@ -51,26 +46,59 @@ __device__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile
   return min(kv_rows(params) - tile.first_row, params.tile_rows);
 }
 
+// The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
+__device__ void find_parts(const Flash_kvcache_params& params, int first, CutTile& tile) {
+  const int count = kv_count(tile.range);
+  const int64_t last = (tile.tile_begin + count - 1) / tile.share;
+  tile.first = first;
+  tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
+  const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, first);
+  if (segment.to < count) tile.rows = tile_rows(params, tile);
+}
+
 // The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
 __device__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   CutTile tile;
-  const KvStart start = find_kv_start(params, index, scratch);
-  if (start.item >= params.b * params.row_tiles) return tile;
+  KvStart start = find_kv_start(params, index, scratch);
+  if (start.item >= kv_items(params)) return tile;
   set_item(params, start.item, tile);
   const int count = kv_count(tile.range);
+  if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
+  if (start.item >= kv_items(params)) return tile;
   const KvPlace place = kv_place(start, index, count);
   tile.share = start.share;
   tile.tile_begin = place.tile_begin;
   tile.head = place.head;
-  if (place.head >= params.h_k || index * start.share <= place.tile_begin ||
-      (index - 1) * start.share > place.tile_begin) {
-    return tile;
+  const bool first_inside = index * start.share > place.tile_begin && (index - 1) * start.share <= place.tile_begin;
+  if (place.head < params.h_k && first_inside) find_parts(params, index - 1, tile);
+  return tile;
+}
+
+// Tile `index` of all; the threads add up the work before it.
+__device__ CutTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  CutTile tile;
+  const int items = kv_items(params), item = index / params.h_k;
+  set_item(params, item, tile);
+  const int count = kv_count(tile.range);
+  tile.head = index - item * params.h_k;
+  int64_t total = static_cast<int64_t>(params.h_k) * count, item_begin = 0;
+  if (items > 1) {
+    const KvItems own(items, threadIdx.x, kThreads);
+    int64_t before = 0, work = 0;
+    for (int i = own.begin; i < own.end; ++i) {
+      if (i == item) before = work;
+      work += kv_item_work(params, i);
+    }
+    const int64_t end = block_prefix_sum(work, scratch, total);
+    if (own.begin <= item && item < own.end) scratch[kWarps] = end - work + before;
+    __syncthreads();
+    item_begin = scratch[kWarps];
   }
-  tile.first = index - 1;
-  const int64_t last = (place.tile_begin + count - 1) / start.share;
-  tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
-  const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, tile.first);
-  if (segment.to < count) tile.rows = tile_rows(params, tile);
+  tile.share = params.schedule != nullptr ? max(params.schedule->share, int64_t{1})
+                                          : kv_share(total, params.thread_blocks, params.least_share);
+  tile.tile_begin = item_begin + static_cast<int64_t>(tile.head) * count;
+  const int64_t first = tile.tile_begin / tile.share;
+  if (first < params.thread_blocks) find_parts(params, static_cast<int>(first), tile);
   return tile;
 }
 
@@ -86,9 +114,10 @@ __device__ CutTile tile_of_runs(const Flash_kvcache_params& params, int64_t inde
   return tile;
 }
 
-// A row of a partial result, spread over the lanes of a warp.
+// A row of a partial result, spread over the lanes of a warp, kQuads float4 to a lane.
+template <int kQuads>
 struct RowValue {
-  float4 quads[kMaxQuads];
+  float4 quads[kQuads];
 
   __device__ void clear() {
     for (float4& quad : quads) quad = float4{};
@@ -100,10 +129,11 @@ __device__ RowStats load_stats(const Flash_kvcache_params& params, int64_t slot,
   return {pair.x, pair.y};
 }
 
-__device__ void load_row(const Flash_kvcache_params& params, int64_t slot, int row, RowValue& value) {
+template <int kQuads>
+__device__ void load_row(const Flash_kvcache_params& params, int64_t slot, int row, RowValue<kQuads>& value) {
   const float* const from = params.partial_o + (slot * params.slot_rows + row) * params.padded_dim;
 #pragma unroll
-  for (int i = 0; i < kMaxQuads; ++i) {
+  for (int i = 0; i < kQuads; ++i) {
     const int col = (threadIdx.x % 32 + 32 * i) * 4;
     value.quads[i] = col < params.padded_dim ? *reinterpret_cast<const float4*>(from + col) : float4{};
   }
@@ -122,67 +152,101 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// Every `step`-th partial result of a row from `begin` on, by one warp.
-__device__ RowStats sum_partials(const Flash_kvcache_params& params, const CutTile& tile, int row, int begin, int step,
-                                 RowValue& sum) {
+// Partial results of a row, one after the other: those of the lanes from `first` on.
+template <int kQuads>
+__device__ void load_rows(const Flash_kvcache_params& params, int slot, int row, int first,
+                          RowValue<kQuads> (&values)[kBatchedLoads]) {
+#pragma unroll
+  for (int i = 0; i < kBatchedLoads; ++i) {
+    const int other = __shfl_sync(0xffffffffu, slot, (first + i) % 32);
+    values[i].clear();
+    if (other >= 0) load_row(params, other, row, values[i]);
+  }
+}
+
+// Every `step`-th part of a tile from `begin` on, one to a lane: the first 32 of them are looked up ahead of the
+// results.
+struct PartsOfLane {
+  int index;
+  int step;
+  int slot;
+
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile, int begin, int step_)
+      : index(begin + static_cast<int>(threadIdx.x % 32) * step_), step(step_) {
+    look_up(params, tile);
+  }
+
+  __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
+    index += 32 * step;
+    look_up(params, tile);
+  }
+
+  __device__ void drop(const CutTile& tile) {
+    index = tile.last;
+    slot = -1;
+  }
+
+ private:
+  __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
+    slot = index <= tile.last ? slot_of_part(params, tile, index) : -1;
+  }
+};
+
+// Partial results of a row, by one warp; the first rows are asked for before their weights are known.
+template <int kQuads>
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, PartsOfLane parts,
+                              RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool refused = false;
   sum.clear();
-  for (int base = begin; base <= tile.last; base += 32 * step) {
-    const int own = base + static_cast<int>(threadIdx.x % 32) * step;
-    Partial partial{0, false};
-    if (own <= tile.last) partial = partial_of(params, tile, own);
-    RowStats own_stats{-INFINITY, 0.0f};
-    if (partial.exists) own_stats = load_stats(params, partial.slot, row);
-    refused |= own_stats.refused();
-    const float top = fmaxf(stats.max, warp_max(own_stats.max));
-    const float weight = partial_weight(own_stats.max, top, scale);
+#pragma unroll 1
+  for (;;) {
+    RowStats own{-INFINITY, 0.0f};
+    if (parts.slot >= 0) own = load_stats(params, parts.slot, row);
+    RowValue<kQuads> values[kBatchedLoads];
+    load_rows(params, parts.slot, row, 0, values);
+    refused |= own.refused();
+    const float top = fmaxf(stats.max, warp_max(own.max));
+    const float weight = partial_weight(own.max, top, scale);
     const float correction = partial_weight(stats.max, top, scale);
-    stats.sum = stats.sum * correction + warp_sum(weight * own_stats.sum);
+    stats.sum = stats.sum * correction + warp_sum(weight * own.sum);
     stats.max = top;
 #pragma unroll
     for (float4& quad : sum.quads) quad = scaled(correction, quad);
-    const int count = min((tile.last - base) / step + 1, 32);
-    for (int j = 0; j < count; j += kBatchedLoads) {
-      RowValue values[kBatchedLoads];
-      float weights[kBatchedLoads];
+    const int count = 32 - __clz(__ballot_sync(0xffffffffu, parts.slot >= 0));
+#pragma unroll 1
+    for (int j = 0;;) {
 #pragma unroll
       for (int i = 0; i < kBatchedLoads; ++i) {
-        const int lane = min(j + i, 31);
-        const int64_t slot = __shfl_sync(0xffffffffu, partial.slot, lane);
-        const bool exists = __shfl_sync(0xffffffffu, static_cast<int>(partial.exists), lane) != 0 && j + i < count;
-        weights[i] = __shfl_sync(0xffffffffu, weight, lane);
-        if (exists) {
-          load_row(params, slot, row, values[i]);
-        } else {
-          values[i].clear();
-          weights[i] = 0.0f;
+        const float row_weight = __shfl_sync(0xffffffffu, weight, j + i);
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kBatchedLoads; ++i) {
-#pragma unroll
-        for (int quad = 0; quad < kMaxQuads; ++quad) {
-          sum.quads[quad] = add_scaled(sum.quads[quad], weights[i], values[i].quads[quad]);
-        }
-      }
+      j += kBatchedLoads;
+      if (j >= count) break;
+      load_rows(params, parts.slot, row, j, values);
     }
+    parts.next(params, tile);
+    if (!__any_sync(0xffffffffu, parts.index <= tile.last)) break;
   }
   if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
   return stats;
 }
 
 // All runs of a row in the order of their keys, as KvEpilogue carries them.
-__device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile& tile, int row, RowValue& sum) {
+template <int kQuads>
+__device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile& tile, int row, RowValue<kQuads>& sum) {
   RowStats stats{};
   for (int base = tile.first; base <= tile.last; base += kBatchedLoads) {
-    RowValue values[kBatchedLoads];
+    RowValue<kQuads> values[kBatchedLoads];
     RowStats run_stats[kBatchedLoads];
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
       if (base + i > tile.last) break;
-      const int64_t slot = partial_of(params, tile, base + i).slot;
+      const int64_t slot = tile.tile * params.max_runs + base + i;
       run_stats[i] = load_stats(params, slot, row);
       load_row(params, slot, row, values[i]);
     }
@@ -196,7 +260,7 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
       }
       RowStats merged = stats;
 #pragma unroll
-      for (int quad = 0; quad < kMaxQuads; ++quad) {
+      for (int quad = 0; quad < kQuads; ++quad) {
         merged = stats;
         merge_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
       }
@@ -206,12 +270,12 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
   return stats;
 }
 
-template <class Element>
+template <class Element, int kQuads>
 __device__ void write_row(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowStats& stats,
-                          const RowValue& value) {
+                          const RowValue<kQuads>& value) {
   const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
-  for (int i = 0; i < kMaxQuads; ++i) {
+  for (int i = 0; i < kQuads; ++i) {
     const int col = (threadIdx.x % 32 + 32 * i) * 4;
     if (col < params.padded_dim) {
       write_output_row<Element>(params, tile.request.index, at, col, stats, value.quads[i]);
@@ -219,68 +283,105 @@ __device__ void write_row(const Flash_kvcache_params& params, const CutTile& til
   }
 }
 
-// Few rows: several warps share the partial results of a row, and the first of them adds up what they found.
-template <class Element>
-__device__ void merge_shared_rows(const Flash_kvcache_params& params, const CutTile& tile, char* smem) {
-  RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
-  float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kMaxQuads, 32)
+// Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
+__host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
+  const int64_t tiles = static_cast<int64_t>(params.b) * params.row_tiles * params.h_k;
+  return tiles * kBatchedLoads < params.thread_blocks ? 1 : kWarps;
+}
+
+__host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
+  return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
+}
+
+// Few tiles: each has its thread blocks; else each place where a stretch begins.
+__host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
+  return static_cast<int64_t>(params.b) * params.row_tiles * params.h_k < params.thread_blocks;
+}
+
+// The first of the `helpers` warps of a row adds up what they found.
+template <int kQuads>
+__device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers, const RowStats* shared_stats,
+                                const float4* shared_quads, RowStats stats, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int helpers = kWarps / tile.rows;
-  const int row = warp / helpers, helper = warp % helpers;
-  RowValue sum;
-  RowStats stats{-INFINITY, 0.0f};
-  sum.clear();
-  if (row < tile.rows) stats = sum_partials(params, tile, row, tile.first + helper, helpers, sum);
-  if (lane == 0) shared_stats[warp] = stats;
-#pragma unroll
-  for (int i = 0; i < kMaxQuads; ++i) shared_quads[(warp * kMaxQuads + i) * 32 + lane] = sum.quads[i];
-  __syncthreads();
-  if (row >= tile.rows || helper != 0) return;
-  for (int other = warp + 1; other < warp + helpers; ++other) {
+  const int end = warp % helpers == 0 ? warp + helpers : warp;
+  for (int other = warp + 1; other < end; ++other) {
     RowStats merged = stats;
 #pragma unroll
-    for (int i = 0; i < kMaxQuads; ++i) {
+    for (int i = 0; i < kQuads; ++i) {
       merged = stats;
-      merge_partials(merged, sum.quads[i], shared_stats[other], shared_quads[(other * kMaxQuads + i) * 32 + lane],
+      merge_partials(merged, sum.quads[i], shared_stats[other], shared_quads[(other * kQuads + i) * 32 + lane],
                      params.softmax_scale_log2);
     }
     stats = merged;
   }
-  write_row<Element>(params, tile, row, stats, sum);
+  return stats;
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads) kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+// Tiles that were cut anywhere.
+template <class Element, int kQuads>
+__global__ void __launch_bounds__(kThreads, 4)
+    kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
-  const bool runs = params.cuts.rule == CutRule::kChunks;
-  const CutTile tile = runs ? tile_of_runs(params, blockIdx.x)
-                            : tile_cut_before(params, blockIdx.x + 1, reinterpret_cast<int64_t*>(smem));
+  RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
+  float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kQuads, 32)
+  const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
+  const int index = static_cast<int>(blockIdx.x) / blocks;
+  int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
+  const CutTile tile =
+      merges_by_tile(params) ? tile_at(params, index, scratch) : tile_cut_before(params, index + 1, scratch);
+  const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
+  const bool idle = begin >= end;
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
+  if (idle && blockIdx.x > 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int helpers = rows == 1 ? kWarps : 1;
+  const int row = begin + warp / helpers, helper = warp % helpers;
+  PartsOfLane parts(params, tile, tile.first + helper, helpers);
+  if (row >= end) parts.drop(tile);
+  wait_for_previous_kernel();
+  if (idle) return;
+  RowValue<kQuads> sum;
+  const RowStats stats = sum_parts(params, tile, row, parts, sum);
+  __syncthreads();  // the scratch is done with
+  if (lane == 0) shared_stats[warp] = stats;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) shared_quads[(warp * kQuads + i) * 32 + lane] = sum.quads[i];
+  __syncthreads();
+  const RowStats total = sum_helpers(params, helpers, shared_stats, shared_quads, stats, sum);
+  if (row < end && helper == 0) write_row<Element, kQuads>(params, tile, row, total, sum);
+}
+
+// Tiles that were cut between their runs.
+template <class Element, int kQuads>
+__global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const CutTile tile = tile_of_runs(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
   wait_for_previous_kernel();
-  if (tile.rows == 0) return;
-  __syncthreads();
-  if (!runs && tile.rows < kWarps) {
-    merge_shared_rows<Element>(params, tile, smem);
-    return;
-  }
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
-    RowValue sum;
-    const RowStats stats =
-        runs ? fold_runs(params, tile, row, sum) : sum_partials(params, tile, row, tile.first, 1, sum);
-    write_row<Element>(params, tile, row, stats, sum);
+    RowValue<kQuads> sum;
+    const RowStats stats = fold_runs(params, tile, row, sum);
+    write_row<Element, kQuads>(params, tile, row, stats, sum);
   }
+}
+
+template <class Element, int kQuads>
+cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kQuads * 32 * sizeof(float4));
+  const int64_t tiles = static_cast<int64_t>(params.b) * params.row_tiles * params.h_k;
+  if (params.cuts.rule == CutRule::kChunks) {
+    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
+                            configured_devices);
+  }
+  const int64_t places = merges_by_tile(params) ? tiles : params.thread_blocks - 1;
+  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads, kSmemBytes,
+                          params, params.device, stream, configured_devices);
 }
 
 template <class Element>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kMaxQuads * 32 * sizeof(float4));
-  const int64_t blocks = params.cuts.rule == CutRule::kChunks
-                             ? static_cast<int64_t>(params.b) * params.row_tiles * params.h_k
-                             : params.thread_blocks - 1;
-  return launch_dependent(kvcache_merge_kernel<Element>, blocks, kThreads, kSmemBytes, params, params.device, stream,
-                          configured_devices);
+  return params.padded_dim <= 128 ? run<Element, 1>(params, stream) : run<Element, 2>(params, stream);
 }
 
 }  // namespace

@@ -23,10 +23,16 @@ struct ChunkSwizzle {
   }
 };
 
-template <Dtype kDtype, int kHeadDim_, int kSize>
+// kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
+// memory at the first use: score modifiers, rotary queries, pages that a step may straddle, rows that 16-byte accesses
+// do not suit or that are padded, cuts at given places.
+enum class KvVariant { kAll, kPlain };
+
+template <Dtype kDtype, int kHeadDim_, int kSize, KvVariant kVariant>
 struct KvConfig {
   using Element = ElementOf<kDtype>;
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize);
+  static constexpr bool kPlain = kVariant == KvVariant::kPlain;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kStep = kTile.step;
   static constexpr int kRowTiles = kTile.row_tiles;
@@ -48,11 +54,13 @@ struct KvConfig {
   static constexpr int kColPasses = Swizzle::kChunks / kLanesPerRow;
   static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
 
-  // Shared memory: Q, statistics, scratch of the scheduler, then the stages of each group. Offsets in bytes.
+  // Shared memory: Q, statistics, scratch of the scheduler, parts of tiles and the stages of each group. Offsets in
+  // bytes.
   static constexpr int kStatsAt = kRows * kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kScratchAt = kStatsAt + plan::kKvStatBytes;
+  static constexpr int kPartsAt = kScratchAt + plan::kKvScratchBytes;
   static constexpr int kStagesAt = plan::kv_smem_bytes(kTile, 0);
-  static_assert(kStagesAt == kScratchAt + plan::kKvScratchBytes && kStagesAt % 128 == 0, "plan and kernel agree");
+  static_assert(kStagesAt == kPartsAt + plan::kKvPartBytes && kStagesAt % 128 == 0, "plan and kernel agree");
   static constexpr int kStageElements = 2 * kStep * kHeadDim;  // of one group: K, then V
   static_assert(kStageElements * sizeof(Element) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
 };

@@ -19,14 +19,14 @@ struct KvEpilogue {
   static constexpr int kKeyMask = Config::Swizzle::kMask;
 
   const Flash_kvcache_params& params;
-  const KvWalk& walk;
+  const KvPart& part;
   const KvRing<Config>& ring;
   RowStats* const stats;  // shared: (kGroups + 1, 16), the last ones of what is carried
 
   // All threads together. slot: of the workspace, for partial results and what is carried; carries_in: an earlier run
   // of the tile left a sum there.
   __device__ __forceinline__ void finish(Mainloop& mainloop, RunEnd end, int64_t slot, bool carries_in) const {
-    const int rows = min(kv_rows(params) - walk.row_tile() * Config::kRows, Config::kRows);
+    const int rows = min(kv_rows(params) - part.row_tile * Config::kRows, Config::kRows);
 #pragma unroll
     for (int row_warp = 0; row_warp < Config::kRowWarps; ++row_warp) {
 #pragma unroll
@@ -128,8 +128,8 @@ struct KvEpilogue {
   }
 
   __device__ __forceinline__ void write_output(int row, int col, const RowStats& total, const float4& value) const {
-    const PackedRow at = packed_row(params, walk.head, walk.row_tile() * Config::kRows + row);
-    write_output_row<Element>(params, walk.request.index, at, col, total, value);
+    const PackedRow at = packed_row(params, part.head, part.row_tile * Config::kRows + row);
+    write_output_row<Element>(params, part.request.index, at, col, total, value);
   }
 };
 

@@ -11,20 +11,30 @@ cudaError_t run_flash_fwd_split(const Flash_kvcache_params& params, cudaStream_t
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
-  // After the kernel that appends, whose rows this one waits for before it reads them.
-  const auto start = params.seqlen_new > 0 ? launch_dependent<Flash_kvcache_params> : launch<Flash_kvcache_params>;
-  return start(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-               params.device, stream, configured_devices);
+  return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
+                          params.device, stream, configured_devices);
+}
+
+inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
+  const bool whole_steps = params.paged.block_table == nullptr ||
+                           (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
+  const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
+  return !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim && params.q_vectors &&
+         params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
 }
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& params, cudaStream_t stream) {
+  constexpr KvVariant kAll = KvVariant::kAll, kPlain = KvVariant::kPlain;
+  const bool plain = is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, 0).step);
   cudaError_t status = cudaErrorInvalidValue;
-  if (params.tile_size == 0) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0>>(params, stream);
-  if (params.tile_size == 1) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 1>>(params, stream);
-  // Head dims whose largest tile is already that of size 1 have no third kernel.
-  if constexpr (plan::kv_tile(kHeadDim, 2).rows() > plan::kv_tile(kHeadDim, 1).rows()) {
-    if (params.tile_size == 2) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 2>>(params, stream);
+  if (params.tile_size == 0) {
+    status = plain ? run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kPlain>>(params, stream)
+                   : run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kAll>>(params, stream);
+  }
+  if (params.tile_size == 1) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 1, kAll>>(params, stream);
+  if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
+    if (params.tile_size == 2) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 2, kAll>>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
   return run_kvcache_merge_<kDtype>(params, stream);

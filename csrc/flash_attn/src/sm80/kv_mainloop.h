@@ -24,45 +24,38 @@ struct KvMainloop {
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
 
   const Flash_kvcache_params& params;
-  const KvWalk& walk;
-  KvRing<Config>& ring;
+  const KvRing<Config>& ring;
   const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
   ExactSoftmax<kRows> softmax;
   bool misses_pages = false;  // some key so far lies in a page outside of the pool
 
+  KvPart part;
+  KvTokens tokens;
   // Keys [full_begin, full_end) are visible to every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
 
-  __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvWalk& walk_, KvRing<Config>& ring_,
+  __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)
-      : params(params_), walk(walk_), ring(ring_), q_rows(q_rows_) {}
+      : params(params_), ring(ring_), q_rows(q_rows_) {}
 
-  __device__ __forceinline__ void enter_tile() {
-    visibility = kv_visibility(params, walk.request.seqlen_k);
-    full_begin = visibility.key_begin(walk.tokens.end - 1);
-    full_end = visibility.key_end(walk.tokens.begin);
-    misses_pages = walk.request.refused;
+  __device__ __forceinline__ void enter_tile(const KvPart& part_) {
+    part = part_;
+    tokens = kv_tokens(params, part.row_tile);
+    visibility = kv_visibility(params, part.request.seqlen_k);
+    full_begin = visibility.key_begin(tokens.end - 1);
+    full_end = visibility.key_end(tokens.begin);
+    misses_pages = part.request.refused;
   }
 
-  // Key blocks [begin, end) from an empty state.
-  __device__ __forceinline__ void run(int begin, int end) {
+  __device__ __forceinline__ void begin_run() {
     cute::clear(acc_o);
     softmax.clear();
-    for (int block = begin; block < end; ++block) {
-      ring.issue();
-      ring.wait();
-      step(block);
-      misses_pages |= ring.step_misses_pages();
-      ring.release();
-    }
   }
 
- private:
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-
+  // The step of the ring that has landed, of key block `block`.
   __device__ __forceinline__ void step(int block) {
     using namespace cute;
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
@@ -70,19 +63,23 @@ struct KvMainloop {
     multiply_q_k(acc_s);
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     const int key = block * Config::kBlockN + ring.group() * Config::kStep;
-    const PackedCoords coords{params.group, walk.row_tile() * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
-                              walk.tokens.begin};
-    if (params.has_score_mod) {
-      modify_packed_scores(scores, params, coords, walk.request.index, walk.head,
-                           visibility.diagonal(walk.tokens.begin), key);
+    const PackedCoords coords{params.group, part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
+                              tokens.begin};
+    if (!Config::kPlain && params.has_score_mod) {
+      modify_packed_scores(scores, params, coords, part.request.index, part.head, visibility.diagonal(tokens.begin),
+                           key);
     }
     if (key < full_begin || key + Config::kStep > full_end) {
-      apply_mask(scores, coords, visibility, walk.tokens.begin, walk.tokens.end, key, key + Config::kStep);
+      apply_mask(scores, coords, visibility, tokens.begin, tokens.end, key, key + Config::kStep);
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.update(scores, out, params.softmax_scale_log2);
     multiply_p_v(acc_s);
+    misses_pages |= ring.step_misses_pages();
   }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
   template <class Acc>
   __device__ __forceinline__ static float (&square(Acc& acc, int mi, int ni))[4] {

@@ -4,6 +4,8 @@
 #include "common/kv_walk.h"
 #include "common/packed_rows.h"
 #include "common/rotary.h"
+#include "sm80/kv_config.h"
+#include "sm80/warp_ops.h"
 
 namespace flash {
 
@@ -13,7 +15,7 @@ struct KvQuery {
   using Swizzle = typename Config::Swizzle;
 
   const Flash_kvcache_params& params;
-  const KvWalk& walk;
+  const KvPart& part;
   Element* const smem;  // (kRows, kHeadDim)
 
   // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.
@@ -26,24 +28,36 @@ struct KvQuery {
       *reinterpret_cast<uint4*>(smem + place(row, chunk * 8)) = value;
     }
     __syncthreads();
-    if (params.rotary.cos_ptr == nullptr || !walk.request.served()) return;
+    if (Config::kPlain || params.rotary.cos_ptr == nullptr || !part.request.served()) return;
     rotate(rows);
     __syncthreads();
   }
 
+  // As part of every thread's next group of copies; nothing is rotated.
+  __device__ __forceinline__ void copy_async() const {
+    const int rows = min(kv_rows(params) - first_row(), Config::kRows);
+    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
+      const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
+      copy16_async(smem + place(row, chunk * 8), row_chunk(min(row, rows - 1), chunk * 8), row < rows);
+    }
+  }
+
  private:
-  __device__ __forceinline__ int first_row() const { return walk.row_tile() * Config::kRows; }
+  __device__ __forceinline__ int first_row() const { return part.row_tile * Config::kRows; }
 
   __device__ __forceinline__ static int place(int row, int col) {
     return row * Config::kHeadDim + (col / 8 ^ Swizzle::key(row)) * 8 + col % 8;
   }
 
+  __device__ __forceinline__ const Element* row_chunk(int row, int col) const {
+    const PackedRow at = packed_row(params, part.head, first_row() + row);
+    return static_cast<const Element*>(params.q_ptr) + part.request.index * params.q_strides.batch +
+           at.token * params.q_strides.row + at.head * params.q_strides.head + col;
+  }
+
   __device__ __forceinline__ uint4 read_chunk(int row, int col) const {
-    const PackedRow at = packed_row(params, walk.head, first_row() + row);
-    const Element* const from = static_cast<const Element*>(params.q_ptr) +
-                                walk.request.index * params.q_strides.batch + at.token * params.q_strides.row +
-                                at.head * params.q_strides.head + col;
-    if (params.q_vectors) return *reinterpret_cast<const uint4*>(from);
+    const Element* const from = row_chunk(row, col);
+    if (Config::kPlain || params.q_vectors) return *reinterpret_cast<const uint4*>(from);
     uint4 value{};
     Element* const elements = reinterpret_cast<Element*>(&value);
 #pragma unroll
@@ -59,7 +73,7 @@ struct KvQuery {
       const int row = i / rotary.pairs, pair = i - row * rotary.pairs;
       const int token = rotary.one_position ? 0 : params.group.divide(first_row() + row);
       const RotaryPair cols = rotary_pair(rotary, pair);
-      rotate_pair(rotary, walk.request.cached + token, pair, smem[place(row, cols.first)],
+      rotate_pair(rotary, part.request.cached + token, pair, smem[place(row, cols.first)],
                   smem[place(row, cols.second)]);
     }
   }

@@ -5,6 +5,7 @@
 #include "common/kv_walk.h"
 #include "common/pdl.h"
 #include "sm80/kv_config.h"
+#include "sm80/kv_query.h"
 #include "sm80/warp_ops.h"
 
 namespace flash {
@@ -28,23 +29,35 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const stages;            // of this group
-  KvWalk walk;                      // at the tile of the next step to load
-  int block;                        // of the next step to load
+  Element* const q_rows;        // shared: the first tile's are asked for ahead of its keys (kPlain)
+  Element* const stages;        // of this group
+  KvPart* const parts;          // of this group: the tiles of the steps under way
+  KvWalk<Config::kPlain> walk;  // at the tile of the next step to load
+  int block = 0;                // of the next step to load
+  int block_end = 0;
+  int vacant;                       // stages to fill, and one more while the first step has not been looked for
+  int pending = 0;                  // steps loaded and not used
+  int entered = 0;                  // tiles begun by the loads
+  int taken = 0;                    // tiles begun by the arithmetic
   int fill = 0;                     // the stage that takes the next step
   int use = 0;                      // the stage of the step under way
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
-  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies
+  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies; kPlain: the page of a step
   int page_row = 0;
+  int pages_from = 0;         // kPlain: the block whose page lane 0 knows, the others know those of the blocks after it
   uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
   bool may_read_new = false;  // the kernel that appends has finished
 
-  // first: the tile with which the thread block begins.
-  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvWalk& first, Element* stages_)
-      : params(params_), stages(stages_ + group() * params_.stages * Config::kStageElements), walk(first) {
-    enter_tile();
-    for (int i = 0; i + 1 < params.stages; ++i) issue();
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvStart& start, char* smem)
+      : params(params_),
+        q_rows(reinterpret_cast<Element*>(smem)),
+        stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
+               group() * params_.stages * Config::kStageElements),
+        parts(reinterpret_cast<KvPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
+        walk(params_, blockIdx.x, start),
+        vacant(params_.stages + 1) {
+    static_assert(sizeof(KvPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
@@ -55,26 +68,29 @@ struct KvRing {
   __device__ __forceinline__ const Element* k_stage() const { return stages + use * Config::kStageElements; }
   __device__ __forceinline__ const Element* v_stage() const { return k_stage() + Config::kStep * Config::kHeadDim; }
 
-  // Between two steps, 16 rows of fp32 results fit into the stage that the next issue() fills.
+  // Between two steps, 16 rows of fp32 results fit into the stage that is filled next.
   __device__ __forceinline__ float* spare_stage(int of_group) const {
     Element* const first = stages + (of_group - group()) * params.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill * Config::kStageElements);
   }
 
-  // Loads the next step, if there is one. The stage it fills must have been released.
-  __device__ __forceinline__ void issue() {
-    missing_bits <<= 1;
-    if (!walk.done()) {
-      load_step();
-      if (++block >= walk.block_end()) {
-        walk.next();
-        enter_tile();
-      } else {
-        find_page();
-      }
-    }
-    commit_copies();
-    fill = fill + 1 == params.stages ? 0 : fill + 1;
+  // Loads into every stage that is free, as far as there are steps; false: none is left to be used. The first time it
+  // only looks for the first step, so that loads and walk stand once in the code.
+  __device__ __forceinline__ bool advance() {
+    do {
+      if (vacant <= params.stages) load_next();
+      find_next();
+    } while (--vacant > 0);
+    return pending > 0;
+  }
+
+  // Whether the queries of the tile that was taken last come with its first step.
+  __device__ __forceinline__ bool brings_query() const { return Config::kPlain && taken == 1; }
+
+  // The tile of the next step to use, when the one before is done.
+  __device__ __forceinline__ KvPart take_part() {
+    sync_group<Config>();
+    return parts[taken++ % plan::kKvParts];
   }
 
   // The oldest step in flight has landed, for all warps of the group.
@@ -87,6 +103,8 @@ struct KvRing {
   __device__ __forceinline__ void release() {
     sync_group<Config>();
     use = use + 1 == params.stages ? 0 : use + 1;
+    --pending;
+    vacant = 1;
   }
 
   __device__ __forceinline__ bool step_misses_pages() const { return missing_bits >> (params.stages - 1) & 1; }
@@ -96,19 +114,60 @@ struct KvRing {
   }
 
  private:
-  // Goes on to the next tile with keys and finds its first page.
-  __device__ __forceinline__ void enter_tile() {
-    while (!walk.done() && walk.block_begin() >= walk.block_end()) walk.next();
+  __device__ __forceinline__ void load_next() {
+    missing_bits <<= 1;
+    if (walk.done()) {
+      allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
+    } else {
+      if (Config::kPlain && taken == 0 && vacant == params.stages)
+        KvQuery<Config>{params, walk.part, q_rows}.copy_async();
+      load_step();
+      ++block;
+      ++pending;
+    }
+    commit_copies();
+    fill = fill + 1 == params.stages ? 0 : fill + 1;
+  }
+
+  __device__ __forceinline__ void find_next() {
     if (walk.done()) return;
-    block = walk.block_begin();
-    const KvRequest& request = walk.request;
-    const int64_t row = is_paged() ? 0 : request.first_row;
-    const int64_t batch = is_paged() ? 0 : request.cache_row;
+    if (block == block_end) {
+      walk.next();
+      if (walk.done()) return;
+      enter_tile();
+    }
+    if constexpr (Config::kPlain) {
+      if (is_paged() && block - pages_from >= 32) look_up_pages();
+    } else {
+      find_page();
+    }
+  }
+
+  // Of the steps from the next one on; they are used one step later, so that the latency is hidden.
+  __device__ __forceinline__ void look_up_pages() {
+    pages_from = block;
+    const int key = key_begin() + lane() * Config::kBlockN;
+    const KvRequest& request = walk.part.request;
+    page = key < request.seqlen_k
+               ? params.paged
+                     .block_table[request.index * params.paged.block_table_stride + params.paged.page_size.divide(key)]
+               : 0;
+  }
+
+  // All reads of an entry precede the step before the one that overwrites it.
+  __device__ __forceinline__ void enter_tile() {
+    const KvPart& part = walk.part;
+    if (threadIdx.x % Config::kGroupThreads == 0) parts[entered % plan::kKvParts] = part;
+    ++entered;
+    block = part.block_begin();
+    block_end = part.block_end();
+    pages_from = block - 32;
+    const int64_t row = is_paged() ? 0 : part.request.first_row;
+    const int64_t batch = is_paged() ? 0 : part.request.cache_row;
     k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
-             walk.head * params.k_strides.head;
+             part.head * params.k_strides.head;
     v_head = static_cast<const Element*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
-             walk.head * params.v_strides.head;
-    find_page();
+             part.head * params.v_strides.head;
   }
 
   __device__ __forceinline__ int key_begin() const { return block * Config::kBlockN + group() * Config::kStep; }
@@ -120,20 +179,54 @@ struct KvRing {
       page_row = key;  // k_head is at key 0
       return;
     }
-    const int row = walk.request.first_row + key;
+    const int row = walk.part.request.first_row + key;
     const int slot = params.paged.page_size.divide(row);
     page_row = row - slot * params.paged.page_size.divisor;
-    page = key < walk.request.seqlen_k
-               ? params.paged.block_table[walk.request.index * params.paged.block_table_stride + slot]
+    page = key < walk.part.request.seqlen_k
+               ? params.paged.block_table[walk.part.request.index * params.paged.block_table_stride + slot]
                : 0;
   }
 
   __device__ __forceinline__ void load_step() {
-    const int keys = walk.request.refused ? 0 : walk.request.seqlen_k - key_begin();  // of this step on
+    const KvPart& part = walk.part;
+    const int keys = part.request.refused || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
       may_read_new = true;
     }
+    Element* const k_to = stages + fill * Config::kStageElements;
+    Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
+    if constexpr (Config::kPlain) {
+      load_whole_step(keys, k_to, v_to);
+    } else {
+      load_any_step(keys, k_to, v_to);
+    }
+  }
+
+  // All rows of the step are neighbours.
+  __device__ __forceinline__ void load_whole_step(int keys, Element* k_to, Element* v_to) {
+    int row = key_begin(), at = 0;
+    if (is_paged()) {
+      at = __shfl_sync(0xffffffffu, page, block - pages_from);
+      row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
+      if (static_cast<unsigned>(at) >= static_cast<unsigned>(params.paged.num_pages)) {
+        missing_bits |= keys > 0 ? 1 : 0;
+        at = keys = 0;
+      }
+    }
+    const int64_t batch = at, first = row;
+    const Element* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
+    const Element* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
+    if (keys >= Config::kStep) {
+      copy_rows<false>(k_from, params.k_strides.row, keys, k_to);
+      copy_rows<false>(v_from, params.v_strides.row, keys, v_to);
+    } else {
+      copy_rows<true>(k_from, params.k_strides.row, keys, k_to);
+      copy_rows<true>(v_from, params.v_strides.row, keys, v_to);
+    }
+  }
+
+  __device__ __forceinline__ void load_any_step(int keys, Element* k_to, Element* v_to) {
     int found = page;  // -1: nowhere
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
@@ -141,39 +234,34 @@ struct KvRing {
       missing_bits |= __any_sync(0xffffffffu, missing) ? 1 : 0;
       if (!in_pool) found = -1;
     }
-    Element* const k_to = stages + fill * Config::kStageElements;
-    Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
-    if (params.kv_bytes < 16) {
-      copy_narrow(k_head, params.k_strides, found, keys, k_to);
-      copy_narrow(v_head, params.v_strides, found, keys, v_to);
-    } else if (!step_is_strided()) {
-      copy_scattered(k_head, params.k_strides, found, keys, k_to);
-      copy_scattered(v_head, params.v_strides, found, keys, v_to);
-    } else {
+    if (params.kv_bytes == 16 && step_is_strided()) {
       // If a row of the step has a key, the first one has.
       found = __shfl_sync(0xffffffffu, found, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
-      const Element* const k_from = k_head + at * params.k_strides.batch + row * params.k_strides.row;
-      const Element* const v_from = v_head + at * params.v_strides.batch + row * params.v_strides.row;
-      if (found >= 0 && keys >= Config::kStep && params.d == Config::kHeadDim) {
-        copy_rows<false>(k_from, params.k_strides.row, keys, k_to);
-        copy_rows<false>(v_from, params.v_strides.row, keys, v_to);
-      } else {
-        copy_rows<true>(k_from, params.k_strides.row, found >= 0 ? keys : 0, k_to);
-        copy_rows<true>(v_from, params.v_strides.row, found >= 0 ? keys : 0, v_to);
-      }
+      const int rows = found >= 0 ? keys : 0;
+      copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, rows,
+                      k_to);
+      copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, rows,
+                      v_to);
+    } else if (params.kv_bytes == 16) {
+      copy_scattered(k_head, params.k_strides, found, keys, k_to);
+      copy_scattered(v_head, params.v_strides, found, keys, v_to);
+    } else {
+      copy_narrow(k_head, params.k_strides, found, keys, k_to);
+      copy_narrow(v_head, params.v_strides, found, keys, v_to);
     }
   }
 
   // Narrow reads go through the L1 cache, which would keep the old contents of a line that old and new rows share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
-    return walk.request.first_row + key_begin() + Config::kStep > walk.request.cached || params.kv_bytes < 16;
+    const KvRequest& request = walk.part.request;
+    return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_bytes < 16;
   }
 
   // The rows of a step are neighbours, within one page. (Rows without a key may lie anywhere: they are not read.)
   __device__ __forceinline__ bool step_is_strided() const {
     return !is_paged() ||
-           (params.paged.page_size.divisor % Config::kStep == 0 && walk.request.first_row % Config::kStep == 0);
+           (params.paged.page_size.divisor % Config::kStep == 0 && walk.part.request.first_row % Config::kStep == 0);
   }
 
   // rows(row of the step, pass) -> Row. kBounded: rows that are not valid, and columns beyond the head dim, become
@@ -194,7 +282,7 @@ struct KvRing {
         const int col = (lane_chunk + j * kLanesPerRow) * 8;
         Element* const chunk = to + row * Config::kHeadDim + Swizzle::next(place, j * kLanesPerRow) * 8;
         if constexpr (kBounded) {
-          copy16_async(chunk, from.data + col, from.valid && col < params.d);
+          copy16_async(chunk, from.data + col, from.valid && (Config::kPlain || col < params.d));
         } else {
           copy16_async(chunk, from.data + col);
         }
