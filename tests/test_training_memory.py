@@ -16,8 +16,9 @@ SMALL = 2**16  # random states, lengths, turn counters of deterministic mode: no
 
 
 def accumulator_bytes(rows, head_dim, sequences):
-    """The float32 dq accumulator and softmax_d: rows of each sequence rounded up to 128, head dims up to 256."""
-    padded = (rows + 128 * sequences) * HEADS
+    """The float32 dq accumulator and softmax_d: rows of each sequence rounded up to 128, head dims up to 256. The rows
+    before the first and after the last sequence of a packed batch have tiles of their own."""
+    padded = (rows + 128 * (sequences + 2)) * HEADS
     return padded * (head_dim if head_dim in (32, 64, 96, 128, 192, 256) else head_dim + 64) * 4 + padded * 4
 
 

@@ -34,7 +34,7 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- forward ----
 
-plan::Family choose_family(const Flash_fwd_params& params) {
+plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   const int64_t sequences = params.b > 0 ? params.b : 1;
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
@@ -43,7 +43,13 @@ plan::Family choose_family(const Flash_fwd_params& params) {
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
   query.multiprocessors = params.multiprocessors;
-  return plan::choose_family(query, std::getenv("FLASH_ATTN_FAMILY"));
+  return query;
+}
+
+const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
+
+plan::Family choose_family(const Flash_fwd_params& params) {
+  return plan::choose_family(family_query(params), forced_family());
 }
 
 template <Dtype kDtype, int kHeadDim>
@@ -125,13 +131,13 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
 
 // ---- backward ----
 
-void run_mha_bwd(const Flash_bwd_params& params, const at::Tensor& q) {
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  check_launch(
-      FP16_SWITCH(
-          q.scalar_type() == at::kHalf,
-          [&] { return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_<kDtype, kHeadDim>(params, stream); }); }),
-      "flash_bwd_kernel", q);
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_family(plan::Family family, const Flash_bwd_params& params, cudaStream_t stream) {
+  if (family == plan::Family::kMmaSync) return run_mha_bwd_<kDtype, kHeadDim>(params, stream);
+  if constexpr (kHeadDim > 32 && kHeadDim <= plan::kMaxSm90BwdHeadDim) {
+    return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim).head_dim>(params, stream);
+  }
+  return cudaErrorNotSupported;
 }
 
 // Where a gradient is computed: the caller's tensor if the kernels can write it, else a new one that is copied there.
@@ -148,9 +154,10 @@ struct Gradient {
   }
 };
 
-// fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode a turn counter for each tile.
-std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
-  const plan::BwdTile tile = plan::bwd_tile(params.d);
+// The launches of one family, with fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode
+// a turn counter for each tile.
+cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
+  const plan::DqTile tile = plan::dq_tile(family, params.d);
   const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
   at::Tensor dq_accum = new_zeros(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
@@ -159,7 +166,19 @@ std::pair<at::Tensor, at::Tensor> allocate_dq(Flash_bwd_params& params, const at
     turns = new_zeros(q, {tiles}, at::kInt);
     params.dq_turns_ptr = turns.mutable_data_ptr<int>();
   }
-  return {dq_accum, turns};
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_family<kDtype, kHeadDim>(family, params, stream); });
+  });
+}
+
+void run_mha_bwd(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
+  const plan::Family family = plan::choose_backward_family(family_query(params), forced_family());
+  cudaError_t status = launch_backward(family, params, q, deterministic);
+  if (status == cudaErrorNotSupported && family == plan::Family::kWgmma) {
+    status = launch_backward(plan::Family::kMmaSync, params, q, deterministic);
+  }
+  check_launch(status, "flash_bwd_kernel", q);
 }
 
 // Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
@@ -216,10 +235,9 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   params.dv_strides = matrix_strides(dv.computed);
   if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
-  const auto workspace = allocate_dq(params, q, deterministic);
   at::Tensor dsinks;
   if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, q);
-  run_mha_bwd(params, q);
+  run_mha_bwd(params, q, deterministic);
   dq.finish();
   dk.finish();
   dv.finish();

@@ -5,6 +5,7 @@
 
 namespace {
 
+using flash::plan::choose_backward_family;
 using flash::plan::choose_family;
 using flash::plan::Family;
 using flash::plan::FamilyQuery;
@@ -34,6 +35,32 @@ void check_choice() {
   check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
 }
 
+void check_backward_choice() {
+  for (int capability : {80, 90, 100}) {
+    for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
+      const FamilyQuery query{capability, head_dim, false, 1, 1, 132};
+      const Family expected = capability == 90 && head_dim > 32 && head_dim <= 128 ? Family::kWgmma : Family::kMmaSync;
+      check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
+      check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);
+      check::that(choose_backward_family(query, "mma_sync") == Family::kMmaSync, "backward, mma_sync", capability,
+                  head_dim);
+      const auto tile = flash::plan::dq_tile(expected, head_dim);
+      check::that(tile.head_dim >= head_dim && (tile.block_m == 64 || tile.block_m == 128), "dQ tile", head_dim,
+                  tile.block_m);
+    }
+  }
+}
+
+// K, V, stages of Q and dO, two dS, dQ in fp32, the statistics of the stages; the sanitizers need some of the rest.
+void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
+  constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
+  const int bytes = 2 * tile.head_dim * (2 * tile.block_n + 2 * tile.stages * tile.block_m) +
+                    2 * 2 * tile.block_m * tile.block_n + 4 * tile.block_m * tile.head_dim +
+                    2 * 4 * tile.stages * tile.block_m;
+  check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);
+  check::that(tile.block_n == 128 && (tile.block_m == 64 || tile.block_m == 128), "two consumers", tile.head_dim);
+}
+
 void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
   constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;
   check::that(tile.head_dim == head_dim, "the head dims of both families are the same", tile.head_dim, head_dim);
@@ -50,6 +77,8 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
 
 int main() {
   check_choice();
+  check_backward_choice();
+  for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {
     int index = flash::plan::kSm90FirstHeadDim;
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tiles.h"
+
 namespace flash {
 namespace plan {
 
@@ -42,6 +44,27 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
   if (!wgmma_serves(query) || is_forced("mma_sync")) return Family::kMmaSync;
   return is_small(query) && !is_forced("wgmma") ? Family::kMmaSync : Family::kWgmma;
+}
+
+// Of the backward. The deterministic one too.
+constexpr bool wgmma_serves_backward(const FamilyQuery& query) {
+  return wgmma_serves(query) && query.head_dim <= kMaxSm90BwdHeadDim;
+}
+
+inline Family choose_backward_family(const FamilyQuery& query, const char* forced) {
+  const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
+  return wgmma_serves_backward(query) && !declined ? Family::kWgmma : Family::kMmaSync;
+}
+
+// The fp32 tiles in which a family's backward accumulates dQ.
+struct DqTile {
+  int block_m;
+  int head_dim;
+};
+
+constexpr DqTile dq_tile(Family family, int head_dim) {
+  if (family == Family::kWgmma) return {sm90_bwd_tile(head_dim).block_m, sm90_bwd_tile(head_dim).head_dim};
+  return {bwd_tile(head_dim).block_m, bwd_tile(head_dim).head_dim};
 }
 
 }  // namespace plan

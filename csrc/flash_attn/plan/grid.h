@@ -33,13 +33,25 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
   return is_varlen ? heads_k : batch * heads_k;
 }
 
-// How many of them advance together (interleaved_heads()), so that about kRunningKeyBlocks blocks of keys of a head run
-// at a time: they share the rows they read, and in deterministic mode they wait for each other (docs/tuning.md).
-// resident_blocks: thread blocks that the GPU holds at a time.
+// How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
+// to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
+// head with few row blocks is better off with few of them.
 constexpr int kRunningKeyBlocks = 16;
+constexpr int kFewestRunningKeyBlocks = 2;
+constexpr int kStepsPerRunningKeyBlock = 4;
 
-constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head) {
-  const int64_t most = blocks_per_head < kRunningKeyBlocks ? blocks_per_head : kRunningKeyBlocks;
+constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks) {
+  const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
+  return !is_deterministic || wanted > kRunningKeyBlocks ? kRunningKeyBlocks
+         : wanted < kFewestRunningKeyBlocks              ? kFewestRunningKeyBlocks
+                                                         : static_cast<int>(wanted);
+}
+
+// How many heads advance together (interleaved_heads()), so that about `running` blocks of keys of each run at a time.
+// resident_blocks: thread blocks that the GPU holds at a time.
+constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head,
+                               int running = kRunningKeyBlocks) {
+  const int64_t most = blocks_per_head < running ? blocks_per_head : running;
   const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
   const int64_t width = filling < heads ? filling : heads;
   return width < 1 ? 1 : static_cast<int>(width);

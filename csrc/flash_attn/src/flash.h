@@ -127,6 +127,10 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stre
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
+// The same by the wgmma family, for head dims of plan::kSm90BwdTiles; the dQ tiles are that family's too.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
+
 // softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
 template <Dtype kDtype>
 cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);

@@ -24,6 +24,18 @@ CUTE_HOST_DEVICE auto row_col_view(Tensor& accumulator) {
   return cute::make_tensor(accumulator.data(), row_col_layout(accumulator.layout()));
 }
 
+// The same for an accumulator of the transposed matrix: its columns are the rows. wgmma: ((2, N / 8), 2).
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto transposed_row_col_layout(Layout layout) {
+  const auto plain = row_col_layout(layout);
+  return cute::make_layout(cute::get<1>(plain), cute::get<0>(plain));
+}
+
+template <class Tensor>
+CUTE_HOST_DEVICE auto transposed_row_col_view(Tensor& accumulator) {
+  return cute::make_tensor(accumulator.data(), transposed_row_col_layout(accumulator.layout()));
+}
+
 // ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring accumulators are one A operand.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
@@ -36,6 +48,9 @@ CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
 // owns the 16-column bands wn, wn + kWarpsN, ...
 template <int kWarpsM, int kWarpsN = 1>
 struct AccumulatorCoords {
+  static constexpr int kRowsApart8 = 1;  // distance, in indices, of rows that are 8 apart within a 16 x 16 square
+  static constexpr int kColsApart8 = 2;  // and of columns
+
   int row0;
   int col0;
 
@@ -49,6 +64,18 @@ struct AccumulatorCoords {
   __device__ __forceinline__ int col(int ni) const {
     return col0 + (ni % 2) + (ni / 2 % 2) * 8 + (ni / 4) * 16 * kWarpsN;
   }
+};
+
+// Of a transposed_row_col_view.
+template <class Coords>
+struct TransposedCoords {
+  static constexpr int kRowsApart8 = Coords::kColsApart8;
+  static constexpr int kColsApart8 = Coords::kRowsApart8;
+
+  Coords coords;
+
+  __device__ __forceinline__ int row(int mi) const { return coords.col(mi); }
+  __device__ __forceinline__ int col(int ni) const { return coords.row(ni); }
 };
 
 // kWarpsM x kWarpsN warps, warps first along the rows, as AccumulatorCoords has them.

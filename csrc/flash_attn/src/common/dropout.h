@@ -34,25 +34,26 @@ struct DropoutMask {
     stream = dropout_stream(state.seed, state.offset, batch, head);
   }
 
-  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`; row_begin and col_begin are
-  // multiples of 16. One draw serves rows {mi, mi + 1} and columns {ni, ni + 2}, which are 8 apart in the matrix.
+  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one; row_begin
+  // and col_begin are multiples of 16. One draw serves two rows and two columns, which are 8 apart in the matrix.
   template <int kRows, int kCols, class Coords, class Visit>
   __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
                                            const Visit& visit) const {
-    static_assert(kRows % 2 == 0 && kCols % 4 == 0, "elements come in 16 x 16 squares");
+    constexpr int kRowStep = Coords::kRowsApart8, kColStep = Coords::kColsApart8;
+    static_assert(kRows % (2 * kRowStep) == 0 && kCols % (2 * kColStep) == 0, "elements come in 16 x 16 squares");
 #pragma unroll
-    for (int mi = 0; mi < kRows; mi += 2) {
+    for (int mi = 0; mi < kRows; ++mi) {
+      if (mi / kRowStep % 2 != 0) continue;
       const uint32_t row_counter = dropout_group(row_begin + coords.row(mi)) ^ stream.row_xor;
 #pragma unroll
-      for (int square = 0; square < kCols; square += 4) {
+      for (int ni = 0; ni < kCols; ++ni) {
+        if (ni / kColStep % 2 != 0) continue;
+        const uint32_t col_counter = dropout_group(col_begin + coords.col(ni)) ^ stream.col_xor;
+        const Word2 draw = philox2x32_7(row_counter, col_counter, stream.key);
 #pragma unroll
-        for (int ni = square; ni < square + 2; ++ni) {
-          const uint32_t col_counter = dropout_group(col_begin + coords.col(ni)) ^ stream.col_xor;
-          const Word2 draw = philox2x32_7(row_counter, col_counter, stream.key);
-#pragma unroll
-          for (int half = 0; half < 4; ++half) {
-            visit(mi + half / 2, ni + 2 * (half % 2), dropout_uniform(draw, half / 2, half % 2) >= threshold);
-          }
+        for (int half = 0; half < 4; ++half) {
+          visit(mi + half / 2 * kRowStep, ni + half % 2 * kColStep,
+                dropout_uniform(draw, half / 2, half % 2) >= threshold);
         }
       }
     }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
                         block.row_begin / Config::kBlockM;
   typename BwdMainloop<Config>::AccDq acc_dq;
-  load_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile);
+  load_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
 #pragma unroll
   for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
   auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutDq{});

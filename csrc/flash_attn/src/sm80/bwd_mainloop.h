@@ -10,14 +10,13 @@
 #include "common/block_range.h"
 #include "common/bwd_schedule.h"
 #include "common/convert.h"
+#include "common/differentiate.h"
+#include "common/dq_tile.h"
 #include "common/dq_turns.h"
-#include "common/dropout.h"
-#include "common/mask.h"
 #include "common/row_store.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "sm80/bwd_config.h"
-#include "sm80/dq_tile.h"
 #include "sm80/gemm.h"
 
 namespace flash {
@@ -39,7 +38,6 @@ struct BwdMainloop {
   using AccDkv = Accumulator<typename Config::MmaDkv, Config::kBlockN, Config::kHeadDim>;
   using AccDq = Accumulator<typename Config::MmaDq, Config::kBlockM, Config::kHeadDim>;
   static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
-  static constexpr int kCols = decltype(cute::size<1>(row_col_layout(typename AccSdP::layout_type{})))::value;
 
   const Flash_bwd_params& params;
   const KeyBlock& block;
@@ -201,44 +199,11 @@ struct BwdMainloop {
   // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
   __device__ __forceinline__ void differentiate(const RowStep& at, int row_begin, const float (&lse_log2)[kRows],
                                                 const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
-    using namespace cute;
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
-    const int key = block.n_block * Config::kBlockN;
-    uint32_t kept[(kRows * kCols + 31) / 32] = {};
-    if constexpr (Config::kVariant == BwdVariant::kDropout) {
-      const float keep_scale = params.dropout.keep_scale;
-      DropoutMask(params.dropout, block.batch, at.head)
-          .template for_each<kRows, kCols>(coords, row_begin, key, [&](int mi, int ni, bool keep) {
-            const int element = mi * kCols + ni;
-            kept[element / 32] |= static_cast<uint32_t>(keep) << (element % 32);
-            dp(mi, ni) = keep ? dp(mi, ni) * keep_scale : 0.0f;
-          });
-    }
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) dp(mi, ni) -= delta[mi];
-    }
-    if (params.has_score_mod) {
-      ScoreMod(params, block.batch, at.head)
-          .apply_with_derivative(scores, dp, coords, visibility.diagonal(row_begin), key);
-    }
-    const int row_end = min(row_begin + Config::kBlockM, block.seqlen_q);
-    apply_mask(scores, coords, visibility, row_begin, row_end, key, key + Config::kBlockN);
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        const float p = exp2f(scores(mi, ni) * params.softmax_scale_log2 - lse_log2[mi]);
-        dp(mi, ni) *= p;
-        scores(mi, ni) = p;
-        if constexpr (Config::kVariant == BwdVariant::kDropout) {
-          const int element = mi * kCols + ni;
-          scores(mi, ni) = (kept[element / 32] >> (element % 32)) & 1 ? p : 0.0f;
-        }
-      }
-    }
+    const ScorePlace place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
+    differentiate_general<Config::kBlockM, Config::kBlockN, Config::kVariant == BwdVariant::kDropout>(
+        params, visibility, place, coords, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }
 
   __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
@@ -252,7 +217,7 @@ struct BwdMainloop {
       wait_for_turn(params.dq_turns_ptr + index,
                     dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
     }
-    reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile);
+    reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
   }
 
   // After the barrier that follows the step: all have added. The step after it hides the release.

@@ -15,17 +15,6 @@ constexpr int64_t kSectionBytes = 24 << 20;
 // Indices of row blocks are ints, with room for the draws of all thread blocks beyond the last one.
 constexpr int64_t kMaxTiles = 1 << 30;
 
-inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
-                                         bool is_query) {
-  return {data,
-          strides,
-          params.is_varlen(),
-          params.b,
-          is_query ? params.seqlen_q : params.seqlen_k,
-          is_query ? params.h : params.h_k,
-          params.d};
-}
-
 template <class Config>
 cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   const Flash_fwd_params& params = launch.params;

@@ -11,25 +11,10 @@
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "sm90/fwd_storage.h"
+#include "sm90/gemm.h"
 
 namespace flash {
 namespace sm90 {
-
-// acc += A B over all k slices; started, not waited for. `clears`: acc = A B.
-template <class Mma, class A, class B, class Acc>
-__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears) {
-  using namespace cute;
-  warpgroup_fence_operand(acc);
-  warpgroup_arrive();
-  mma.accumulate_ = clears ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-#pragma unroll
-  for (int k = 0; k < size<2>(tCrA); ++k) {
-    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-  warpgroup_fence_operand(acc);
-}
 
 // A row block, and the key blocks that it visits: at least one.
 template <class Config>
@@ -103,13 +88,6 @@ struct FwdMainloop {
     auto vt = make_tensor(make_smem_ptr(storage.v[v_place.stage]), typename Config::SmemLayoutVt{});
     auto tOrV = thread.partition_fragment_B(vt);  // (MMA, 1, MMA_N)
     start_gemm(mma, tOrP, tOrV, acc_o, clears);
-  }
-
-  // All but the `kLater` last products are finished.
-  template <int kLater, class Acc>
-  __device__ __forceinline__ static void wait_for(Acc& acc) {
-    cute::warpgroup_wait<kLater>();
-    cute::warpgroup_fence_operand(acc);
   }
 
   // This warp has read the buffer.

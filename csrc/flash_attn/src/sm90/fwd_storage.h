@@ -4,24 +4,10 @@
 #include "common/sequence.h"
 #include "sm90/barrier.h"
 #include "sm90/fwd_config.h"
+#include "sm90/ring.h"
 
 namespace flash {
 namespace sm90 {
-
-// A place in a ring of kStages buffers. A consumer waits for `phase`; a producer for the opposite one, so that it
-// finds the buffers free in its first round.
-template <int kStages>
-struct RingIndex {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 template <class Config>
 struct FwdStorage {

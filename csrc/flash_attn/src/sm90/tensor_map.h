@@ -26,6 +26,18 @@ struct TensorMapSource {
   int head_dim;
 };
 
+// `data`: Q or a tensor of its shape, else K or one of its shape.
+inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
+                                         bool is_query) {
+  return {data,
+          strides,
+          params.is_varlen(),
+          params.b,
+          is_query ? params.seqlen_q : params.seqlen_k,
+          is_query ? params.h : params.h_k,
+          params.d};
+}
+
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);

@@ -13,9 +13,10 @@ constexpr int kDqVector = 4;
 constexpr int kDqVector = 1;
 #endif
 
+// `thread`: place among the kThreads that hold the tile.
 template <int kThreads, class Accumulator>
-__device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile) {
-  float* const mine = tile + threadIdx.x * kDqVector;
+__device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile, int thread) {
+  float* const mine = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -29,9 +30,19 @@ __device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile
   }
 }
 
+// The values of one warp, to a buffer in shared memory, in the order of reduce_dq<32>().
+template <class Accumulator>
+__device__ __forceinline__ void stage_dq(const Accumulator& acc_dq, float* buffer, int lane) {
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += 4) {
+    *reinterpret_cast<float4*>(buffer + i * 32 + lane * 4) =
+        make_float4(acc_dq(i), acc_dq(i + 1), acc_dq(i + 2), acc_dq(i + 3));
+  }
+}
+
 template <int kThreads, class Accumulator>
-__device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile) {
-  const float* const mine = tile + threadIdx.x * kDqVector;
+__device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, int thread) {
+  const float* const mine = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #pragma unroll

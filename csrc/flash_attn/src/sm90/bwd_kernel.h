@@ -1,0 +1,108 @@
+// The wgmma backward kernels: the main one over blocks of keys, and the conversion of dQ.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/row_store.h"
+#include "sm90/bwd_mainloop.h"
+#include "sm90/bwd_producer.h"
+
+namespace flash {
+namespace sm90 {
+
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1 };
+
+// This warp's 16 rows of dK or dV, through shared memory in the place of K or V, which nobody reads any more.
+template <class Config, class Accumulator>
+__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
+                                          const CUtensorMap& map, typename Config::Element* tile) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  const KeyBlock& block = mainloop.block;
+#pragma unroll
+  for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDkv{}).get_thread_slice(mainloop.thread);
+  const auto values = convert<Element>(acc);
+  auto staged = mainloop.own_keys(tile);
+  copy(Store{}, store.retile_S(values), store.partition_D(staged));
+  tma_store_fence();
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  const int warp_row = 64 * mainloop.group + mainloop.thread / 32 * 16;
+  const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
+#pragma unroll
+  for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    SM90_TMA_STORE_5D::copy(&map, tile + (chunk * Config::kBlockN + warp_row) * Config::kChunkCols,
+                            chunk * Config::kChunkCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
+                            block.head_k, keys.outer, keys.origin);
+  }
+  tma_store_arrive();
+}
+
+// Gradients of one block of keys and values, and its share of dQ: one consumer warpgroup.
+template <class Config>
+__device__ __forceinline__ void compute_dk_dv_1colblock(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                        const KeyBlock& block, int group) {
+  BwdMainloop<Config> mainloop(launch.params, storage, block, group);
+  mainloop.run();
+  store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.v);
+  store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.k);
+  if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the stores' reading of it
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
+  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.width);
+  if (block.empty(Config::kBlockN)) return;
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage, block).run();
+    if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    compute_dk_dv_1colblock<Config>(launch, storage, block, warp_group - 1);
+  }
+}
+
+// dQ tile of one row block: fp32 in the order of the consumers' accumulators to rows of Elements.
+template <class Config>
+__global__ void __launch_bounds__(Config::kConsumers)
+    flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  extern __shared__ __align__(1024) char smem[];
+  const RowBlock block = row_block(params, Config::kBlockM);
+  if (block.empty()) return;
+  const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
+                        block.row_begin / Config::kBlockM;
+  using Mainloop = BwdMainloop<Config>;
+  typename Mainloop::AccDq acc_dq;
+  load_dq<32>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile + threadIdx.x / 32 * Mainloop::kDqOfWarp,
+              threadIdx.x % 32);
+#pragma unroll
+  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+  using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
+  auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
+  const int group = threadIdx.x / 128;
+  auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
+                          make_coord(Config::kSplitsDqRows ? group : 0, Config::kSplitsDqRows ? 0 : group));
+  const auto values = convert<Element>(acc_dq);
+  copy(Store{}, store.retile_S(values), store.partition_D(share));
+  __syncthreads();
+  Element* const rows =
+      static_cast<Element*>(params.dq_ptr) +
+      matrix_offset(params.dq_strides, params.is_varlen(), block.batch, block.q_begin + block.row_begin, block.head);
+  store_rows<typename Config::RowCopyT>(staged, rows, params.dq_strides.row, block.row_end - block.row_begin, params.d);
+}
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,80 @@
+// Tensor maps, grids and launches of the wgmma backward.
+#pragma once
+
+#include "../plan/grid.h"
+#include "common/launch.h"
+#include "sm90/bwd_kernel.h"
+#include "static_switch.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
+  const Flash_bwd_params& params = launch.params;
+  constexpr int kStoredRows = 16;  // of one warp
+  struct Matrix {
+    CUtensorMap& map;
+    const void* data;
+    const MatrixStrides& strides;
+    bool is_query;
+    int rows;
+  };
+  const Matrix matrices[] = {
+      {launch.q_map, params.q_ptr, params.q_strides, true, Config::kBlockM},
+      {launch.do_map, params.do_ptr, params.do_strides, true, Config::kBlockM},
+      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN},
+      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN},
+      {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows},
+      {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows},
+  };
+  for (const Matrix& matrix : matrices) {
+    const cudaError_t status =
+        make_tensor_map(matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query), dtype,
+                        {Config::kChunkCols, matrix.rows});
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+template <class Config>
+cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const Flash_bwd_params& params = launch.params;
+  const int64_t heads = plan::bwd_heads(params.is_varlen(), params.b, params.h_k);
+  const int64_t blocks = params.h_k * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_k, Config::kBlockN);
+  const int64_t rows = params.is_varlen() ? params.seqlen_q / params.b : params.seqlen_q;
+  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM);
+  launch.width = plan::interleave_width(params.multiprocessors, heads, blocks / heads, running);
+  return flash::launch(flash_bwd_kernel<Config>, blocks, Config::kThreads, static_cast<int>(sizeof(BwdStorage<Config>)),
+                       launch, params.device, stream, configured_devices);
+}
+
+template <class Config>
+cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
+  return flash::launch(flash_bwd_convert_dq_kernel<Config>, blocks, Config::kConsumers,
+                       Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), params, params.device,
+                       stream, configured_devices);
+}
+
+}  // namespace sm90
+
+// cudaErrorNotSupported: not for this family, nothing was launched.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream) {
+  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain>;
+  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral>;
+  if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
+  sm90::BwdLaunch launch{};
+  launch.params = params;
+  cudaError_t status = sm90::make_tensor_maps<Plain>(launch, kDtype);
+  if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
+  if (status != cudaSuccess) return status;
+  status = params.has_dropout || params.has_score_mod ? sm90::run_flash_bwd<General>(launch, stream)
+                                                      : sm90::run_flash_bwd<Plain>(launch, stream);
+  return status == cudaSuccess ? sm90::run_flash_bwd_convert_dq<Plain>(params, stream) : status;
+}
+
+}  // namespace flash

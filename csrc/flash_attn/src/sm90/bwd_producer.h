@@ -1,0 +1,114 @@
+// The loading side of the wgmma backward: one warp brings K, V, Q and dO in by TMA, another the statistics of the rows.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/bwd_schedule.h"
+#include "common/score_mod.h"
+#include "sm90/bwd_storage.h"
+#include "sm90/tensor_map.h"
+
+namespace flash {
+namespace sm90 {
+
+struct BwdLaunch {
+  Flash_bwd_params params;
+  int width;  // plan::interleave_width()
+  CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
+};
+
+// Issued by one lane; the whole warp walks along.
+template <class Config>
+struct BwdLoader {
+  using Element = typename Config::Element;
+
+  const BwdLaunch& launch;
+  BwdStorage<Config>& storage;
+  const KeyBlock& block;
+  const bool issues;  // this lane
+
+  __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_, const KeyBlock& block_)
+      : launch(launch_), storage(storage_), block(block_), issues(threadIdx.x % 32 == 0) {}
+
+  // kRows rows from `row` on, chunk by chunk.
+  template <int kRows>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int head, cute::TMA::CacheHintSm90 hint) const {
+    if (!issues) return;
+    full.arrive_and_expect(kRows * Config::kHeadDim * static_cast<int>(sizeof(Element)));
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
+                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                   row + rows.shift, head, rows.outer, rows.origin);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    using cute::TMA::CacheHintSm90;
+    const Flash_bwd_params& params = launch.params;
+    const bool is_varlen = params.is_varlen();
+    const TmaRows keys(is_varlen, block.batch, block.k_begin, block.seqlen_k);
+    const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
+    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = walk.count();
+    if (count == 0) return;
+    RowStep at = walk.start();
+    const int key = block.n_block * Config::kBlockN;
+    load<Config::kBlockN>(launch.k_map, storage.k_full, storage.k, keys, key, block.head_k, CacheHintSm90::EVICT_FIRST);
+    RingIndex<Config::kStages> place;
+    for (int i = 0; i < count; ++i) {
+      const int stage = place.stage, row = at.row_block * Config::kBlockM;
+      storage.q_empty[stage].wait(place.phase ^ 1);
+      load<Config::kBlockM>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row, at.head,
+                            CacheHintSm90::EVICT_LAST);
+      if (i == 0) {
+        load<Config::kBlockN>(launch.v_map, storage.v_full, storage.v, keys, key, block.head_k,
+                              CacheHintSm90::EVICT_FIRST);
+      }
+      storage.do_empty[stage].wait(place.phase ^ 1);
+      load<Config::kBlockM>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row, at.head,
+                            CacheHintSm90::EVICT_LAST);
+      place.advance();
+      walk.advance(at);
+    }
+  }
+};
+
+// The LSE and softmax_d of the rows of each step; rows beyond the sequence get an LSE of +inf, which makes their
+// probabilities 0. A step's values are on their way while the buffers of the step are still in use.
+template <class Config>
+__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                const KeyBlock& block) {
+  constexpr int kRows = Config::kBlockM / 32;  // of each lane
+  const int lane = threadIdx.x % 32;
+  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+  RowStep at = walk.start();
+  RingIndex<Config::kStages> place;
+  const int count = walk.count();
+  for (int i = 0; i < count; ++i) {
+    const float* const lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
+    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
+    float lse_log2[kRows], softmax_d[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int row = at.row_block * Config::kBlockM + 32 * j + lane;
+      const bool valid = row < block.seqlen_q;
+      lse_log2[j] = valid ? lse[row] * ScoreMod::kLog2e : INFINITY;
+      softmax_d[j] = valid ? delta[row] : 0.0f;
+    }
+    storage.q_empty[place.stage].wait(place.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.lse_log2[place.stage][32 * j + lane] = lse_log2[j];
+    storage.q_full[place.stage].arrive();
+    storage.do_empty[place.stage].wait(place.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.softmax_d[place.stage][32 * j + lane] = softmax_d[j];
+    storage.do_full[place.stage].arrive();
+    place.advance();
+    walk.advance(at);
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

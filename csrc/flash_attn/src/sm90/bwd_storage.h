@@ -1,0 +1,47 @@
+// Shared memory of the wgmma backward: tiles, barriers, and who waits for whom at each of them.
+#pragma once
+
+#include "common/sequence.h"
+#include "sm90/barrier.h"
+#include "sm90/bwd_config.h"
+#include "sm90/ring.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+struct BwdStorage {
+  using Element = typename Config::Element;
+
+  alignas(1024) Element k[Config::kSmemKv];  // in the end dK
+  alignas(1024) Element v[Config::kSmemKv];  // in the end dV
+  alignas(1024) Element q[Config::kStages][Config::kSmemQ];
+  alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
+  // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
+  // had finished reading it.
+  alignas(1024) Element ds[2][Config::kSmemDs];
+  alignas(128) float dq[Config::kConsumerWarps][Config::kDqTile / Config::kConsumerWarps];  // each warp's, to be added
+  alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
+  alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
+
+  // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: one arrival of
+  // each warp that read.
+  Barrier k_full, v_full;
+  Barrier q_full[Config::kStages], q_empty[Config::kStages];
+  Barrier do_full[Config::kStages], do_empty[Config::kStages];
+
+  __device__ __forceinline__ void init_barriers() {
+    k_full.init(1);
+    v_full.init(1);
+    for (int i = 0; i < Config::kStages; ++i) {
+      q_full[i].init(1 + 32);
+      do_full[i].init(1 + 32);
+      q_empty[i].init(Config::kConsumerWarps);
+      do_empty[i].init(Config::kConsumerWarps);
+    }
+    Barrier::fence_init();
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

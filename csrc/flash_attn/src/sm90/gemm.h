@@ -1,0 +1,33 @@
+// Products of tiles by wgmma.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash {
+namespace sm90 {
+
+// acc += A B over all k slices; started, not waited for. `clears`: acc = A B.
+template <class Mma, class A, class B, class Acc>
+__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears) {
+  using namespace cute;
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  mma.accumulate_ = clears ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < size<2>(tCrA); ++k) {
+    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(acc);
+}
+
+// All but the last kPending products that this warpgroup has started are complete; `acc` is the result of one of them.
+template <int kPending, class Acc>
+__device__ __forceinline__ void wait_for(Acc& acc) {
+  cute::warpgroup_wait<kPending>();
+  cute::warpgroup_fence_operand(acc);
+}
+
+}  // namespace sm90
+}  // namespace flash
