@@ -54,14 +54,18 @@ def test_zero_lengths(device, kind, lengths):
 @pytest.mark.parametrize("total_q", (0, 5))
 @pytest.mark.parametrize("total_k", (0, 7))
 def test_batch_of_no_sequences(device, total_q, total_k):
-    """cu_seqlens = [0]: every row is padding."""
+    """cu_seqlens = [0]: every row is padding, gradients included."""
     dtype = getattr(torch, DTYPE)
-    q = torch.randn(total_q, 4, 64, device=device, dtype=dtype)
-    k = torch.randn(total_k, 2, 64, device=device, dtype=dtype)
+    q = torch.randn(total_q, 4, 64, device=device, dtype=dtype, requires_grad=True)
+    k = torch.randn(total_k, 2, 64, device=device, dtype=dtype, requires_grad=True)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     out, lse, _ = flash_attn_varlen_func(q, k, k, zero, zero, 0, 0, return_attn_probs=True)
     assert out.shape == q.shape and (out == 0).all()
     assert lse.shape == (4, total_q) and torch.isposinf(lse).all()
+    for deterministic in (False, True):
+        out = flash_attn_varlen_func(q, k, k, zero, zero, 0, 0, deterministic=deterministic)
+        dq, dk = torch.autograd.grad(out, (q, k), torch.randn_like(out))
+        assert (dq == 0).all() and (dk == 0).all()
 
 
 def test_rows_before_the_first_sequence_are_padding(device):

@@ -206,15 +206,17 @@ struct BwdMainloop {
     if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
     __syncwarp();
     stage_dq(acc_dq, staged, thread % 32);
-    cute::tma_store_fence();
+    fence_buffer();
     __syncwarp();
-    if (!is_first_lane()) return;
-    if (is_deterministic()) {
-      wait_for_turn(params.dq_turns_ptr + tile,
-                    dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
-      fence_before_additions();
+    if (is_first_lane()) {
+      if (is_deterministic()) {
+        wait_for_turn(params.dq_turns_ptr + tile,
+                      dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+        fence_before_additions();
+      }
+      reduce_bulk(target, staged, kDqOfWarp);
     }
-    reduce_bulk(target, staged, kDqOfWarp);
+    __syncwarp();  // wgmma wants whole warps
   }
   static constexpr int kDqOfWarp = Config::kDqTile / Config::kConsumerWarps;
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -227,7 +229,9 @@ struct BwdMainloop {
 
   // After the consumers' barrier that follows the step: all have added. The step after it hides the way to memory.
   __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
-    if (is_deterministic() && group == 0 && thread == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+    if (!is_deterministic()) return;
+    if (group == 0 && thread == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+    __syncwarp();
   }
 
   // On return both consumers are done with shared memory.
