@@ -19,14 +19,6 @@ struct ScorePlace {
   int key_begin;
 };
 
-// Whether some row of the tile does not see all of its keys.
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ bool needs_mask(const Visibility& visibility, const ScorePlace& place) {
-  const int row_end = min(place.row_begin + kBlockM, visibility.seqlen_q);
-  return visibility.key_end(place.row_begin) < place.key_begin + kBlockN ||
-         visibility.key_begin(row_end - 1) > place.key_begin;
-}
-
 template <int kBlockM, int kBlockN, class Scores, class Coords>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
                                             const ScorePlace& place) {

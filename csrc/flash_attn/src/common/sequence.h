@@ -134,7 +134,8 @@ struct KeyBlock {
   int n_block = 0;
   int q_segment = 0;  // of the queries, for varlen_first_slot
 
-  __device__ __forceinline__ bool empty(int block_n) const { return n_block * block_n >= seqlen_k; }
+  // n_block is negative where cu_seqlens_k descends.
+  __device__ __forceinline__ bool empty(int block_n) const { return n_block < 0 || n_block * block_n >= seqlen_k; }
 };
 
 __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, int index,

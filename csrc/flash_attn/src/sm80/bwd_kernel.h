@@ -48,8 +48,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.width);
-  if (block.n_block < 0 || block.empty(Config::kBlockN)) return;  // negative where cu_seqlens_k descends
-  compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
+  if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
 }
 
 // dQ tile of one row block: fp32 in accumulator order to rows of Elements.

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.width);
-  if (block.n_block < 0 || block.empty(Config::kBlockN)) return;  // negative where cu_seqlens_k descends
+  if (block.empty(Config::kBlockN)) return;
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too

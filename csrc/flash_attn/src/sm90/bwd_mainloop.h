@@ -146,32 +146,30 @@ struct BwdMainloop {
     storage.do_full[stage].wait(place.phase);
     start_scores(storage.v, storage.dout[stage], acc_dp);
     const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
-    const bool is_edge = needs_mask<Config::kBlockM, 64>(visibility, score_place);
     wait_for<1>(acc_s);
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues lse_log2{storage.lse_log2[stage], coords}, softmax_d{storage.softmax_d[stage], coords};
     if constexpr (Config::kVariant == BwdVariant::kPlain) {
-      if (is_edge) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
+      mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const auto p = convert<Element>(acc_s);
       start_dkv(p, storage.dout[stage], acc_dv);
       wait_for<1>(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
-      finish_step(at, p, acc_dp, i);
+      finish_step(at, acc_dp, i);
     } else {
       wait_for<0>(acc_dp);
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, score_place, coords, lse_log2, softmax_d,
                                                        scores, dp);
       const auto p = convert<Element>(acc_s);
       start_dkv(p, storage.dout[stage], acc_dv);
-      finish_step(at, p, acc_dp, i);
+      finish_step(at, acc_dp, i);
     }
   }
 
   // dK and dQ; dV is under way. dQ is added while dK is computed.
-  template <class Values>
-  __device__ __forceinline__ void finish_step(const RowStep& at, const Values& p, const AccSdP& acc_ds, int i) {
+  __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
     write_ds(ds, i % 2);
     if (is_deterministic()) complete_additions();
