@@ -134,7 +134,7 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_family(plan::Family family, const Flash_bwd_params& params, cudaStream_t stream) {
   if (family == plan::Family::kMmaSync) return run_mha_bwd_<kDtype, kHeadDim>(params, stream);
-  if constexpr (kHeadDim > 32 && kHeadDim <= plan::kMaxSm90BwdHeadDim) {
+  if constexpr (kHeadDim > 32) {
     return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim).head_dim>(params, stream);
   }
   return cudaErrorNotSupported;

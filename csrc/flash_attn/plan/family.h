@@ -46,14 +46,10 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   return is_small(query) && !is_forced("wgmma") ? Family::kMmaSync : Family::kWgmma;
 }
 
-// Of the backward. The deterministic one too.
-constexpr bool wgmma_serves_backward(const FamilyQuery& query) {
-  return wgmma_serves(query) && query.head_dim <= kMaxSm90BwdHeadDim;
-}
-
+// Of the backward, the deterministic one too.
 inline Family choose_backward_family(const FamilyQuery& query, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return wgmma_serves_backward(query) && !declined ? Family::kWgmma : Family::kMmaSync;
+  return wgmma_serves(query) && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.
