@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   KvMainloop<Config> mainloop(params, ring, q_rows);
   const KvPart& part = mainloop.part;
   int block = 0, begin = 0, end = 0;  // of the run under way
-  bool carries = false;               // an earlier run of the part left a sum
+  bool carries = false;               // the run before left a sum
   while (ring.advance()) {
     if (block == end) {
-      if (!carries) {
+      if (Config::kPlain || block == part.block_end()) {  // and not only a run of a part
         mainloop.enter_tile(ring.take_part());
         if (!ring.brings_query()) KvQuery<Config>{params, part, q_rows}.load();
         mainloop.misses_pages |= misses_pages_beside(params, part);
