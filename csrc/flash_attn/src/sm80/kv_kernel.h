@@ -1,6 +1,7 @@
 // The KV-cache kernel of the mma.sync family: every thread block works through its stretch of key blocks.
 #pragma once
 
+#include "common/dropout.h"
 #include "common/kv_output.h"
 #include "sm80/kv_epilogue.h"
 #include "sm80/kv_query.h"
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     carries = place.end == RunEnd::kCarry;
   }
   ring.finish();
+  if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }
 
 }  // namespace flash
