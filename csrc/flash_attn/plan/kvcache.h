@@ -87,6 +87,15 @@ constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& p
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
+// Thread blocks among which the line of work is shared: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no cut and no merge. Memory is what limits them, and one on each multiprocessor saturates it too.
+constexpr int64_t kv_sharing_blocks(int64_t tiles, int multiprocessors, int blocks_per_sm) {
+  const int64_t resident = static_cast<int64_t>(multiprocessors) * blocks_per_sm;
+  if (tiles <= multiprocessors) return tiles * 10 >= int64_t{multiprocessors} * 9 ? tiles : resident;
+  const int64_t whole = ceil_div(tiles, ceil_div(tiles, resident));
+  return whole * 10 >= resident * 9 ? whole : resident;
+}
+
 constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   KvPlan plan{};
   const int group = problem.heads_k > 0 ? problem.heads / problem.heads_k : 1;
@@ -103,7 +112,8 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   const int64_t most_blocks = tiles * kv_most_blocks(problem.capacity, block_n);
-  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t resident = by_shares ? kv_sharing_blocks(tiles, device.multiprocessors, residency.blocks_per_sm)
+                                     : static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
   const int64_t useful = ceil_div(most_blocks, plan.least_share);
   plan.thread_blocks = static_cast<int>(useful < resident ? useful : resident);
   plan.run_blocks = kUnbounded;
