@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <limits>
@@ -34,6 +35,13 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- forward ----
 
+// Keys that the last 128 rows of a sequence see at most.
+int64_t seen_keys(const Flash_fwd_params& params) {
+  const Visibility visibility{params.seqlen_q, params.seqlen_k, params.window};
+  const int last = std::max(params.seqlen_q - 1, 0);
+  return visibility.key_end(last) - visibility.key_begin(std::max(last - 127, 0));
+}
+
 plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   const int64_t sequences = params.b > 0 ? params.b : 1;
   plan::FamilyQuery query{};
@@ -43,6 +51,11 @@ plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
   query.multiprocessors = params.multiprocessors;
+  query.may_split =
+      !params.is_varlen() && !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr;
+  const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio;
+  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, rows);
+  query.seen_keys = seen_keys(params);
   return query;
 }
 
@@ -120,7 +133,11 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     const bool uneven = params.window.right != kUnbounded || params.is_varlen();
     const plan::Family family = choose_family(params);
     if (uneven && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
-    run_mha_fwd(family, params, q);
+    if (family == plan::Family::kSplitKv) {
+      check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
+    } else {
+      run_mha_fwd(family, params, q);
+    }
   }
   if (out_.has_value() && !direct) {
     out_->copy_(out);

@@ -1,4 +1,5 @@
-// Attention against a KV cache, its plan, and the merge of partial results: check -> describe -> allocate -> launch.
+// Attention against a KV cache, its plan, forwards by the same kernels, and the merge of partial results:
+// check -> describe -> allocate -> launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -240,6 +241,34 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
   if (q.size(0) > 0) run_kvcache(params, q);
   return {out, lse};
+}
+
+// ---- a forward by the same kernels ----
+
+// A dense batch is a full cache. k, v and out are those of `forward`.
+inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v, const at::Tensor& out) {
+  Flash_kvcache_params params;
+  static_cast<Flash_fwd_params&>(params) = forward;
+  const plan::KvPlan plan =
+      set_params_sizes(params,
+                       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, forward.seqlen_k, false,
+                        forward.window.left, forward.window.right, 0, false},
+                       forward.device);
+  at::Tensor workspace;
+  const int64_t workspace_words = plan::kv_workspace_words(plan, params.d);
+  if (params.merges) {
+    workspace = new_empty(q, {workspace_words}, at::kFloat);
+    set_params_workspace(params, plan, workspace.mutable_data_ptr<float>());
+  }
+  params.cache_batch = forward.b;
+  params.kv_bytes = std::min(piece_bytes(k), piece_bytes(v));
+  params.q_vectors = piece_bytes(q) == 16;
+  params.o_vectors = piece_bytes(out) == 16;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+  });
 }
 
 // ---- plan ----

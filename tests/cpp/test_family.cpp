@@ -15,7 +15,7 @@ void check_choice() {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (bool is_paged : {false, true}) {
         for (bool is_small : {false, true}) {
-          FamilyQuery query{capability, head_dim, is_paged, 132, 512, 132};
+          FamilyQuery query{capability, head_dim, is_paged, 132, 512, 132, false, 1, 512};
           if (!is_small) query.row_tiles = 133;
           const bool serves = capability == 90 && head_dim > 32 && !is_paged;
           const bool wgmma = serves && !(is_small && head_dim <= 128);
@@ -31,14 +31,38 @@ void check_choice() {
       }
     }
   }
-  FamilyQuery many_keys{90, 64, false, 1, 513, 132};
+  FamilyQuery many_keys{90, 64, false, 1, 513, 132, false, 1, 513};
   check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
+}
+
+// Where tiles of rows are few, and tiles of packed rows half as many as multiprocessors at most.
+void check_split() {
+  for (int capability : {80, 90}) {
+    const FamilyQuery query{capability, 128, false, 16, 4096, 132, true, 66, 512};
+    check::that(choose_family(query, nullptr) == Family::kSplitKv, "few rows, many keys", capability);
+    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability);
+    check::that((choose_family(query, "wgmma") == Family::kWgmma) == (capability == 90), "wgmma", capability);
+    FamilyQuery other = query;
+    other.split_tiles = 67;
+    check::that(choose_family(other, nullptr) != Family::kSplitKv, "many packed rows", capability);
+    check::that(choose_family(other, "split_kv") == Family::kSplitKv, "split_kv", capability);
+    other.row_tiles = 133;
+    check::that(choose_family(other, nullptr) == Family::kSplitKv, "more tiles of rows than packed ones", capability);
+    other = query;
+    other.seen_keys = 511;
+    check::that(choose_family(other, nullptr) != Family::kSplitKv, "few keys in sight", capability);
+    other = query;
+    other.may_split = false;
+    for (const char* forced : {static_cast<const char*>(nullptr), "split_kv"}) {
+      check::that(choose_family(other, forced) != Family::kSplitKv, "not served", capability);
+    }
+  }
 }
 
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
-      const FamilyQuery query{capability, head_dim, false, 1, 1, 132};
+      const FamilyQuery query{capability, head_dim, false, 1, 1, 132, false, 1, 1};
       const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
       check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
       check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);
@@ -80,6 +104,7 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
 
 int main() {
   check_choice();
+  check_split();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {

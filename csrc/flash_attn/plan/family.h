@@ -12,6 +12,7 @@ namespace plan {
 enum class Family {
   kMmaSync,  // sm_80 and newer: every feature
   kWgmma,    // compute capability 9.0 only
+  kSplitKv,  // the kernels of the KV cache: many thread blocks share the keys of a row
 };
 
 constexpr int kWgmmaCapability = 90;
@@ -24,6 +25,9 @@ struct FamilyQuery {
   int64_t row_tiles;  // of 128 rows, of all heads
   int64_t keys;       // of one sequence
   int multiprocessors;
+  bool may_split;       // a dense batch without dropout, sinks and max_logit
+  int64_t split_tiles;  // of packed rows, of all K/V heads: kv_row_tiles()
+  int64_t seen_keys;    // at most so many by a tile of rows
 };
 
 constexpr bool wgmma_serves(const FamilyQuery& query) {
@@ -38,12 +42,26 @@ constexpr bool is_small(const FamilyQuery& query) {
   return query.head_dim <= kSmallHeadDim && query.keys <= kSmallKeys && query.row_tiles <= query.multiprocessors;
 }
 
-// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync" and "wgmma" take that family wherever it serves the
-// call; anything else leaves the choice as it is.
+// Few rows against many keys: tiles of rows leave multiprocessors idle, while shares of keys fill them. A key costs a
+// tile about as much time in each family, and the merge of what was split as much as some hundred keys.
+constexpr int kFewestSplitKeys = 512;
+constexpr int kSplitAdvantage = 2;
+
+constexpr bool prefers_split(const FamilyQuery& query) {
+  const int64_t waves = (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
+  return query.may_split && query.seen_keys >= kFewestSplitKeys &&
+         query.split_tiles * kSplitAdvantage <= waves * query.multiprocessors;
+}
+
+// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma" and "split_kv" take that family wherever it
+// serves the call; anything else leaves the choice as it is.
 inline Family choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
-  if (!wgmma_serves(query) || is_forced("mma_sync")) return Family::kMmaSync;
-  return is_small(query) && !is_forced("wgmma") ? Family::kMmaSync : Family::kWgmma;
+  if (is_forced("mma_sync")) return Family::kMmaSync;
+  if (is_forced("wgmma") && wgmma_serves(query)) return Family::kWgmma;
+  if (is_forced("split_kv") && query.may_split) return Family::kSplitKv;
+  if (prefers_split(query)) return Family::kSplitKv;
+  return wgmma_serves(query) && !is_small(query) ? Family::kWgmma : Family::kMmaSync;
 }
 
 // Of the backward, the deterministic one too.

@@ -66,6 +66,9 @@ constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// Key blocks of a tile over a full cache; one without keys takes a place too.
+constexpr int64_t kv_most_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
+
 constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
   return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
 }
@@ -84,6 +87,15 @@ constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& p
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
+// Thread blocks among which the line of work is shared: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no cut and no merge. Memory is what limits them, and one on each multiprocessor saturates it too.
+constexpr int64_t kv_sharing_blocks(int64_t tiles, int multiprocessors, int blocks_per_sm) {
+  const int64_t resident = static_cast<int64_t>(multiprocessors) * blocks_per_sm;
+  if (tiles <= multiprocessors) return tiles * 10 >= int64_t{multiprocessors} * 9 ? tiles : resident;
+  const int64_t whole = ceil_div(tiles, ceil_div(tiles, resident));
+  return whole * 10 >= resident * 9 ? whole : resident;
+}
+
 constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   KvPlan plan{};
   const int group = problem.heads_k > 0 ? problem.heads / problem.heads_k : 1;
@@ -93,14 +105,15 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   const KvResidency residency = kv_residency(tile, device.smem_per_sm, device.smem_per_block);
   const int block_n = kv_block_n(tile);
   plan.stages = residency.stages;
-  plan.row_tiles = static_cast<int>(ceil_div(rows, tile.rows()));
+  plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows));
   plan.slot_rows = static_cast<int>(rows < tile.rows() ? rows : tile.rows());
   const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
   plan.least_share = by_shares ? ceil_div(kLeastShareBytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  const int64_t most_blocks = tiles * (ceil_div(problem.capacity, block_n) + 1);
-  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t most_blocks = tiles * kv_most_blocks(problem.capacity, block_n);
+  const int64_t resident = by_shares ? kv_sharing_blocks(tiles, device.multiprocessors, residency.blocks_per_sm)
+                                     : static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
   const int64_t useful = ceil_div(most_blocks, plan.least_share);
   plan.thread_blocks = static_cast<int>(useful < resident ? useful : resident);
   plan.run_blocks = kUnbounded;
@@ -117,7 +130,7 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
 
 // Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
 constexpr bool kv_may_cut(const KvPlan& plan, int capacity, int block_n) {
-  const int64_t blocks = ceil_div(capacity, block_n) + 1;
+  const int64_t blocks = kv_most_blocks(capacity, block_n);
   switch (plan.cuts.rule) {
     case CutRule::kWhole: return false;
     case CutRule::kAnywhere: return blocks > plan.cuts.value;

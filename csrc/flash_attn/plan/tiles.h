@@ -232,6 +232,12 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
   return size;
 }
 
+// Tiles of the packed rows of one sequence and K/V head.
+constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
+  const int tile_rows = kv_tile(head_dim, kv_tile_size(head_dim, rows)).rows();
+  return (rows + tile_rows - 1) / tile_rows;
+}
+
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
 constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
 
