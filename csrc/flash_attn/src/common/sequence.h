@@ -182,6 +182,11 @@ __device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, cons
           params.h_h_k_ratio};
 }
 
+// Where the walk of a key block starts, in row blocks: not where its neighbours do, unless they take turns at dQ.
+__device__ __forceinline__ int start_skew(const Flash_bwd_params& params, const KeyBlock& block) {
+  return params.dq_turns_ptr != nullptr ? 0 : block.n_block;
+}
+
 // Element offset of a packed row's sequence and head in a tensor of the given strides.
 __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
                                                  int head) {

@@ -73,9 +73,11 @@ struct BwdConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kDqTile = kBlockM * kHeadDim;                           // floats
-  static constexpr int kDqOfSlice = kDqTile / kConsumerWarps / kDqSlices;      // of one warp
-  static constexpr int kDqStaged = kSplitsKeys ? kDqOfSlice : kDqOfSlice / 2;  // at a time, for want of shared memory
+  static constexpr int kDqTile = kBlockM * kHeadDim;                       // floats
+  static constexpr int kDqOfSlice = kDqTile / kConsumerWarps / kDqSlices;  // of one warp
+  // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
+  // while they wait for the L2 cache the other consumer computes.
+  static constexpr int kDqStaged = kSplitsKeys ? kDqOfSlice : 0;
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
 
   // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer

@@ -225,36 +225,40 @@ struct BwdMainloop {
     return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
   }
 
-  // A slice of each warp's share, from its own buffer, by one lane. Deterministic: at this block's turn; `seen` is the
-  // counter before the product.
+  // A slice of each warp's share. `seen`: the turn counter before the product.
   __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen,
                                          const AccDq& acc_dq) const {
-    using namespace cute;
     const int warp = 4 * group + thread / 32;
-    float* const staged = storage.dq[warp];
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
-    constexpr int kParts = Config::kDqOfSlice / Config::kDqStaged, kValues = Config::kDqStaged / 32;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (is_first_lane()) tma_store_wait<0>();  // the buffer has been read
+    if constexpr (Config::kDqStaged > 0) {
+      float* const staged = storage.dq[warp];
+      if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
       __syncwarp();
-      stage_dq(make_tensor(acc_dq.data() + part * kValues, Layout<Int<kValues>>{}), staged, thread % 32);
+      stage_dq(acc_dq, staged, thread % 32);
       fence_buffer();
       __syncwarp();
       if (is_first_lane()) {
-        if (is_deterministic() && slice == 0 && part == 0) {
-          wait_for_turn(params.dq_turns_ptr + tile,
-                        dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+        if (is_deterministic()) {
+          wait_for_turn_at(at, tile, seen);
           fence_before_additions();
         }
-        reduce_bulk(target + part * Config::kDqStaged, staged, Config::kDqStaged);
+        reduce_bulk(target, staged, Config::kDqStaged);
       }
-      __syncwarp();  // wgmma wants whole warps
+    } else {
+      if (is_deterministic() && slice == 0) wait_for_turn_at(at, tile, seen);
+      reduce_dq<32>(acc_dq, target, thread % 32);
     }
+    __syncwarp();  // wgmma wants whole warps
   }
+
+  __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
+    wait_for_turn(params.dq_turns_ptr + tile,
+                  dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+  }
+
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  // Before the barrier that precedes pass_turn_of(): what this warp added is in its place.
+  // Before the barrier that precedes pass_turn_of(): what the bulk copy engine adds for this warp is in its place.
   __device__ __forceinline__ void complete_additions() const {
     if (is_first_lane()) wait_for_additions();
     __syncwarp();
@@ -273,7 +277,7 @@ struct BwdMainloop {
     if (count == 0) return;
     storage.k_full.wait(0);
     storage.v_full.wait(0);
-    RowStep at = walk.start();
+    RowStep at = walk.start(start_skew(params, block));
     RowStep last = at;
     for (int i = 0; i < count; ++i) {
       step(at, i);
