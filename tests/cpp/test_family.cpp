@@ -13,32 +13,30 @@ using flash::plan::FamilyQuery;
 void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
-      for (bool is_paged : {false, true}) {
-        for (bool is_small : {false, true}) {
-          FamilyQuery query{capability, head_dim, is_paged, 132, 512, 132, false, 1, 512};
-          if (!is_small) query.row_tiles = 133;
-          const bool serves = capability == 90 && head_dim > 32 && !is_paged;
-          const bool wgmma = serves && !(is_small && head_dim <= 128);
-          const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
-          check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_paged, is_small);
-          check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim, is_paged);
-          check::that((choose_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
-                      is_paged, is_small);
-          for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
-            check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim, is_paged);
-          }
+      for (bool is_small : {false, true}) {
+        FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 512};
+        if (!is_small) query.row_tiles = 133;
+        const bool serves = capability == 90 && head_dim > 32;
+        const bool wgmma = serves && !(is_small && head_dim <= 128);
+        const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
+        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_small);
+        check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim);
+        check::that((choose_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
+                    is_small);
+        for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
+          check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim);
         }
       }
     }
   }
-  FamilyQuery many_keys{90, 64, false, 1, 513, 132, false, 1, 513};
+  FamilyQuery many_keys{90, 64, 1, 513, 132, false, 1, 513};
   check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
 }
 
 // Where tiles of rows are few, and tiles of packed rows half as many as multiprocessors at most.
 void check_split() {
   for (int capability : {80, 90}) {
-    const FamilyQuery query{capability, 128, false, 16, 4096, 132, true, 66, 512};
+    const FamilyQuery query{capability, 128, 16, 4096, 132, true, 66, 512};
     check::that(choose_family(query, nullptr) == Family::kSplitKv, "few rows, many keys", capability);
     check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability);
     check::that((choose_family(query, "wgmma") == Family::kWgmma) == (capability == 90), "wgmma", capability);
@@ -62,7 +60,7 @@ void check_split() {
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
-      const FamilyQuery query{capability, head_dim, false, 1, 1, 132, false, 1, 1};
+      const FamilyQuery query{capability, head_dim, 1, 1, 132, false, 1, 1};
       const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
       check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
       check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);

@@ -21,7 +21,6 @@ constexpr int kWgmmaCapability = 90;
 struct FamilyQuery {
   int capability;  // 10 * major + minor
   int head_dim;
-  bool is_paged;
   int64_t row_tiles;  // of 128 rows, of all heads
   int64_t keys;       // of one sequence
   int multiprocessors;
@@ -31,7 +30,7 @@ struct FamilyQuery {
 };
 
 constexpr bool wgmma_serves(const FamilyQuery& query) {
-  return query.capability == kWgmmaCapability && query.head_dim > 32 && !query.is_paged;
+  return query.capability == kWgmmaCapability && query.head_dim > 32;
 }
 
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).

@@ -96,6 +96,7 @@ struct Flash_fwd_params {
   int multiprocessors = 0;
 
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
+  FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.

@@ -66,7 +66,7 @@ __device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, in
 
 __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
-  const bool paged = params.paged.block_table != nullptr;
+  const bool paged = params.is_paged();
   const int begin = varlen.cu_seqlens_k[block.batch];
   const int length = max(varlen.cu_seqlens_k[block.batch + 1] - begin, 0);
   const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
