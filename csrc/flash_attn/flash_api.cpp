@@ -35,11 +35,11 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- forward ----
 
-// Keys that the last 128 rows of a sequence see at most.
-int64_t seen_keys(const Flash_fwd_params& params) {
-  const Visibility visibility{params.seqlen_q, params.seqlen_k, params.window};
-  const int last = std::max(params.seqlen_q - 1, 0);
-  return visibility.key_end(last) - visibility.key_begin(std::max(last - 127, 0));
+// Queries and keys of one sequence: of a packed batch the mean of the queries, and the keys that the caller expects.
+Visibility typical_sequence(const Flash_fwd_params& params) {
+  const int sequences = std::max(params.b, 1);
+  if (!params.is_varlen()) return {params.seqlen_q, params.seqlen_k, params.window};
+  return {(params.seqlen_q + sequences - 1) / sequences, params.p_cols, params.window};
 }
 
 plan::FamilyQuery family_query(const Flash_fwd_params& params) {
@@ -51,11 +51,15 @@ plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
   query.multiprocessors = params.multiprocessors;
-  query.may_split =
-      !params.is_varlen() && !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr;
+
   const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio;
-  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, rows);
-  query.seen_keys = seen_keys(params);
+  const Visibility sequence = typical_sequence(params);
+  const int last = std::max(sequence.seqlen_q - 1, 0);
+  query.may_split =
+      !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr && rows <= kMaxLength;
+  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k *
+                      plan::kv_row_tiles(params.d, static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio);
+  query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
   return query;
 }
 

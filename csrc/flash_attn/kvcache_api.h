@@ -46,6 +46,7 @@ struct KvCallSizes {
   bool is_causal;
   int64_t window_left, window_right, num_splits;
   bool batch_invariant;
+  bool is_packed = false;
 };
 
 inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallSizes& sizes, int device) {
@@ -74,13 +75,13 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
                                 params.d,
                                 params.capacity,
                                 as_int(sizes.num_splits),
-                                sizes.batch_invariant};
+                                sizes.batch_invariant,
+                                sizes.is_packed};
   const plan::KvPlan plan =
       plan::kv_plan(problem, {facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block});
   const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
-  if (static_cast<int64_t>(params.b) * plan.row_tiles > std::numeric_limits<int>::max()) {
-    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ",
-                 static_cast<int64_t>(params.b) * plan.row_tiles);
+  if (plan.items > std::numeric_limits<int>::max()) {
+    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ", plan.items);
   }
   params.tile_size = plan.tile_size;
   params.tile_rows = tile.rows();
@@ -88,6 +89,7 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.padded_dim = tile.head_dim;
   params.stages = plan.stages;
   params.row_tiles = plan.row_tiles;
+  params.items = static_cast<int>(plan.items);
   params.thread_blocks = plan.thread_blocks;
   params.least_share = plan.least_share;
   params.cuts = plan.cuts;
@@ -245,27 +247,44 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
 
 // ---- a forward by the same kernels ----
 
-// A dense batch is a full cache. k, v and out are those of `forward`.
+// Keys that a sequence may have.
+inline int split_capacity(const Flash_fwd_params& forward) {
+  const PagedKv& paged = forward.paged;
+  if (paged.block_table == nullptr) return forward.seqlen_k;
+  return static_cast<int>(
+      std::min<int64_t>(static_cast<int64_t>(paged.pages_per_sequence) * paged.page_size.divisor, kMaxLength));
+}
+
+// A dense batch is a full cache; the line of work of a packed one is laid out by the kernel that makes plans. k, v and
+// out are those of `forward`.
 inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& v, const at::Tensor& out) {
   Flash_kvcache_params params;
   static_cast<Flash_fwd_params&>(params) = forward;
+  params.capacity = split_capacity(forward);
   const plan::KvPlan plan =
       set_params_sizes(params,
-                       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, forward.seqlen_k, false,
-                        forward.window.left, forward.window.right, 0, false},
+                       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, params.capacity, false,
+                        forward.window.left, forward.window.right, 0, false, forward.is_varlen()},
                        forward.device);
-  at::Tensor workspace;
-  const int64_t workspace_words = plan::kv_workspace_words(plan, params.d);
-  if (params.merges) {
-    workspace = new_empty(q, {workspace_words}, at::kFloat);
-    set_params_workspace(params, plan, workspace.mutable_data_ptr<float>());
-  }
   params.cache_batch = forward.b;
   params.kv_bytes = std::min(piece_bytes(k), piece_bytes(v));
   params.q_vectors = piece_bytes(q) == 16;
   params.o_vectors = piece_bytes(out) == 16;
+  const int64_t schedule_words = forward.is_varlen() ? plan::kv_schedule_words(plan) : 0;
+  const int64_t workspace_words = params.merges ? plan::kv_workspace_words(plan, params.d) : 0;
+  at::Tensor workspace;
+  if (schedule_words + workspace_words > 0) {
+    workspace = new_empty(q, {schedule_words + workspace_words}, at::kInt);
+    int* const words = workspace.mutable_data_ptr<int>();
+    if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
+    if (schedule_words > 0) params.schedule = reinterpret_cast<const KvHeader*>(words);
+  }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  if (params.schedule != nullptr) {
+    const cudaError_t status = run_kvcache_plan(params, const_cast<KvHeader*>(params.schedule), stream);
+    if (status != cudaSuccess) return status;
+  }
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });

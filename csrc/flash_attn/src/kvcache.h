@@ -34,7 +34,8 @@ struct Flash_kvcache_params : Flash_fwd_params {
   Rotary rotary;
 
   FastDiv group;             // query heads of a K/V head
-  int row_tiles = 0;         // tiles of one K/V head and sequence
+  int row_tiles = 0;         // tiles of one K/V head and sequence of a dense batch
+  int items = 0;             // row tiles of a K/V head: of all sequences, or slots of a packed batch
   bool q_vectors = false;    // rows of q may be read in 16-byte pieces
   bool o_vectors = false;    // rows of o may be written in 8-byte pieces
   int kv_bytes = 16;         // in pieces of how many bytes k and v may be read: 16, 4 or 2
