@@ -52,13 +52,12 @@ plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
   query.multiprocessors = params.multiprocessors;
 
-  const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio;
   const Visibility sequence = typical_sequence(params);
   const int last = std::max(sequence.seqlen_q - 1, 0);
-  query.may_split =
-      !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr && rows <= kMaxLength;
-  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k *
-                      plan::kv_row_tiles(params.d, static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio);
+  query.may_split = !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
+                    static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio <= kMaxLength;
+  query.split_rows = static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio;
+  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, query.split_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
   return query;
 }
