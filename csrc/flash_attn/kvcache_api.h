@@ -12,11 +12,13 @@
 
 #include "allocate.h"
 #include "describe.h"
+#include "forward_family.h"
 #include "kvcache_checks.h"
 #include "launch_check.h"
 #include "plan/kvcache.h"
 #include "src/kvcache.h"
 #include "src/static_switch.h"
+#include "tile_counter.h"
 
 namespace flash {
 
@@ -174,13 +176,60 @@ inline void set_params_rotary(Flash_kvcache_params& params, const OptionalTensor
   rotary.one_position = params.window.left == kUnbounded && params.window.right == kUnbounded;
 }
 
-inline void run_kvcache(const Flash_kvcache_params& params, const at::Tensor& q) {
+// ---- many query rows over a cache: by the families of the forward ----
+
+// Rows of a cache from one sequence to the next; -1: not a whole number, the cache is no packed tensor.
+inline int64_t rows_per_sequence(const MatrixStrides& strides) {
+  return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;
+}
+
+inline bool is_packed_cache(const Flash_kvcache_params& params) {
+  if (params.paged.block_table != nullptr) return true;
+  const int64_t rows = rows_per_sequence(params.k_strides);
+  return rows >= 0 && rows == rows_per_sequence(params.v_strides) &&
+         rows * params.cache_batch + params.capacity <= kMaxLength;
+}
+
+inline Flash_fwd_params forward_over_cache(const Flash_kvcache_params& params) {
+  Flash_fwd_params forward = params;
+  forward.seqlen_k = params.capacity;
+  return forward;
+}
+
+// Tiles of 16 packed rows are what the kernels of the KV cache are made for; of more rows only where tiles of rows
+// would leave multiprocessors idle.
+inline plan::Family choose_family_over_cache(const Flash_kvcache_params& params, const at::Tensor& q,
+                                             const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+  const bool has_many_rows =
+      static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio > plan::kv_tile(params.d, 0).rows();
+  const bool served = params.rotary.cos_ptr == nullptr && is_aligned(q) && is_aligned(k) && is_aligned(v) &&
+                      is_aligned(out) && is_packed_cache(params);
+  return has_many_rows && served ? choose_family(forward_over_cache(params)) : plan::Family::kSplitKv;
+}
+
+inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
+  Flash_fwd_params forward = forward_over_cache(params);
+  const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
+  at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
+  forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
+  int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
+  forward.varlen.cached_keys = cached_keys;
+  check_launch(
+      run_kvcache_keys(params, static_cast<int>(rows), cached_keys, c10::cuda::getCurrentCUDAStream().stream()),
+      "kvcache_keys_kernel", q);
+  at::Tensor own_counter;
+  if (family == plan::Family::kWgmma) forward.tile_counter_ptr = tile_counter(q, own_counter);
+  run_mha_fwd(family, forward, q);
+}
+
+inline void run_kvcache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     if (params.seqlen_new > 0 && params.h_k > 0) {
       check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
     }
     if (q.numel() == 0) return;
+    if (family != plan::Family::kSplitKv) return run_forward_over_cache(family, params, q);
     check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
                  "flash_fwd_split_kernel", q);
   });
@@ -241,7 +290,10 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   set_params_scores(params, {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, std::nullopt});
   set_params_cache(params, cache);
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
-  if (q.size(0) > 0) run_kvcache(params, q);
+  if (q.size(0) == 0) return {out, lse};
+  const bool free_choice = num_splits == 0 && !batch_invariant && q.numel() > 0;
+  run_kvcache(free_choice ? choose_family_over_cache(params, q, kcache, vcache, out) : plan::Family::kSplitKv, params,
+              q);
   return {out, lse};
 }
 

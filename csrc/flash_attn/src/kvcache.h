@@ -83,6 +83,11 @@ cudaError_t run_kvcache_merge_(const Flash_kvcache_params& params, cudaStream_t 
 template <Dtype kDtype>
 cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t stream);
 
+// Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
+// none if it cannot be served.
+cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
+                             cudaStream_t stream);
+
 // Fills `schedule` (header and records).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream);
 

@@ -110,6 +110,10 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
   block.batch = batch_head / params.h;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
+  if (params.varlen.cached_keys != nullptr) {
+    block.k_begin = params.varlen.cached_keys[2 * block.batch];
+    block.seqlen_k = params.varlen.cached_keys[2 * block.batch + 1];
+  }
   block.row_begin = (row_blocks - 1 - index % row_blocks) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
