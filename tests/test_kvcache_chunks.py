@@ -41,6 +41,15 @@ def test_layouts(device, family, layout, head_dim):
     check_call(KvCase(LENGTHS, 40, 40, 800, layout=layout, head_dim=head_dim, causal=True), device)
 
 
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("rotary_dim", (32, 64))
+@pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (100, 0)}), ids=str)
+def test_rotary(device, family, mask, rotary_dim, interleaved):
+    options = {"rotary_dim": rotary_dim, "interleaved": interleaved, **mask}
+    check_call(KvCase(LENGTHS, 50, 50, 800, head_dim=64, **options), device)
+    check_call(KvCase(LENGTHS, 50, 3, 800, head_dim=128, page_size=16, leftpad=(3, 0, 0, 300, 64), **options), device)
+
+
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_one_token_of_many_heads(device, family, dtype):
     check_call(KvCase(LENGTHS, 1, 1, 800, nheads=40, nheads_k=2, head_dim=64, dtype=dtype), device)

@@ -202,8 +202,8 @@ inline plan::Family choose_family_over_cache(const Flash_kvcache_params& params,
                                              const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
   const bool has_many_rows =
       static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio > plan::kv_tile(params.d, 0).rows();
-  const bool served = params.rotary.cos_ptr == nullptr && is_aligned(q) && is_aligned(k) && is_aligned(v) &&
-                      is_aligned(out) && is_packed_cache(params);
+  const bool served = params.d % 8 == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v) && is_aligned(out) &&
+                      is_packed_cache(params);
   return has_many_rows && served ? choose_family(forward_over_cache(params)) : plan::Family::kSplitKv;
 }
 
@@ -214,9 +214,17 @@ inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_para
   forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
   int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
   forward.varlen.cached_keys = cached_keys;
-  check_launch(
-      run_kvcache_keys(params, static_cast<int>(rows), cached_keys, c10::cuda::getCurrentCUDAStream().stream()),
-      "kvcache_keys_kernel", q);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
+  at::Tensor rotated;
+  if (params.rotary.cos_ptr != nullptr) {
+    rotated = new_empty(q, q.sizes(), q.scalar_type());
+    forward.q_ptr = rotated.const_data_ptr();
+    forward.q_strides = matrix_strides(rotated);
+    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf,
+                             [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
+                 "kvcache_rotate_kernel", q);
+  }
   at::Tensor own_counter;
   if (family == plan::Family::kWgmma) forward.tile_counter_ptr = tile_counter(q, own_counter);
   run_mha_fwd(family, forward, q);

@@ -88,6 +88,10 @@ cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t
 cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
                              cudaStream_t stream);
 
+// Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of requests that cannot be served.
+template <Dtype kDtype>
+cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
+
 // Fills `schedule` (header and records).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream);
 
