@@ -109,6 +109,23 @@ def test_packed(hopper, run_family, head_dim, features, kind):
     check_both(make_problem(case, hopper), run_family)
 
 
+@pytest.mark.parametrize("page_size", (1, 16, 48, 256))
+@pytest.mark.parametrize("kind", ("packed", "seqused", "leftpad"))
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 192, 256))
+def test_pages(hopper, run_family, head_dim, kind, page_size):
+    """Every key block ends in the middle of a page, or a page in the middle of it. What no key uses is NaN."""
+    features = FEATURES["everything"] if page_size == 48 else {"causal": page_size == 16}
+    case = Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
+    check_both(make_problem(case, hopper), run_family)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_many_pages(hopper, run_family, head_dim):
+    """More row blocks than multiprocessors and more blocks of keys than buffers."""
+    case = Case(9, 1300, 2100, 16, 4, head_dim, DTYPE, causal=True, kind="seqused", page_size=16)
+    check_both(make_problem(case, hopper), run_family)
+
+
 @pytest.mark.parametrize("head_dim", (64, 128, 192))
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0)]

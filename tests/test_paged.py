@@ -25,10 +25,11 @@ def test_page_sizes(device, page_size, kind):
     check_public_call(paged(device, page_size, kind=kind, window=(50, 20), softcap=12.0, alibi="batch"))
 
 
+@pytest.mark.parametrize("family", ("mma_sync", "wgmma"))
 @pytest.mark.parametrize("page_size", (1, 7, 16, 256))
-def test_paged_equals_contiguous_bitwise(device, page_size, monkeypatch):
-    """Within one kernel family: pages are read by mma.sync kernels, which contiguous keys need not be."""
-    monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
+def test_paged_equals_contiguous_bitwise(device, page_size, family, monkeypatch):
+    """Within one kernel family: they sum in different orders."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
     problem = paged(device, page_size, causal=True)
     out, lse, _ = run(problem)
     k, v = (

@@ -92,7 +92,7 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_family(plan::Family family, const Flash_bwd_params& params, cudaStream_t stream) {
   if (family == plan::Family::kMmaSync) return run_mha_bwd_<kDtype, kHeadDim>(params, stream);
-  if constexpr (kHeadDim > 32 && kHeadDim <= plan::kMaxSm90BwdHeadDim) {
+  if constexpr (kHeadDim > 32) {
     return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim).head_dim>(params, stream);
   }
   return cudaErrorNotSupported;
@@ -117,8 +117,9 @@ struct Gradient {
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::DqTile tile = plan::dq_tile(family, params.d);
   const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-  at::Tensor dq_accum = new_zeros(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
+  at::Tensor dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
+  params.dq_accum_size = dq_accum.numel();
   at::Tensor turns;
   if (deterministic) {
     turns = new_zeros(q, {tiles}, at::kInt);

@@ -28,9 +28,9 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
   query.head_dim = params.d;
-  query.is_paged = params.paged.block_table != nullptr;
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-  query.keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
+  // p_cols: the longest sequence, as the caller says, where K has no axis of keys.
+  query.keys = params.is_paged() ? params.p_cols : params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
   query.multiprocessors = params.multiprocessors;
 
   const Visibility sequence = typical_sequence(params);

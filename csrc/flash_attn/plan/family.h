@@ -21,7 +21,6 @@ constexpr int kWgmmaCapability = 90;
 struct FamilyQuery {
   int capability;  // 10 * major + minor
   int head_dim;
-  bool is_paged;
   int64_t row_tiles;  // of 128 rows, of all heads
   int64_t keys;       // of one sequence
   int multiprocessors;
@@ -32,7 +31,7 @@ struct FamilyQuery {
 };
 
 constexpr bool wgmma_serves(const FamilyQuery& query) {
-  return query.capability == kWgmmaCapability && query.head_dim > 32 && !query.is_paged;
+  return query.capability == kWgmmaCapability && query.head_dim > 32;
 }
 
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
@@ -76,14 +75,10 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   return wgmma_serves(query) && !is_small(query) ? Family::kWgmma : Family::kMmaSync;
 }
 
-// Of the backward. The deterministic one too.
-constexpr bool wgmma_serves_backward(const FamilyQuery& query) {
-  return wgmma_serves(query) && query.head_dim <= kMaxSm90BwdHeadDim;
-}
-
+// Of the backward, the deterministic one too.
 inline Family choose_backward_family(const FamilyQuery& query, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return wgmma_serves_backward(query) && !declined ? Family::kWgmma : Family::kMmaSync;
+  return wgmma_serves(query) && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.

@@ -158,23 +158,22 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
   return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
 }
 
-// wgmma family: one producer warpgroup and two consumer warpgroups, each with half of the keys; one thread block per
-// SM.
+// wgmma family: one producer warpgroup and two consumer warpgroups; one thread block per SM.
 struct Sm90BwdTile {
   int head_dim;
   int block_m;  // query rows per step; with 64 the consumers share dQ by columns, with 128 by rows
-  int block_n;  // keys per thread block
+  int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
   int stages;   // shared memory buffers of Q and of dO
 };
 
-constexpr int kNumSm90BwdTiles = 2;
+constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {64, 128, 128, 2},
     {128, 64, 128, 2},
+    {256, 64, 64, 2},
 };
-constexpr int kMaxSm90BwdHeadDim = kSm90BwdTiles[kNumSm90BwdTiles - 1].head_dim;
 
-// The tile of the smallest head dim that holds `head_dim` (<= kMaxSm90BwdHeadDim).
+// The tile of the smallest head dim that holds `head_dim`.
 constexpr Sm90BwdTile sm90_bwd_tile(int head_dim) {
   int index = 0;
   while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < head_dim) ++index;

@@ -100,6 +100,7 @@ struct Flash_fwd_params {
 
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
   FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.cached_keys != nullptr; }
+  FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.
@@ -114,7 +115,8 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
-  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; zeroed
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order
+  int64_t dq_accum_size = 0;                     // floats
   int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };
 

@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/paged_kv.h"
 #include "flash.h"
 
 namespace flash {
@@ -77,13 +78,8 @@ struct RowCopy {
     run(
         [&](int pass) {
           const int offset = row + pass * kRowsPerPass;
-          const int key = key_begin + offset;
-          const int slot = paged.page_size.divide(key);
-          const bool in_table = offset < rows && slot < paged.pages_per_sequence;
-          const int page = in_table ? pages[slot] : -1;
-          const bool valid = static_cast<unsigned>(page) < static_cast<unsigned>(paged.num_pages);
-          const int page_row = key - slot * paged.page_size.divisor;
-          return Line<Element>{base + (valid ? page : 0) * strides.batch + page_row * strides.row + col, valid};
+          const PageRow at = page_row(paged, pages, key_begin + offset, offset < rows);
+          return Line<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col, at.valid};
         },
         smem);
   }

@@ -68,7 +68,7 @@ __device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, in
 
 __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
-  const bool paged = params.paged.block_table != nullptr;
+  const bool paged = params.is_paged();
   const int begin = varlen.cu_seqlens_k[block.batch];
   const int length = max(varlen.cu_seqlens_k[block.batch + 1] - begin, 0);
   const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
@@ -186,6 +186,11 @@ __device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, cons
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
   return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
           params.h_h_k_ratio};
+}
+
+// Where the walk of a key block starts, in row blocks: not where its neighbours do, unless they take turns at dQ.
+__device__ __forceinline__ int start_skew(const Flash_bwd_params& params, const KeyBlock& block) {
+  return params.dq_turns_ptr != nullptr ? 0 : block.n_block;
 }
 
 // Element offset of a packed row's sequence and head in a tensor of the given strides.

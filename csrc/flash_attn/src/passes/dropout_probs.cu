@@ -7,6 +7,7 @@
 
 #include "common/dropout.h"
 #include "common/launch.h"
+#include "common/paged_kv.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "flash.h"
@@ -53,15 +54,13 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const RowBlock
   const Element* base =
       static_cast<const Element*>(params.k_ptr) + (block.head / params.h_h_k_ratio) * params.k_strides.head;
   const int row = block.k_begin + key;
-  if (params.paged.block_table == nullptr) {
+  if (!params.is_paged()) {
     const int64_t batch = params.is_varlen() ? 0 : block.batch * params.k_strides.batch;
     return base + batch + row * params.k_strides.row;
   }
-  const int slot = params.paged.page_size.divide(row);
-  if (slot >= params.paged.pages_per_sequence) return nullptr;
-  const int page = params.paged.block_table[block.batch * params.paged.block_table_stride + slot];
-  if (page < 0 || page >= params.paged.num_pages) return nullptr;
-  return base + page * params.k_strides.batch + (row - slot * params.paged.page_size.divisor) * params.k_strides.row;
+  const int* table = params.paged.block_table + block.batch * params.paged.block_table_stride;
+  const PageRow at = page_row(params.paged, table, row, true);
+  return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
 // The base-2 logit of a raw score.

@@ -4,14 +4,13 @@
 
 #include <cstdint>
 
+#include "sm90/barrier.h"
+
 namespace flash {
 namespace sm90 {
 
-// By every thread that wrote to the buffer, before reduce_bulk(). Unlike cute::tma_store_fence() it also keeps the
-// compiler from moving plain stores behind it.
-__device__ __forceinline__ void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// By one thread; both places are 16-byte aligned. cute::tma_store_wait<0>() says when the buffer has been read.
+// By one thread, after fence_buffer() by all that wrote to `source`; both places are 16-byte aligned.
+// cute::tma_store_wait<0>() says when the buffer has been read.
 __device__ __forceinline__ void reduce_bulk(float* target, const float* source, int count) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(source));
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(address),

@@ -7,11 +7,12 @@
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
+#include "sm90/paged_loader.h"
 
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1 };
+enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.
 template <class Config>
@@ -30,11 +31,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  __device__ __forceinline__ Tile next_tile() {
-    const Tile tile(queue.read(), launch.params.window);
-    queue.finish();
-    return tile;
-  }
+  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window); }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
@@ -78,7 +75,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
   store_rng_state(launch.params.dropout);
-  if (threadIdx.x == 0) storage.init_barriers();
+  if (threadIdx.x == 0) storage.init_barriers(launch.params.is_paged());
   __syncthreads();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
@@ -86,6 +83,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
     if (warp == kSchedulerWarp) run_scheduler<Config>(launch, storage);
+    if (launch.params.is_paged() && warp >= kPagedKWarp) {
+      PagedLoader<Config>(launch.params, storage, warp == kPagedVWarp).run(TileQueue<Config>(storage));
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     FwdConsumer<Config>(launch, storage, warp_group - 1).run();

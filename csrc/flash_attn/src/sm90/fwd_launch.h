@@ -23,9 +23,16 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   };
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64);
   if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16);
-  if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
+  if (status != cudaSuccess || params.is_paged() || params.seqlen_k == 0) return status;  // no box of keys is loaded
   status = make(launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN);
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN) : status;
+}
+
+// Keys of one head in all sequences of a packed batch, or in one sequence; in pages, the most that the table can list.
+inline int64_t keys_of_head(const Flash_fwd_params& params) {
+  if (!params.is_paged()) return params.seqlen_k;
+  const int64_t listed = int64_t{params.b} * params.paged.pages_per_sequence;
+  return (listed < params.paged.num_pages ? listed : params.paged.num_pages) * params.paged.page_size.divisor;
 }
 
 // cudaErrorNotSupported: more row blocks than can be numbered.
@@ -39,7 +46,7 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   launch.tiles_of_head = static_cast<int>(tiles_of_head);
   launch.tiles = static_cast<int>(tiles_of_head * all_heads);
   // Query heads of one K/V head share its keys and values.
-  const int64_t head_bytes = 4 * int64_t{params.seqlen_k} * params.d / params.h_h_k_ratio;
+  const int64_t head_bytes = 4 * keys_of_head(params) * params.d / params.h_h_k_ratio;
   const int64_t cached_heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int64_t section = cached_heads < all_heads ? cached_heads : all_heads;
@@ -75,7 +82,6 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
   using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
-  if (params.paged.block_table != nullptr) return cudaErrorNotSupported;
   if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
   if constexpr (Short::kBlockM < Plain::kBlockM) {
     if (sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);

@@ -1,4 +1,5 @@
-// The loading side of the wgmma forward: one warp chooses row blocks, another brings Q, K and V in by TMA.
+// The loading side of the wgmma forward: one warp chooses row blocks, another brings Q, K and V in by TMA; K and V from
+// pages have a warp each (paged_loader.h).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -146,8 +147,7 @@ struct FwdProducer {
 
   __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const RowBlock block = queue.read();
-    queue.finish();
+    const RowBlock block = queue.take();
     return {block, key_blocks(params, block, Config::kBlockN),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
   }
@@ -162,14 +162,24 @@ struct FwdProducer {
             tile.range.block_interior_first(i), tile.rows, tile.head_k);
   }
 
+  __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
+    if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
+  }
+
   __device__ __forceinline__ void run() {
-    if (issues) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.q_map));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.k_map));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&launch.v_map));
-    }
-    // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
+    prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
+    if (launch.params.is_paged()) {
+      for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) load_q(block);
+    } else {
+      run_unpaged(queue);
+    }
+  }
+
+  // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
+  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue) {
+    prefetch(launch.k_map);
+    prefetch(launch.v_map);
     Tile tile = next_tile(queue);
     if (!tile.block.empty()) load_k(tile, 0);
     while (!tile.block.empty()) {

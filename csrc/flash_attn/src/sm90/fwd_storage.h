@@ -17,19 +17,20 @@ struct FwdStorage {
   alignas(1024) Element k[Config::kKvStages][Config::kSmemKv];
   alignas(1024) Element v[Config::kKvStages][Config::kSmemKv];
 
-  // full: 1 arrival and the bytes of the tile. empty: one arrival of each warp that read it; of tile_empty, of each
-  // lane.
+  // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
+  // warp that read it; of tile_empty, of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
-  // The row block that the scheduler hands to the loading warp and to the consumers.
+  // The row block that the scheduler hands to the loading warps and to the consumers.
   Barrier tile_full, tile_empty;
   RowBlock tile;  // an empty block says that there are no more
 
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers(bool is_paged) {
+    const int loading_warps = is_paged ? 3 : 1;
     for (int i = 0; i < Config::kKvStages; ++i) {
-      k_full[i].init(1);
-      v_full[i].init(1);
+      k_full[i].init(is_paged ? 32 : 1);
+      v_full[i].init(is_paged ? 32 : 1);
       k_empty[i].init(Config::kConsumerWarps);
       v_empty[i].init(Config::kConsumerWarps);
     }
@@ -40,7 +41,7 @@ struct FwdStorage {
       }
     }
     tile_full.init(1);
-    tile_empty.init(32 * (Config::kConsumerWarps + 1));
+    tile_empty.init(32 * (Config::kConsumerWarps + loading_warps));
     Barrier::fence_init();
   }
 };
@@ -65,14 +66,14 @@ struct TileQueue {
     phase ^= 1;
   }
 
-  __device__ __forceinline__ RowBlock read() {
+  // Every lane says for itself that it has read.
+  __device__ __forceinline__ RowBlock take() {
     storage.tile_full.wait(phase);
     phase ^= 1;
-    return storage.tile;
+    const RowBlock block = storage.tile;
+    storage.tile_empty.arrive();
+    return block;
   }
-
-  // After read(): the next block may be chosen. Every lane speaks for itself, because every lane has read.
-  __device__ __forceinline__ void finish() const { storage.tile_empty.arrive(); }
 };
 
 }  // namespace sm90
