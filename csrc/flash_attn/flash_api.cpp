@@ -7,9 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <limits>
 #include <string>
 #include <utility>
@@ -17,9 +15,9 @@
 #include "allocate.h"
 #include "checks.h"
 #include "describe.h"
+#include "forward_family.h"
 #include "kvcache_api.h"
 #include "launch_check.h"
-#include "plan/family.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "src/flash.h"
@@ -34,63 +32,6 @@ constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // ---- forward ----
-
-// Keys that the last 128 rows of a sequence see at most.
-int64_t seen_keys(const Flash_fwd_params& params) {
-  const Visibility visibility{params.seqlen_q, params.seqlen_k, params.window};
-  const int last = std::max(params.seqlen_q - 1, 0);
-  return visibility.key_end(last) - visibility.key_begin(std::max(last - 127, 0));
-}
-
-plan::FamilyQuery family_query(const Flash_fwd_params& params) {
-  const int64_t sequences = params.b > 0 ? params.b : 1;
-  plan::FamilyQuery query{};
-  query.capability = compute_capability(params.device);
-  query.head_dim = params.d;
-  query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-  // p_cols: the longest sequence, as the caller says, where K has no axis of keys.
-  query.keys = params.is_paged() ? params.p_cols : params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
-  query.multiprocessors = params.multiprocessors;
-  query.may_split =
-      !params.is_varlen() && !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr;
-  const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio;
-  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, rows);
-  query.seen_keys = seen_keys(params);
-  return query;
-}
-
-const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
-
-plan::Family choose_family(const Flash_fwd_params& params) {
-  return plan::choose_family(family_query(params), forced_family());
-}
-
-template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
-  if constexpr (kHeadDim > 32) {
-    if (family == plan::Family::kWgmma) {
-      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
-      if (status != cudaErrorNotSupported) return status;
-    }
-  }
-  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
-}
-
-void run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(FP16_SWITCH(is_fp16,
-                           [&] {
-                             return HEADDIM_SWITCH(params.d, [&] {
-                               return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream);
-                             });
-                           }),
-               "flash_fwd_kernel", q);
-  if (params.p_ptr != nullptr) {
-    check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
-                 "dropout_probs_kernel", q);
-  }
-}
 
 // The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
 at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {

@@ -14,7 +14,7 @@ void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (bool is_small : {false, true}) {
-        FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 512};
+        FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 1, 512};
         if (!is_small) query.row_tiles = 133;
         const bool serves = capability == 90 && head_dim > 32;
         const bool wgmma = serves && !(is_small && head_dim <= 128);
@@ -29,38 +29,53 @@ void check_choice() {
       }
     }
   }
-  FamilyQuery many_keys{90, 64, 1, 513, 132, false, 1, 513};
+  FamilyQuery many_keys{90, 64, 1, 513, 132, false, 1, 1, 513};
   check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
 }
 
-// Where tiles of rows are few, and tiles of packed rows half as many as multiprocessors at most.
+FamilyQuery shape(int capability, int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
+  FamilyQuery query{capability, head_dim, 0, keys, 132, true, 0, 0, keys};
+  query.row_tiles = batch * heads * ((queries + 127) / 128);
+  query.split_rows = queries * (heads / heads_k);
+  query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
+  return query;
+}
+
+// What was measured to be faster on an H200 (docs/tuning.md).
 void check_split() {
-  for (int capability : {80, 90}) {
-    const FamilyQuery query{capability, 128, 16, 4096, 132, true, 66, 512};
-    check::that(choose_family(query, nullptr) == Family::kSplitKv, "few rows, many keys", capability);
-    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability);
-    check::that((choose_family(query, "wgmma") == Family::kWgmma) == (capability == 90), "wgmma", capability);
-    FamilyQuery other = query;
-    other.split_tiles = 67;
-    check::that(choose_family(other, nullptr) != Family::kSplitKv, "many packed rows", capability);
-    check::that(choose_family(other, "split_kv") == Family::kSplitKv, "split_kv", capability);
-    other.row_tiles = 133;
-    check::that(choose_family(other, nullptr) == Family::kSplitKv, "more tiles of rows than packed ones", capability);
-    other = query;
-    other.seen_keys = 511;
-    check::that(choose_family(other, nullptr) != Family::kSplitKv, "few keys in sight", capability);
-    other = query;
-    other.may_split = false;
-    for (const char* forced : {static_cast<const char*>(nullptr), "split_kv"}) {
-      check::that(choose_family(other, forced) != Family::kSplitKv, "not served", capability);
-    }
+  const FamilyQuery split[] = {
+      shape(90, 1, 1, 512, 16, 16, 128),   shape(90, 1, 1, 4096, 16, 16, 128),  shape(90, 4, 1, 2048, 16, 16, 128),
+      shape(90, 32, 1, 4096, 32, 8, 128),  shape(90, 1, 1, 4096, 8, 8, 64),     shape(90, 1, 1, 4096, 8, 8, 256),
+      shape(90, 1, 16, 2048, 8, 8, 64),    shape(90, 1, 64, 4096, 16, 16, 128), shape(90, 1, 128, 8192, 16, 16, 128),
+      shape(90, 1, 256, 16384, 8, 8, 128), shape(90, 1, 128, 8192, 16, 16, 64), shape(90, 1, 128, 8192, 8, 8, 256),
+      shape(90, 16, 8, 4096, 32, 8, 128),  shape(90, 16, 16, 4096, 32, 8, 128)};
+  const FamilyQuery whole[] = {shape(90, 1, 1, 256, 16, 16, 128),     shape(90, 8, 1, 4096, 16, 16, 128),
+                               shape(90, 1, 64, 512, 2, 2, 256),      shape(90, 1, 512, 512, 4, 4, 128),
+                               shape(90, 1, 1024, 1024, 4, 4, 128),   shape(90, 1, 2048, 2048, 2, 2, 128),
+                               shape(90, 1, 4096, 4096, 1, 1, 128),   shape(90, 1, 1024, 1024, 4, 4, 64),
+                               shape(90, 1, 128, 8192, 32, 32, 128),  shape(90, 1, 512, 8192, 8, 8, 128),
+                               shape(90, 1, 512, 8192, 32, 8, 128),   shape(90, 8, 128, 4096, 32, 8, 128),
+                               shape(90, 1, 2048, 32768, 32, 8, 128), shape(90, 1, 16384, 16384, 16, 16, 128)};
+  for (FamilyQuery query : split) {
+    check::that(choose_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.keys,
+                query.head_dim);
+    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.keys);
+    check::that(choose_family(query, "wgmma") == Family::kWgmma, "wgmma", query.keys);
+    query.may_split = false;
+    check::that(choose_family(query, nullptr) != Family::kSplitKv, "not served", query.keys);
+    check::that(choose_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.keys);
+  }
+  for (const FamilyQuery& query : whole) {
+    check::that(choose_family(query, nullptr) != Family::kSplitKv, "whole", query.split_rows, query.keys,
+                query.head_dim);
+    check::that(choose_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.keys);
   }
 }
 
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
-      const FamilyQuery query{capability, head_dim, 1, 1, 132, false, 1, 1};
+      const FamilyQuery query{capability, head_dim, 1, 1, 132, false, 1, 1, 1};
       const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
       check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
       check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);

@@ -155,7 +155,7 @@ void check_whole_tiles() {
     bool is_cut;
   };
   for (const Expected& expected :
-       {Expected{16, 8, 128, false}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
+       {Expected{16, 8, 264, true}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
         Expected{128, 8, 256, false}, Expected{1, 8, 264, true}, Expected{10, 8, 264, true},
         Expected{10, 15, 264, true}, Expected{40, 10, 264, true}}) {
     for (int keys : {2048, 4096, 4100, 8192}) {

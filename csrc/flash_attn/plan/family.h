@@ -24,8 +24,9 @@ struct FamilyQuery {
   int64_t row_tiles;  // of 128 rows, of all heads
   int64_t keys;       // of one sequence
   int multiprocessors;
-  bool may_split;       // a dense batch without dropout, sinks and max_logit
-  int64_t split_tiles;  // of packed rows, of all K/V heads: kv_row_tiles()
+  bool may_split;       // without dropout, sinks and max_logit
+  int64_t split_rows;   // packed rows of a K/V head
+  int64_t split_tiles;  // of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;    // at most so many by a tile of rows
 };
 
@@ -41,15 +42,26 @@ constexpr bool is_small(const FamilyQuery& query) {
   return query.head_dim <= kSmallHeadDim && query.keys <= kSmallKeys && query.row_tiles <= query.multiprocessors;
 }
 
-// Few rows against many keys: tiles of rows leave multiprocessors idle, while shares of keys fill them. A key costs a
-// tile about as much time in each family, and the merge of what was split as much as some hundred keys.
-constexpr int kFewestSplitKeys = 512;
-constexpr int kSplitAdvantage = 2;
+// Few rows against many keys: tiles of rows leave multiprocessors idle, while shares of keys fill them. Estimates in
+// picoseconds, of an H200; their ratios are what counts (docs/tuning.md). A wave of row tiles takes a time for each
+// key; shares of keys take the time of all tiles over all multiprocessors, and the merge. Tiles of more than 16 packed
+// rows are slow, and so is their merge.
+constexpr int64_t kMergeCost = 4000000, kLargeMergeCost = 15000000;
+
+constexpr int64_t row_tiles_cost(const FamilyQuery& query) {
+  const int64_t waves = (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
+  const bool wgmma = wgmma_serves(query) && !is_small(query);
+  return waves * query.seen_keys * (wgmma ? 6000 + 50 * query.head_dim : 2000 + 100 * query.head_dim);
+}
+
+constexpr int64_t split_cost(const FamilyQuery& query) {
+  const bool is_large = query.split_rows > kv_tile(query.head_dim, 0).rows();
+  const int64_t work = query.seen_keys * query.split_tiles * query.head_dim / query.multiprocessors;
+  return is_large ? 240 * work + kLargeMergeCost : 120 * work + kMergeCost;
+}
 
 constexpr bool prefers_split(const FamilyQuery& query) {
-  const int64_t waves = (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
-  return query.may_split && query.seen_keys >= kFewestSplitKeys &&
-         query.split_tiles * kSplitAdvantage <= waves * query.multiprocessors;
+  return query.may_split && split_cost(query) < row_tiles_cost(query);
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma" and "split_kv" take that family wherever it

@@ -57,6 +57,9 @@ struct Varlen {
   const int* cu_seqlens_k = nullptr;  // (b + 1)
   const int* seqused_k = nullptr;     // (b) or null
   const int* leftpad_k = nullptr;     // (b) or null
+  // (b, 2), of dense queries over a cache: first row and count of each sequence's keys, in a packed tensor or within
+  // the pages of the sequence; null: all of k
+  const int* cached_keys = nullptr;
 };
 
 struct Flash_fwd_params {
@@ -96,6 +99,7 @@ struct Flash_fwd_params {
   int multiprocessors = 0;
 
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
+  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.cached_keys != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 

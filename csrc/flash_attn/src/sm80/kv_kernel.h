@@ -41,7 +41,7 @@ __device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params
 // Do rows that the request needs, but that none of its row tiles before or after this one loads here, lie outside of
 // the pool? Every tile of a request has to come to the same verdict. All threads together.
 __device__ __forceinline__ bool misses_pages_beside(const Flash_kvcache_params& params, const KvPart& part) {
-  if (params.paged.block_table == nullptr || !part.request.served()) return false;
+  if (params.paged.block_table == nullptr || params.is_varlen() || !part.request.served()) return false;
   const KvRows needed = kv_needed_rows(params, part.request);
   const KvPages pages(params, part.request.index);
   bool missing = false;
