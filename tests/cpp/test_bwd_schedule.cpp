@@ -69,7 +69,6 @@ void check_walk() {
             check::that(place == row_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end,
                         heads);
             place += walk.offset(walk.advance(at), row_stride, head_stride, block_m);
-            if (i + 1 == walk.count()) break;
             const RowStep before = walk.before(at);
             check::that(before.row_block == row_block && before.head == head, "the step before", i, begin, end, heads);
           }

@@ -4,8 +4,7 @@
 // A thread block owns one block of keys of one K/V head. Key blocks ascend with the launch index, and each walks its
 // row blocks downwards: under a causal mask all of a head start on the same rows and the longest is launched first. Of
 // two that share a row block the left one is launched earlier and is the first there, so that whoever is waited for is
-// running or done. Where nobody waits, key blocks may start on different rows (a skew), so that they do not add to the
-// same tile of dQ at the same time.
+// running or done.
 #pragma once
 
 #include <cstdint>
@@ -43,16 +42,12 @@ struct RowWalk {
   int heads = 1;
 
   FLASH_HOST_DEVICE constexpr int count() const { return (rows.end - rows.begin) * heads; }
-
-  // `skew`: how many row blocks below the last one, around the first one if need be.
-  FLASH_HOST_DEVICE constexpr RowStep start(int skew = 0) const {
-    return {first_head, rows.end - 1 - (rows.end > rows.begin ? skew % (rows.end - rows.begin) : 0)};
-  }
+  FLASH_HOST_DEVICE constexpr RowStep start() const { return {first_head, rows.end - 1}; }
 
   // Returns whether the next step has other rows.
   FLASH_HOST_DEVICE constexpr bool advance(RowStep& at) const {
     const bool other_rows = ++at.head == first_head + heads;
-    if (other_rows) at = {first_head, (at.row_block > rows.begin ? at.row_block : rows.end) - 1};
+    if (other_rows) at = {first_head, at.row_block - 1};
     return other_rows;
   }
 

@@ -129,6 +129,10 @@ __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, in
   return row_block_at(params, block_m, blockIdx.x);
 }
 
+// For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
+// the L2 cache, come first before it, and last after it.
+__device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
+
 // The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
 struct KeyBlock {
   int batch = 0;
@@ -186,11 +190,6 @@ __device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, cons
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
   return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
           params.h_h_k_ratio};
-}
-
-// Where the walk of a key block starts, in row blocks: not where its neighbours do, unless they take turns at dQ.
-__device__ __forceinline__ int start_skew(const Flash_bwd_params& params, const KeyBlock& block) {
-  return params.dq_turns_ptr != nullptr ? 0 : block.n_block;
 }
 
 // Element offset of a packed row's sequence and head in a tensor of the given strides.

@@ -47,10 +47,10 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
 }
 
 // This thread block's share of the accumulator of dQ becomes 0.
-__device__ void clear_dq_accum(const Flash_bwd_params& params) {
+__device__ void clear_dq_accum(const Flash_bwd_params& params, int block) {
   float4* const vectors = reinterpret_cast<float4*>(params.dq_accum_ptr);  // whole tiles
   const int64_t count = params.dq_accum_size / 4, share = (count + gridDim.x - 1) / gridDim.x;
-  const int64_t begin = share * blockIdx.x, end = min(begin + share, count);
+  const int64_t begin = share * block, end = min(begin + share, count);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) vectors[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
@@ -68,8 +68,9 @@ __device__ float block_sum(float value) {
 // Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
-  clear_dq_accum(params);
-  const RowBlock block = row_block(params, kRows);
+  const int index = reversed_block();
+  clear_dq_accum(params, index);
+  const RowBlock block = row_block_at(params, kRows, index);
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, block)) return;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   }
   if (params.dsinks_ptr == nullptr) return;
   dsink = block_sum(dsink);
-  if (threadIdx.x == 0) params.dsinks_ptr[blockIdx.x] = dsink;
+  if (threadIdx.x == 0) params.dsinks_ptr[index] = dsink;
 }
 
 template <class Pair>

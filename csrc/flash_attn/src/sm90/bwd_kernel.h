@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Config::kConsumers)
   using namespace cute;
   using Element = typename Config::Element;
   extern __shared__ __align__(1024) char smem[];
-  const RowBlock block = row_block(params, Config::kBlockM);
+  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
   if (block.empty()) return;
   const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
                         block.row_begin / Config::kBlockM;

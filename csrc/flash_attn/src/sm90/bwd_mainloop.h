@@ -139,15 +139,15 @@ struct BwdMainloop {
   }
   static constexpr uint32_t kConsumerBarrier = 1;  // 0 is __syncthreads()
 
-  // Puts dS where all find it, and waits until it is whole. Returns the buffer. Consumers with the same keys need not
-  // wait for each other, unless turns are to be passed.
+  // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
+  // keys do not wait for each other.
   template <class Values>
   __device__ __forceinline__ int exchange_ds(const Values& values, int i) const {
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
     if (is_deterministic()) complete_additions();
-    if (Config::kSplitsKeys || is_deterministic()) {
+    if constexpr (Config::kSplitsKeys) {
       wait_for_consumers();
     } else {
       wait_for_warpgroup();
@@ -201,7 +201,7 @@ struct BwdMainloop {
     start_dq(buffer, 0, acc_dq);
     start_dkv(ds, storage.q[place.stage], acc_dk);
     const int64_t tile = dq_tile_index(at);
-    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
+    const int seen = is_deterministic() ? peek_turn(turns_at(tile)) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
@@ -220,6 +220,11 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
+
+  // One counter a tile, or one for each half of its columns.
+  __device__ __forceinline__ int* turns_at(int64_t tile) const {
+    return params.dq_turns_ptr + tile * Config::kTile.turns() + column_share();
+  }
 
   __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
     return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
@@ -252,8 +257,8 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
-    wait_for_turn(params.dq_turns_ptr + tile,
-                  dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+    wait_for_turn(turns_at(tile), dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
+                  seen);
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -264,10 +269,11 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // After the consumers' barrier that follows the step: all have added. The step after it hides the way to memory.
+  // After the barrier of exchange_ds() that follows the step: all who share the counter have added. The step after it
+  // hides the way to memory.
   __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
     if (!is_deterministic()) return;
-    if (group == 0 && thread == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+    if (key_share() == 0 && thread == 0) pass_turn(turns_at(dq_tile_index(at)));
     __syncwarp();
   }
 
@@ -277,7 +283,7 @@ struct BwdMainloop {
     if (count == 0) return;
     storage.k_full.wait(0);
     storage.v_full.wait(0);
-    RowStep at = walk.start(start_skew(params, block));
+    RowStep at = walk.start();
     RowStep last = at;
     for (int i = 0; i < count; ++i) {
       step(at, i);

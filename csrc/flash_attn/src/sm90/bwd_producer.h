@@ -53,7 +53,7 @@ struct BwdLoader {
     const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
     const int count = walk.count();
     if (count == 0) return;
-    RowStep at = walk.start(start_skew(params, block));
+    RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
     load<Config::kBlockN>(launch.k_map, storage.k_full, storage.k, keys, key, block.head_k, CacheHintSm90::EVICT_FIRST);
     RingIndex<Config::kStages> place;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
   const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-  RowStep at = walk.start(start_skew(params, block));
+  RowStep at = walk.start();
   RingIndex<Config::kStages> place;
   const int count = walk.count();
   for (int i = 0; i < count; ++i) {
