@@ -59,6 +59,8 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
+  DropoutDraws<kRows, Config::kDrawsAhead ? Config::kBlockN / 4 : 0> draws;
+  DropoutMask dropout_mask;  // of the row block
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -101,8 +103,9 @@ struct FwdMainloop {
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
-    if (params.has_score_mod) {
-      ScoreMod(params, tile.block.batch, tile.block.head).apply(scores, coords, visibility.diagonal(first_row), key);
+    if constexpr (Config::kHasScoreMod) {
+      ScoreMod(params, tile.block.batch, tile.block.head)
+          .apply_by_warp(scores, coords, visibility.diagonal(first_row), key, params.softcap_series);
     }
     if constexpr (kEdge) {
       apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
@@ -110,10 +113,16 @@ struct FwdMainloop {
     }
   }
 
+  // What decides which probabilities are dropped depends on their places only: it is drawn while products run.
+  __device__ __forceinline__ void draw(const Tile& tile, int key) {
+    if constexpr (Config::kDrawsAhead) draws.draw(dropout_mask, coords, row_begin(tile), key);
+  }
+
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
-    if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      auto scores = row_col_view(acc_s);
+    auto scores = row_col_view(acc_s);
+    if constexpr (Config::kDrawsAhead) draws.apply(scores);
+    if (Config::kHasScoreMod && params.has_dropout) {
       DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
@@ -126,6 +135,10 @@ struct FwdMainloop {
     softmax = Softmax<kRows>();
     release(storage.k_empty, k_place);
     const int key = tile.range.block_interior_first(0) * Config::kBlockN;
+    if constexpr (Config::kDrawsAhead) {
+      dropout_mask = DropoutMask(params.dropout, tile.block.batch, tile.block.head);
+    }
+    draw(tile, key);
     auto scores = row_col_view(acc_s);
     modify_scores<true>(scores, tile, key);
     float correction[kRows];
@@ -140,9 +153,11 @@ struct FwdMainloop {
     wait_for_k();
     start_qk(q_stage);
     start_pv(i == 1);
+    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
+    draw(tile, key);
+    if constexpr (Config::kDrawsAhead) storage.v_full[v_place.stage].wait(v_place.phase);  // over long ago: a branch
     wait_for<1>(acc_s);
     release(storage.k_empty, k_place);
-    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
     auto scores = row_col_view(acc_s);
     modify_scores<kEdge>(scores, tile, key);
     float correction[kRows];
