@@ -32,7 +32,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window); }
+  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window, mainloop.group); }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
@@ -40,6 +40,7 @@ struct FwdConsumer {
     mainloop.first_step(tile);
     if constexpr (kFreesLate) free_stored_buffer();
     mainloop.run(tile, q_stage);
+    mainloop.pass_key(tile);
     q_place.advance();
     const Tile next = next_tile();
     if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
@@ -47,6 +48,7 @@ struct FwdConsumer {
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    mainloop.pass_value(tile);
     stored_stage = q_stage;
     if constexpr (!kFreesLate) free_stored_buffer();
     if (!kOverlapsTiles && next.exists()) begin();

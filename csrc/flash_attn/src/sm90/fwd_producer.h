@@ -20,15 +20,10 @@ struct FwdLaunch {
   int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
 };
 
-// Place `index` in the order in which row blocks are handed out: heads in sections; within a section the costliest rows
-// of all heads first under a causal mask.
+// Place `index` in the order in which row blocks are handed out: heads in sections, the first of which may have fewer;
+// within a section the costliest rows of all heads first under a causal mask.
 __device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
-  if (launch.section == 1) return index;
-  const int section_tiles = launch.section * launch.tiles_of_head;
-  const int section = index / section_tiles;
-  const int heads = min(launch.section, launch.tiles / launch.tiles_of_head - section * launch.section);
-  const int within = index - section * section_tiles;
-  return section * section_tiles + (within % heads) * launch.tiles_of_head + within / heads;
+  return plan::scheduled_tile(index, launch.tiles / launch.tiles_of_head, launch.tiles_of_head, launch.section);
 }
 
 // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get

@@ -22,11 +22,9 @@ struct FwdStorage {
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
-  // The row blocks that the scheduler hands to the loading warps and to the consumers. The loads of the next one begin
-  // while this one is computed, and the one after it is chosen meanwhile.
-  static constexpr int kTileSlots = 2;
-  Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
-  RowBlock tile[kTileSlots];  // an empty block says that there are no more
+  // The row block that the scheduler hands to the loading warps and to the consumers.
+  Barrier tile_full, tile_empty;
+  RowBlock tile;  // an empty block says that there are no more
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
@@ -43,10 +41,8 @@ struct FwdStorage {
         q_empty[i][group].init(4);
       }
     }
-    for (int i = 0; i < kTileSlots; ++i) {
-      tile_full[i].init(1);
-      tile_empty[i].init(32 * (Config::kConsumerWarps + loading_warps));
-    }
+    tile_full.init(1);
+    tile_empty.init(32 * (Config::kConsumerWarps + loading_warps));
   }
 };
 
@@ -54,28 +50,28 @@ struct FwdStorage {
 template <class Config>
 struct TileQueue {
   FwdStorage<Config>& storage;
-  RingIndex<FwdStorage<Config>::kTileSlots> place;
+  uint32_t phase = 0;
 
   __device__ __forceinline__ explicit TileQueue(FwdStorage<Config>& storage_) : storage(storage_) {}
 
-  // Waits until everybody has taken what the next push() overwrites.
-  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[place.stage].wait(place.phase ^ 1); }
+  // Waits until everybody has taken the last block.
+  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty.wait(phase ^ 1); }
 
   __device__ __forceinline__ void push(const RowBlock& block) {
     if (threadIdx.x % 32 == 0) {
-      storage.tile[place.stage] = block;
-      storage.tile_full[place.stage].arrive();
+      storage.tile = block;
+      storage.tile_full.arrive();
     }
     __syncwarp();
-    place.advance();
+    phase ^= 1;
   }
 
   // Every lane says for itself that it has read.
   __device__ __forceinline__ RowBlock take() {
-    storage.tile_full[place.stage].wait(place.phase);
-    const RowBlock block = storage.tile[place.stage];
-    storage.tile_empty[place.stage].arrive();
-    place.advance();
+    storage.tile_full.wait(phase);
+    phase ^= 1;
+    const RowBlock block = storage.tile;
+    storage.tile_empty.arrive();
     return block;
   }
 };
