@@ -21,6 +21,7 @@ class TritonAttention(torch.autograd.Function):
         ctx.causal, ctx.softmax_scale, ctx.use_tma = causal, softmax_scale, use_tma
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for the LSE
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(float("inf"))
         use_tma = can_use_tma(q, k, v) if use_tma is None else use_tma

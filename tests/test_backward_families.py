@@ -1,4 +1,4 @@
-"""The kernel families of the backward: wgmma, which compute capability 9.0 takes up to head dim 128, and mma.sync.
+"""The kernel families of the backward: wgmma, which compute capability 9.0 takes above head dim 32, and mma.sync.
 
 FLASH_ATTN_FAMILY=mma_sync forces the second; both are checked against the float64 reference, on the same inputs.
 """
@@ -45,26 +45,26 @@ def test_the_two_families_are_two(hopper, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("head_dim", (40, 64, 96, 128))
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 160, 192, 256))
 def test_dense(hopper, monkeypatch, head_dim, features):  # noqa: F811
     check_both(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_float16(hopper, monkeypatch, head_dim):  # noqa: F811
     check_both(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ("packed", "padded"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_packed(hopper, monkeypatch, head_dim, features, kind):  # noqa: F811
     """Sequences without queries, without keys, and short ones between long ones."""
     options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
     check_both(Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options), hopper, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0)]
 )
@@ -74,7 +74,7 @@ def test_lengths(hopper, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):  # 
     check_both(Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal), hopper, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_deterministic_twice(hopper, monkeypatch, head_dim):  # noqa: F811
     """More blocks of keys than multiprocessors; equal bits, within the criterion of the other order."""
     problem = make_problem(Case(2, 700, 1100, 16, 16, head_dim, DTYPE, causal=True), hopper)

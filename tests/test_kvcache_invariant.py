@@ -66,6 +66,20 @@ def test_number_of_splits_does_not_matter(device, features):
         assert torch.equal(result[0], out) and torch.equal(result[1], lse)
 
 
+@pytest.mark.parametrize("page_size", (0, 16))
+def test_many_runs(device, page_size):
+    """More runs of keys than the GPU holds thread blocks, so that each computes several runs of a sequence."""
+    case = KvCase((20000, 33, 16111, 0), 1, None, 20000, nheads=16, nheads_k=8, page_size=page_size)
+    check_call(case, device, batch_invariant=True)
+    problem = make_problem(case, device)
+    out, lse = invariant(problem)
+    result = invariant(problem, num_splits=1)
+    assert torch.equal(result[0], out) and torch.equal(result[1], lse)
+    for index in range(len(case.lengths)):
+        part = run_like(problem, taken(problem, [index]))
+        assert torch.equal(part[0], out[[index]]) and torch.equal(part[1], lse[[index]])
+
+
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("page_size", (1, 3, 16, 17, 256))
 def test_pages_do_not_matter(device, features, page_size):

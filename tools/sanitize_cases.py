@@ -42,6 +42,9 @@ CASES = (
     Case(3, 40, 100, 2, 1, 96, "bfloat16", kind="leftpad", page_size=7),
     Case(3, 65, 300, 4, 1, 128, "bfloat16", causal=True, kind="packed", page_size=16),
     Case(2, 33, 500, 2, 2, 256, "float16", kind="seqused", page_size=256),
+    # Few rows over many keys: by the kernels of the KV cache.
+    Case(1, 1, 900, 8, 2, 128, "bfloat16"),
+    Case(4, 3, 1200, 8, 2, 64, "float16", causal=True, kind="packed", page_size=16),
     Case(1, 129, 100, 2, 1, 64, "float16", causal=True, dropout=0.17),
     Case(2, 65, 130, 2, 2, 128, "bfloat16", dropout=0.5, kind="packed"),
     # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.

@@ -19,6 +19,11 @@ CASES = (
     (KvCase((200, 31), capacity=260, window=(50, 0), alibi=True, leftpad=(20, 40), nheads=6, dtype="float16"), {}),
     (KvCase((260, 31), 2, 2, 300, head_dim=192, softcap=5.0, causal=True, page_size=1), {"num_splits": 3}),
     (KvCase((260, 31), 2, 2, 300, head_dim=96, causal=True), {"batch_invariant": True}),
+    # Many rows: by the families of the forward.
+    (KvCase((300, 0, -1, 64), 40, 40, 400, causal=True, head_dim=128, rotary_dim=32), {}),
+    (KvCase((300, 0, -1, 64), 130, None, 400, page_size=16, leftpad=(7, 0, 0, 64), dtype="float16"), {}),
+    # Several runs of keys to a thread block.
+    (KvCase((20000,), capacity=20000, nheads=16, nheads_k=16, head_dim=32), {"batch_invariant": True}),
     # Cut into many parts, which several warps merge; pages of whole steps.
     (KvCase((2500,), capacity=2600, nheads=8, head_dim=128), {}),
     (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, seqlen_new=1, page_size=16), {}),

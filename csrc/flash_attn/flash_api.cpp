@@ -8,7 +8,6 @@
 #include <torch/version.h>
 
 #include <array>
-#include <cstdlib>
 #include <limits>
 #include <string>
 #include <utility>
@@ -16,9 +15,9 @@
 #include "allocate.h"
 #include "checks.h"
 #include "describe.h"
+#include "forward_family.h"
 #include "kvcache_api.h"
 #include "launch_check.h"
-#include "plan/family.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "src/flash.h"
@@ -33,51 +32,6 @@ constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // ---- forward ----
-
-plan::FamilyQuery family_query(const Flash_fwd_params& params) {
-  const int64_t sequences = params.b > 0 ? params.b : 1;
-  plan::FamilyQuery query{};
-  query.capability = compute_capability(params.device);
-  query.head_dim = params.d;
-  query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-  // p_cols: the longest sequence, as the caller says, where K has no axis of keys.
-  query.keys = params.is_paged() ? params.p_cols : params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
-  query.multiprocessors = params.multiprocessors;
-  return query;
-}
-
-const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
-
-plan::Family choose_family(const Flash_fwd_params& params) {
-  return plan::choose_family(family_query(params), forced_family());
-}
-
-template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
-  if constexpr (kHeadDim > 32) {
-    if (family == plan::Family::kWgmma) {
-      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
-      if (status != cudaErrorNotSupported) return status;
-    }
-  }
-  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
-}
-
-void run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(FP16_SWITCH(is_fp16,
-                           [&] {
-                             return HEADDIM_SWITCH(params.d, [&] {
-                               return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream);
-                             });
-                           }),
-               "flash_fwd_kernel", q);
-  if (params.p_ptr != nullptr) {
-    check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
-                 "dropout_probs_kernel", q);
-  }
-}
 
 // The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
 at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
@@ -120,7 +74,11 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     const bool uneven = params.window.right != kUnbounded || params.is_varlen();
     const plan::Family family = choose_family(params);
     if (uneven && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
-    run_mha_fwd(family, params, q);
+    if (family == plan::Family::kSplitKv) {
+      check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
+    } else {
+      run_mha_fwd(family, params, q);
+    }
   }
   if (out_.has_value() && !direct) {
     out_->copy_(out);
@@ -134,7 +92,7 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_family(plan::Family family, const Flash_bwd_params& params, cudaStream_t stream) {
   if (family == plan::Family::kMmaSync) return run_mha_bwd_<kDtype, kHeadDim>(params, stream);
-  if constexpr (kHeadDim > 32 && kHeadDim <= plan::kMaxSm90BwdHeadDim) {
+  if constexpr (kHeadDim > 32) {
     return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim).head_dim>(params, stream);
   }
   return cudaErrorNotSupported;
@@ -155,15 +113,16 @@ struct Gradient {
 };
 
 // The launches of one family, with fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode
-// a turn counter for each tile.
+// the tiles' turn counters.
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::DqTile tile = plan::dq_tile(family, params.d);
   const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-  at::Tensor dq_accum = new_zeros(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
+  at::Tensor dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
   params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
+  params.dq_accum_size = dq_accum.numel();
   at::Tensor turns;
   if (deterministic) {
-    turns = new_zeros(q, {tiles}, at::kInt);
+    turns = new_zeros(q, {tiles, tile.turns}, at::kInt);
     params.dq_turns_ptr = turns.mutable_data_ptr<int>();
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();

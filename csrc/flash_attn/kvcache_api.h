@@ -1,4 +1,5 @@
-// Attention against a KV cache, its plan, and the merge of partial results: check -> describe -> allocate -> launch.
+// Attention against a KV cache, its plan, forwards by the same kernels, and the merge of partial results:
+// check -> describe -> allocate -> launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,11 +12,13 @@
 
 #include "allocate.h"
 #include "describe.h"
+#include "forward_family.h"
 #include "kvcache_checks.h"
 #include "launch_check.h"
 #include "plan/kvcache.h"
 #include "src/kvcache.h"
 #include "src/static_switch.h"
+#include "tile_counter.h"
 
 namespace flash {
 
@@ -45,6 +48,7 @@ struct KvCallSizes {
   bool is_causal;
   int64_t window_left, window_right, num_splits;
   bool batch_invariant;
+  bool is_packed = false;
 };
 
 inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallSizes& sizes, int device) {
@@ -73,13 +77,13 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
                                 params.d,
                                 params.capacity,
                                 as_int(sizes.num_splits),
-                                sizes.batch_invariant};
+                                sizes.batch_invariant,
+                                sizes.is_packed};
   const plan::KvPlan plan =
       plan::kv_plan(problem, {facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block});
   const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
-  if (static_cast<int64_t>(params.b) * plan.row_tiles > std::numeric_limits<int>::max()) {
-    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ",
-                 static_cast<int64_t>(params.b) * plan.row_tiles);
+  if (plan.items > std::numeric_limits<int>::max()) {
+    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ", plan.items);
   }
   params.tile_size = plan.tile_size;
   params.tile_rows = tile.rows();
@@ -87,6 +91,7 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.padded_dim = tile.head_dim;
   params.stages = plan.stages;
   params.row_tiles = plan.row_tiles;
+  params.items = static_cast<int>(plan.items);
   params.thread_blocks = plan.thread_blocks;
   params.least_share = plan.least_share;
   params.cuts = plan.cuts;
@@ -171,13 +176,69 @@ inline void set_params_rotary(Flash_kvcache_params& params, const OptionalTensor
   rotary.one_position = params.window.left == kUnbounded && params.window.right == kUnbounded;
 }
 
-inline void run_kvcache(const Flash_kvcache_params& params, const at::Tensor& q) {
+// ---- many query rows over a cache: by the families of the forward ----
+
+// Rows of a cache from one sequence to the next; -1: not a whole number, the cache is no packed tensor.
+inline int64_t rows_per_sequence(const MatrixStrides& strides) {
+  return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;
+}
+
+inline bool is_packed_cache(const Flash_kvcache_params& params) {
+  if (params.paged.block_table != nullptr) return true;
+  const int64_t rows = rows_per_sequence(params.k_strides);
+  return rows >= 0 && rows == rows_per_sequence(params.v_strides) &&
+         rows * params.cache_batch + params.capacity <= kMaxLength;
+}
+
+inline Flash_fwd_params forward_over_cache(const Flash_kvcache_params& params) {
+  Flash_fwd_params forward = params;
+  forward.seqlen_k = params.capacity;
+  forward.p_cols = params.capacity;
+  return forward;
+}
+
+// Tiles of 16 packed rows are what the kernels of the KV cache are made for; of more rows only where tiles of rows
+// would leave multiprocessors idle.
+inline plan::Family choose_family_over_cache(const Flash_kvcache_params& params, const at::Tensor& q,
+                                             const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+  const bool has_many_rows =
+      static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio > plan::kv_tile(params.d, 0).rows();
+  const bool served = params.d % 8 == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v) && is_aligned(out) &&
+                      is_packed_cache(params);
+  return has_many_rows && served ? choose_family(forward_over_cache(params)) : plan::Family::kSplitKv;
+}
+
+inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
+  Flash_fwd_params forward = forward_over_cache(params);
+  const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
+  at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
+  forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
+  int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
+  forward.varlen.cached_keys = cached_keys;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
+  at::Tensor rotated;
+  if (params.rotary.cos_ptr != nullptr) {
+    rotated = new_empty(q, q.sizes(), q.scalar_type());
+    forward.q_ptr = rotated.const_data_ptr();
+    forward.q_strides = matrix_strides(rotated);
+    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf,
+                             [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
+                 "kvcache_rotate_kernel", q);
+  }
+  at::Tensor own_counter;
+  if (family == plan::Family::kWgmma) forward.tile_counter_ptr = tile_counter(q, own_counter);
+  run_mha_fwd(family, forward, q);
+}
+
+inline void run_kvcache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     if (params.seqlen_new > 0 && params.h_k > 0) {
       check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
     }
     if (q.numel() == 0) return;
+    if (family != plan::Family::kSplitKv) return run_forward_over_cache(family, params, q);
     check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
                  "flash_fwd_split_kernel", q);
   });
@@ -238,8 +299,56 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   set_params_scores(params, {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, std::nullopt});
   set_params_cache(params, cache);
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
-  if (q.size(0) > 0) run_kvcache(params, q);
+  if (q.size(0) == 0) return {out, lse};
+  const bool free_choice = num_splits == 0 && !batch_invariant && q.numel() > 0;
+  run_kvcache(free_choice ? choose_family_over_cache(params, q, kcache, vcache, out) : plan::Family::kSplitKv, params,
+              q);
   return {out, lse};
+}
+
+// ---- a forward by the same kernels ----
+
+// Keys that a sequence may have.
+inline int split_capacity(const Flash_fwd_params& forward) {
+  const PagedKv& paged = forward.paged;
+  if (paged.block_table == nullptr) return forward.seqlen_k;
+  return static_cast<int>(
+      std::min<int64_t>(static_cast<int64_t>(paged.pages_per_sequence) * paged.page_size.divisor, kMaxLength));
+}
+
+// A dense batch is a full cache; the line of work of a packed one is laid out by the kernel that makes plans. k, v and
+// out are those of `forward`.
+inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v, const at::Tensor& out) {
+  Flash_kvcache_params params;
+  static_cast<Flash_fwd_params&>(params) = forward;
+  params.capacity = split_capacity(forward);
+  const plan::KvPlan plan =
+      set_params_sizes(params,
+                       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, params.capacity, false,
+                        forward.window.left, forward.window.right, 0, false, forward.is_varlen()},
+                       forward.device);
+  params.cache_batch = forward.b;
+  params.kv_bytes = std::min(piece_bytes(k), piece_bytes(v));
+  params.q_vectors = piece_bytes(q) == 16;
+  params.o_vectors = piece_bytes(out) == 16;
+  const int64_t schedule_words = forward.is_varlen() ? plan::kv_schedule_words(plan) : 0;
+  const int64_t workspace_words = params.merges ? plan::kv_workspace_words(plan, params.d) : 0;
+  at::Tensor workspace;
+  if (schedule_words + workspace_words > 0) {
+    workspace = new_empty(q, {schedule_words + workspace_words}, at::kInt);
+    int* const words = workspace.mutable_data_ptr<int>();
+    if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
+    if (schedule_words > 0) params.schedule = reinterpret_cast<const KvHeader*>(words);
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  if (params.schedule != nullptr) {
+    const cudaError_t status = run_kvcache_plan(params, const_cast<KvHeader*>(params.schedule), stream);
+    if (status != cudaSuccess) return status;
+  }
+  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+  });
 }
 
 // ---- plan ----

@@ -14,7 +14,7 @@ void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (bool is_small : {false, true}) {
-        FamilyQuery query{capability, head_dim, 132, 512, 132};
+        FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 1, 512};
         if (!is_small) query.row_tiles = 133;
         const bool serves = capability == 90 && head_dim > 32;
         const bool wgmma = serves && !(is_small && head_dim <= 128);
@@ -29,15 +29,54 @@ void check_choice() {
       }
     }
   }
-  FamilyQuery many_keys{90, 64, 1, 513, 132};
+  FamilyQuery many_keys{90, 64, 1, 513, 132, false, 1, 1, 513};
   check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
+}
+
+FamilyQuery shape(int capability, int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
+  FamilyQuery query{capability, head_dim, 0, keys, 132, true, 0, 0, keys};
+  query.row_tiles = batch * heads * ((queries + 127) / 128);
+  query.split_rows = queries * (heads / heads_k);
+  query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
+  return query;
+}
+
+// What was measured to be faster on an H200 (docs/tuning.md).
+void check_split() {
+  const FamilyQuery split[] = {
+      shape(90, 1, 1, 512, 16, 16, 128),   shape(90, 1, 1, 4096, 16, 16, 128),  shape(90, 4, 1, 2048, 16, 16, 128),
+      shape(90, 32, 1, 4096, 32, 8, 128),  shape(90, 1, 1, 4096, 8, 8, 64),     shape(90, 1, 1, 4096, 8, 8, 256),
+      shape(90, 1, 16, 2048, 8, 8, 64),    shape(90, 1, 64, 4096, 16, 16, 128), shape(90, 1, 128, 8192, 16, 16, 128),
+      shape(90, 1, 256, 16384, 8, 8, 128), shape(90, 1, 128, 8192, 16, 16, 64), shape(90, 1, 128, 8192, 8, 8, 256),
+      shape(90, 16, 8, 4096, 32, 8, 128),  shape(90, 16, 16, 4096, 32, 8, 128)};
+  const FamilyQuery whole[] = {shape(90, 1, 1, 256, 16, 16, 128),     shape(90, 8, 1, 4096, 16, 16, 128),
+                               shape(90, 1, 64, 512, 2, 2, 256),      shape(90, 1, 512, 512, 4, 4, 128),
+                               shape(90, 1, 1024, 1024, 4, 4, 128),   shape(90, 1, 2048, 2048, 2, 2, 128),
+                               shape(90, 1, 4096, 4096, 1, 1, 128),   shape(90, 1, 1024, 1024, 4, 4, 64),
+                               shape(90, 1, 128, 8192, 32, 32, 128),  shape(90, 1, 512, 8192, 8, 8, 128),
+                               shape(90, 1, 512, 8192, 32, 8, 128),   shape(90, 8, 128, 4096, 32, 8, 128),
+                               shape(90, 1, 2048, 32768, 32, 8, 128), shape(90, 1, 16384, 16384, 16, 16, 128)};
+  for (FamilyQuery query : split) {
+    check::that(choose_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.keys,
+                query.head_dim);
+    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.keys);
+    check::that(choose_family(query, "wgmma") == Family::kWgmma, "wgmma", query.keys);
+    query.may_split = false;
+    check::that(choose_family(query, nullptr) != Family::kSplitKv, "not served", query.keys);
+    check::that(choose_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.keys);
+  }
+  for (const FamilyQuery& query : whole) {
+    check::that(choose_family(query, nullptr) != Family::kSplitKv, "whole", query.split_rows, query.keys,
+                query.head_dim);
+    check::that(choose_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.keys);
+  }
 }
 
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
-      const FamilyQuery query{capability, head_dim, 1, 1, 132};
-      const Family expected = capability == 90 && head_dim > 32 && head_dim <= 128 ? Family::kWgmma : Family::kMmaSync;
+      const FamilyQuery query{capability, head_dim, 1, 1, 132, false, 1, 1, 1};
+      const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
       check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
       check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);
       check::that(choose_backward_family(query, "mma_sync") == Family::kMmaSync, "backward, mma_sync", capability,
@@ -49,14 +88,16 @@ void check_backward_choice() {
   }
 }
 
-// K, V, stages of Q and dO, two dS, dQ in fp32, the statistics of the stages; the sanitizers need some of the rest.
+// K, V, stages of Q and dO, two dS, dQ in fp32 (where consumers have keys of their own), the statistics of the stages;
+// the sanitizers need some of the rest.
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
+  const int dq_bytes = tile.block_n == 128 ? 4 * tile.block_m * tile.head_dim : 0;
   const int bytes = 2 * tile.head_dim * (2 * tile.block_n + 2 * tile.stages * tile.block_m) +
-                    2 * 2 * tile.block_m * tile.block_n + 4 * tile.block_m * tile.head_dim +
-                    2 * 4 * tile.stages * tile.block_m;
+                    2 * 2 * tile.block_m * tile.block_n + dq_bytes + 2 * 4 * tile.stages * tile.block_m;
   check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);
-  check::that(tile.block_n == 128 && (tile.block_m == 64 || tile.block_m == 128), "two consumers", tile.head_dim);
+  check::that((tile.block_n == 128 || tile.block_n == 64) && (tile.block_m == 64 || tile.block_m == 128),
+              "two consumers", tile.head_dim);
 }
 
 void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
@@ -77,6 +118,7 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
 
 int main() {
   check_choice();
+  check_split();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {

@@ -147,6 +147,28 @@ void check_allocation_does_not_matter() {
   }
 }
 
+// Equal lengths: no tile is cut where some nine tenths of the thread blocks can have whole tiles each.
+void check_whole_tiles() {
+  using namespace flash::plan;
+  struct Expected {
+    int batch, heads_k, thread_blocks;
+    bool is_cut;
+  };
+  for (const Expected& expected :
+       {Expected{16, 8, 264, true}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
+        Expected{128, 8, 256, false}, Expected{1, 8, 264, true}, Expected{10, 8, 264, true},
+        Expected{10, 15, 264, true}, Expected{40, 10, 264, true}}) {
+    for (int keys : {2048, 4096, 4100, 8192}) {
+      const KvPlan plan = kv_plan({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
+      const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
+      const int64_t tiles = expected.batch * expected.heads_k;
+      check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
+      const int64_t share = flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share);
+      check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -155,5 +177,6 @@ int main() {
   check_lengths();
   check_plans();
   check_allocation_does_not_matter();
+  check_whole_tiles();
   return check::report();
 }

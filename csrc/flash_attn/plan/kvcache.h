@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/kv_schedule.h"
+#include "grid.h"
 #include "tiles.h"
 
 namespace flash {
@@ -38,6 +39,7 @@ struct KvProblem {
   int capacity;    // rows that the cache holds per sequence
   int num_splits;  // 0: chosen by shares; n: at most n parts per sequence
   bool batch_invariant;
+  bool is_packed = false;  // seqlen_q is then the sum of the queries of all sequences
 };
 
 struct KvDevice {
@@ -49,7 +51,8 @@ struct KvDevice {
 struct KvPlan {
   int tile_size;  // index into kKvTiles
   int stages;     // 0: the device has too little shared memory
-  int row_tiles;  // tiles of one K/V head and sequence
+  int row_tiles;  // tiles of one K/V head and sequence of a dense batch
+  int64_t items;  // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
   int thread_blocks;
   int64_t least_share;  // key blocks of a thread block
   KvCuts cuts;
@@ -59,12 +62,17 @@ struct KvPlan {
   int64_t slots;   // partial results that the workspace holds
 };
 
-// A thread block should have this many bytes of K and V to read, else the merge costs more than the split saves.
+// A thread block should have this many bytes of K and V to read, else the merge costs more than the split saves; half
+// as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
+// bandwidth.
 constexpr int64_t kLeastShareBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Key blocks of a tile over a full cache; one without keys takes a place too.
+constexpr int64_t kv_most_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
 
 constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
   return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
@@ -84,25 +92,37 @@ constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& p
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
+// Thread blocks among which the line of work is shared: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no cut and no merge.
+constexpr int64_t kv_sharing_blocks(int64_t tiles, int64_t resident) {
+  const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
+  return whole * 10 >= resident * 9 ? whole : resident;
+}
+
 constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   KvPlan plan{};
   const int group = problem.heads_k > 0 ? problem.heads / problem.heads_k : 1;
-  const int64_t rows = static_cast<int64_t>(problem.seqlen_q) * group;
+  const int64_t all_rows = static_cast<int64_t>(problem.seqlen_q) * group;
+  const int64_t rows = problem.is_packed ? ceil_div(all_rows, problem.batch > 0 ? problem.batch : 1) : all_rows;
   plan.tile_size = kv_tile_size(problem.head_dim, rows);
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const KvResidency residency = kv_residency(tile, device.smem_per_sm, device.smem_per_block);
   const int block_n = kv_block_n(tile);
   plan.stages = residency.stages;
-  plan.row_tiles = static_cast<int>(ceil_div(rows, tile.rows()));
-  plan.slot_rows = static_cast<int>(rows < tile.rows() ? rows : tile.rows());
+  plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows));
+  plan.items = problem.is_packed ? varlen_slot_count(static_cast<int>(all_rows), problem.batch, tile.rows())
+                                 : static_cast<int64_t>(problem.batch) * plan.row_tiles;
+  plan.slot_rows = static_cast<int>(rows < tile.rows() && !problem.is_packed ? rows : tile.rows());
   const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
-  plan.least_share = by_shares ? ceil_div(kLeastShareBytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  const int64_t tiles = plan.items * problem.heads_k;
+  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kLeastShareBytes / 2 : kLeastShareBytes;
+  plan.least_share = by_shares ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
-  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  const int64_t most_blocks = tiles * (ceil_div(problem.capacity, block_n) + 1);
+  const int64_t most_blocks = tiles * kv_most_blocks(problem.capacity, block_n);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t sharing = by_shares ? kv_sharing_blocks(tiles, resident) : resident;
   const int64_t useful = ceil_div(most_blocks, plan.least_share);
-  plan.thread_blocks = static_cast<int>(useful < resident ? useful : resident);
+  plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
   plan.run_blocks = kUnbounded;
   if (problem.batch_invariant) {
     plan_runs(problem, tile, plan);
@@ -117,7 +137,7 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
 
 // Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
 constexpr bool kv_may_cut(const KvPlan& plan, int capacity, int block_n) {
-  const int64_t blocks = ceil_div(capacity, block_n) + 1;
+  const int64_t blocks = kv_most_blocks(capacity, block_n);
   switch (plan.cuts.rule) {
     case CutRule::kWhole: return false;
     case CutRule::kAnywhere: return blocks > plan.cuts.value;

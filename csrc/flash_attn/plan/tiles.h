@@ -179,23 +179,24 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
   return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
 }
 
-// wgmma family: one producer warpgroup and two consumer warpgroups, each with half of the keys; one thread block per
-// SM.
+// wgmma family: one producer warpgroup and two consumer warpgroups; one thread block per SM.
 struct Sm90BwdTile {
   int head_dim;
   int block_m;  // query rows per step; with 64 the consumers share dQ by columns, with 128 by rows
-  int block_n;  // keys per thread block
+  int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
   int stages;   // shared memory buffers of Q and of dO
+
+  constexpr int turns() const { return block_n == 64 ? 2 : 1; }  // counters of a dQ tile in deterministic mode
 };
 
-constexpr int kNumSm90BwdTiles = 2;
+constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {64, 128, 128, 2},
     {128, 64, 128, 2},
+    {256, 64, 64, 2},
 };
-constexpr int kMaxSm90BwdHeadDim = kSm90BwdTiles[kNumSm90BwdTiles - 1].head_dim;
 
-// The tile of the smallest head dim that holds `head_dim` (<= kMaxSm90BwdHeadDim).
+// The tile of the smallest head dim that holds `head_dim`.
 constexpr Sm90BwdTile sm90_bwd_tile(int head_dim) {
   int index = 0;
   while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < head_dim) ++index;
@@ -252,6 +253,12 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
   int size = 0;
   while (size + 1 < kKvSizes && kv_size_exists(head_dim, size + 1) && kv_tile(head_dim, size).rows() < rows) ++size;
   return size;
+}
+
+// Tiles of the packed rows of one sequence and K/V head.
+constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
+  const int tile_rows = kv_tile(head_dim, kv_tile_size(head_dim, rows)).rows();
+  return (rows + tile_rows - 1) / tile_rows;
 }
 
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }

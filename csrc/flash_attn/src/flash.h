@@ -58,6 +58,9 @@ struct Varlen {
   const int* cu_seqlens_k = nullptr;  // (b + 1)
   const int* seqused_k = nullptr;     // (b) or null
   const int* leftpad_k = nullptr;     // (b) or null
+  // (b, 2), of dense queries over a cache: first row and count of each sequence's keys, in a packed tensor or within
+  // the pages of the sequence; null: all of k
+  const int* cached_keys = nullptr;
 };
 
 struct Flash_fwd_params {
@@ -98,6 +101,7 @@ struct Flash_fwd_params {
   int multiprocessors = 0;
 
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
+  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.cached_keys != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
@@ -113,8 +117,9 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
-  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; zeroed
-  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order
+  int64_t dq_accum_size = 0;                     // floats
+  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far, see DqTile; zeroed
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be

@@ -34,7 +34,8 @@ struct Flash_kvcache_params : Flash_fwd_params {
   Rotary rotary;
 
   FastDiv group;             // query heads of a K/V head
-  int row_tiles = 0;         // tiles of one K/V head and sequence
+  int row_tiles = 0;         // tiles of one K/V head and sequence of a dense batch
+  int items = 0;             // row tiles of a K/V head: of all sequences, or slots of a packed batch
   bool q_vectors = false;    // rows of q may be read in 16-byte pieces
   bool o_vectors = false;    // rows of o may be written in 8-byte pieces
   int kv_bytes = 16;         // in pieces of how many bytes k and v may be read: 16, 4 or 2
@@ -81,6 +82,15 @@ cudaError_t run_kvcache_merge_(const Flash_kvcache_params& params, cudaStream_t 
 // Writes the new rows into the cache.
 template <Dtype kDtype>
 cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t stream);
+
+// Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
+// none if it cannot be served.
+cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
+                             cudaStream_t stream);
+
+// Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of requests that cannot be served.
+template <Dtype kDtype>
+cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
 
 // Fills `schedule` (header and records).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream);

@@ -3,12 +3,13 @@
 
 #include "common/block_range.h"
 #include "common/kv_schedule.h"
+#include "common/sequence.h"
 #include "kvcache.h"
 
 namespace flash {
 
 struct KvRequest {
-  int index = 0;      // in the batch, and of its row of the block table
+  int index = 0;  // in the batch, and of its row of the block table; a packed batch has rows before 0 and after b - 1
   int cache_row = 0;  // of a cache that is not paged
   int first_row = 0;  // of the cache, that counts as key 0
   int seqlen_k = 0;   // keys, the new ones included
@@ -42,25 +43,52 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
   return request;
 }
 
-__device__ __forceinline__ Visibility kv_visibility(const Flash_kvcache_params& params, int seqlen_k) {
-  return Visibility{params.seqlen_q, seqlen_k, params.window};
+// A segment of a packed batch; those before the first and after the last sequence have queries but no keys.
+__device__ __forceinline__ KvRequest packed_request(const Flash_kvcache_params& params, int segment) {
+  KvRequest request;
+  request.index = segment - 1;
+  request.fits = segment >= 1 && segment <= params.b;
+  if (!request.fits) return request;
+  RowBlock block;
+  block.batch = request.index;
+  set_key_range(block, params);
+  request.first_row = block.k_begin;
+  request.seqlen_k = block.seqlen_k;
+  return request;
 }
 
-// Rows of one K/V head and sequence.
-__device__ __forceinline__ int kv_rows(const Flash_kvcache_params& params) {
-  return params.seqlen_q * params.h_h_k_ratio;
+// The queries of a request: rows [first, first + count) of matrix `batch` of q and out.
+struct KvQueries {
+  int batch = 0;
+  int first = 0;
+  int count = 0;
+};
+
+template <bool kMayBePacked>
+__device__ __forceinline__ KvQueries kv_queries(const Flash_kvcache_params& params, int index) {
+  if (!kMayBePacked || !params.is_varlen()) return {index, 0, params.seqlen_q};
+  const int begin = segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, index + 1);
+  const int end = segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, index + 2);
+  return {0, begin, max(end - begin, 0)};
 }
 
-__device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params, int row_tile) {
+// Packed rows of one K/V head.
+__device__ __forceinline__ int kv_rows(const Flash_kvcache_params& params, const KvQueries& queries) {
+  return queries.count * params.h_h_k_ratio;
+}
+
+__device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params, const KvQueries& queries,
+                                              int row_tile) {
   const int first = row_tile * params.tile_rows;
-  const int last = min(first + params.tile_rows, kv_rows(params)) - 1;
+  const int last = min(first + params.tile_rows, kv_rows(params, queries)) - 1;
   return {params.group.divide(first), params.group.divide(last) + 1};
 }
 
 // Key blocks of a tile in the line of work, without regard to its interior; they depend on lengths and sizes alone.
-__device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvTokens& tokens,
-                                               int seqlen_k) {
-  const Visibility visibility = kv_visibility(params, seqlen_k);
+__device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvQueries& queries,
+                                               int row_tile, int seqlen_k) {
+  const KvTokens tokens = kv_tokens(params, queries, row_tile);
+  const Visibility visibility{queries.count, seqlen_k, params.window};
   const int shift = __ffs(params.block_n) - 1;  // a power of two
   BlockRange range;
   range.begin = visibility.key_begin(tokens.begin) >> shift;
@@ -68,11 +96,37 @@ __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& param
   return range.end > range.begin ? range : BlockRange{};
 }
 
+// Places of a row tile in the line, of all heads.
+__device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, const KvQueries& queries, int row_tile,
+                                           int seqlen_k) {
+  return static_cast<int64_t>(params.h_k) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
+}
+
+// Of a dense batch.
 __device__ __forceinline__ int64_t kv_item_work(const Flash_kvcache_params& params, int item) {
   const int index = item / params.row_tiles;
   const KvRequest request = kv_request(params, index);
-  const KvTokens tokens = kv_tokens(params, item - index * params.row_tiles);
-  return static_cast<int64_t>(params.h_k) * kv_count(kv_range(params, tokens, request.seqlen_k));
+  return kv_work(params, kv_queries<false>(params, index), item - index * params.row_tiles, request.seqlen_k);
+}
+
+// The segments of a packed batch own the items, as varlen_first_slot() says of their packed rows: at least as many as
+// they have row tiles. Items beyond these have no rows, and no place in the line.
+__device__ __forceinline__ int packed_first_item(const Flash_kvcache_params& params, const KvQueries& queries,
+                                                 int segment) {
+  return varlen_first_slot(queries.first * params.h_h_k_ratio, segment, params.tile_rows);
+}
+
+struct KvItem {
+  KvRequest request;
+  int row_tile = 0;
+};
+
+// All lanes of a warp together.
+__device__ __forceinline__ KvItem packed_item(const Flash_kvcache_params& params, int item) {
+  const int segment =
+      find_segment(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, item, params.tile_rows, params.h_h_k_ratio);
+  const int first = packed_first_item(params, kv_queries<true>(params, segment - 1), segment);
+  return {packed_request(params, segment), max(item - first, 0)};
 }
 
 // The pages of a request. `slot` is an index into its row of the block table.
@@ -99,14 +153,14 @@ struct KvPages {
   }
 };
 
-// The rows of the cache that some query of the request sees or that the call writes.
+// The rows of the cache that some query of the request, of a dense batch, sees or that the call writes.
 struct KvRows {
   int begin;
   int end;
 };
 
 __device__ __forceinline__ KvRows kv_needed_rows(const Flash_kvcache_params& params, const KvRequest& request) {
-  const Visibility visibility = kv_visibility(params, request.seqlen_k);
+  const Visibility visibility{params.seqlen_q, request.seqlen_k, params.window};
   KvRows rows{request.first_row + visibility.key_begin(0), request.first_row + visibility.key_end(params.seqlen_q - 1)};
   if (params.seqlen_new > 0) {
     rows.begin = min(rows.begin, request.cached);

@@ -11,7 +11,7 @@ struct KvStart {
   int item = 0;  // kv_items(): nothing to do
 };
 
-__device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.b * params.row_tiles; }
+__device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.items; }
 
 // Where there is only one item, of so much work.
 __device__ __forceinline__ KvStart kv_start_of_one(const Flash_kvcache_params& params, int index, int64_t work) {

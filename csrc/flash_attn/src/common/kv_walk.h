@@ -22,8 +22,8 @@ struct alignas(16) KvPart {
   __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
 };
 
-// kFreeCuts: tiles are cut anywhere or nowhere.
-template <bool kFreeCuts>
+// kPlain: of a dense batch, and tiles are cut anywhere or nowhere.
+template <bool kPlain>
 struct KvWalk {
   const Flash_kvcache_params& params;
   const int index;  // of the thread block
@@ -53,6 +53,7 @@ struct KvWalk {
       }
       if (done()) return;
       if (enters_item) load_item();
+      if (done()) return;
       if (!begun) find_place();
       if (done()) return;
       begun = true;
@@ -62,7 +63,7 @@ struct KvWalk {
 
  private:
   __device__ __forceinline__ KvSegment find_segment() const {
-    if constexpr (kFreeCuts) {
+    if constexpr (kPlain) {
       const int whole_up_to = params.cuts.rule == CutRule::kWhole ? kUnbounded : params.cuts.value;
       return kv_free_segment(whole_up_to, part.count(), tile_begin, start.share, index);
     } else {
@@ -71,11 +72,28 @@ struct KvWalk {
   }
 
   __device__ __forceinline__ void load_item() {
-    part.request = kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
-    part.row_tile = start.item - part.request.index * params.row_tiles;
-    const BlockRange range = kv_range(params, kv_tokens(params, part.row_tile), part.request.seqlen_k);
+    if (!kPlain && params.is_varlen()) {
+      load_packed_item();
+      if (done()) return;
+    } else {
+      part.request = kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
+      part.row_tile = start.item - part.request.index * params.row_tiles;
+    }
+    const KvQueries queries = kv_queries<!kPlain>(params, part.request.index);
+    const BlockRange range = kv_range(params, queries, part.row_tile, part.request.seqlen_k);
     part.first_block = range.begin;
     part.end_block = range.end;
+  }
+
+  // The next one that has rows.
+  __device__ __forceinline__ void load_packed_item() {
+    for (; !done(); ++start.item) {
+      const KvItem item = packed_item(params, start.item);
+      part.request = item.request;
+      part.row_tile = item.row_tile;
+      const int rows = kv_rows(params, kv_queries<true>(params, part.request.index));
+      if (part.row_tile * params.tile_rows < rows) return;
+    }
   }
 
   __device__ __forceinline__ void find_place() {

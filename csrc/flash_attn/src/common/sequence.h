@@ -48,15 +48,17 @@ __device__ __forceinline__ int segment_begin(const int* cu_seqlens, int batch, i
 }
 
 // The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
-// cost one memory latency.
-__device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, int total_rows, int slot, int block_m) {
+// cost one memory latency. A row of the tensor counts as `packed` rows of a block.
+__device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, int total_rows, int slot, int block_m,
+                                            int packed = 1) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch + 2;
   while (count > 1) {
     const int stride = (count + 31) / 32;
     const int probe = lane * stride;
-    const bool reached = probe < count && varlen_first_slot(segment_begin(cu_seqlens, batch, total_rows, low + probe),
-                                                            low + probe, block_m) <= slot;
+    const bool reached =
+        probe < count && varlen_first_slot(packed * segment_begin(cu_seqlens, batch, total_rows, low + probe),
+                                           low + probe, block_m) <= slot;
     const int reached_probes = max(__popc(__ballot_sync(0xffffffffu, reached)), 1);
     low += (reached_probes - 1) * stride;
     count = min(stride, count - (reached_probes - 1) * stride);
@@ -108,6 +110,10 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
   block.batch = batch_head / params.h;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
+  if (params.varlen.cached_keys != nullptr) {
+    block.k_begin = params.varlen.cached_keys[2 * block.batch];
+    block.seqlen_k = params.varlen.cached_keys[2 * block.batch + 1];
+  }
   block.row_begin = (row_blocks - 1 - index % row_blocks) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
@@ -122,6 +128,10 @@ __device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params,
 __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
   return row_block_at(params, block_m, blockIdx.x);
 }
+
+// For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
+// the L2 cache, come first before it, and last after it.
+__device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
 // The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
 struct KeyBlock {

@@ -1,7 +1,8 @@
 // softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
 // the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
 // the derivative of the LSE by a score is its probability. A sink is a key without a value: its dP is 0, and its
-// gradient the sum of P (0 - softmax_d) over the rows. Bound by reading dO and O once.
+// gradient the sum of P (0 - softmax_d) over the rows. Bound by reading dO and O once, and by writing the zeros from
+// which dQ is accumulated.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -45,6 +46,14 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
+// This thread block's share of the accumulator of dQ becomes 0.
+__device__ void clear_dq_accum(const Flash_bwd_params& params, int block) {
+  float4* const vectors = reinterpret_cast<float4*>(params.dq_accum_ptr);  // whole tiles
+  const int64_t count = params.dq_accum_size / 4, share = (count + gridDim.x - 1) / gridDim.x;
+  const int64_t begin = share * block, end = min(begin + share, count);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) vectors[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
 // The sum over the thread block, in a fixed order, in thread 0.
 __device__ float block_sum(float value) {
   __shared__ float warp_sums[kThreads / 32];
@@ -59,7 +68,9 @@ __device__ float block_sum(float value) {
 // Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
-  const RowBlock block = row_block(params, kRows);
+  const int index = reversed_block();
+  clear_dq_accum(params, index);
+  const RowBlock block = row_block_at(params, kRows, index);
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, block)) return;
@@ -87,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   }
   if (params.dsinks_ptr == nullptr) return;
   dsink = block_sum(dsink);
-  if (threadIdx.x == 0) params.dsinks_ptr[blockIdx.x] = dsink;
+  if (threadIdx.x == 0) params.dsinks_ptr[index] = dsink;
 }
 
 template <class Pair>

@@ -18,7 +18,7 @@ constexpr int kBatchedLoads = 8;
 
 // A tile of which several partial results exist.
 struct CutTile {
-  KvRequest request;
+  KvQueries queries;
   int head = 0;
   int first_row = 0;  // packed
   int rows = 0;       // 0: nothing to merge
@@ -36,14 +36,19 @@ __device__ int slot_of_part(const Flash_kvcache_params& params, const CutTile& t
 }
 
 __device__ void set_item(const Flash_kvcache_params& params, int item, CutTile& tile) {
-  const int row_tile = item % params.row_tiles;
-  tile.request = kv_request(params, item / params.row_tiles);
-  tile.range = kv_range(params, kv_tokens(params, row_tile), tile.request.seqlen_k);
-  tile.first_row = row_tile * params.tile_rows;
+  KvItem at;
+  if (params.is_varlen()) {
+    at = packed_item(params, item);
+  } else {
+    at = {kv_request(params, item / params.row_tiles), item % params.row_tiles};
+  }
+  tile.queries = kv_queries<true>(params, at.request.index);
+  tile.range = kv_range(params, tile.queries, at.row_tile, at.request.seqlen_k);
+  tile.first_row = at.row_tile * params.tile_rows;
 }
 
 __device__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile) {
-  return min(kv_rows(params) - tile.first_row, params.tile_rows);
+  return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
 }
 
 // The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
@@ -278,14 +283,14 @@ __device__ void write_row(const Flash_kvcache_params& params, const CutTile& til
   for (int i = 0; i < kQuads; ++i) {
     const int col = (threadIdx.x % 32 + 32 * i) * 4;
     if (col < params.padded_dim) {
-      write_output_row<Element>(params, tile.request.index, at, col, stats, value.quads[i]);
+      write_output_row<Element>(params, tile.queries, at, col, stats, value.quads[i]);
     }
   }
 }
 
 // Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
 __host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
-  const int64_t tiles = static_cast<int64_t>(params.b) * params.row_tiles * params.h_k;
+  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
   return tiles * kBatchedLoads < params.thread_blocks ? 1 : kWarps;
 }
 
@@ -293,9 +298,9 @@ __host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
   return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
 }
 
-// Few tiles: each has its thread blocks; else each place where a stretch begins.
+// Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
 __host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
-  return static_cast<int64_t>(params.b) * params.row_tiles * params.h_k < params.thread_blocks;
+  return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
 }
 
 // The first of the `helpers` warps of a row adds up what they found.
@@ -369,7 +374,7 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kQuads * 32 * sizeof(float4));
-  const int64_t tiles = static_cast<int64_t>(params.b) * params.row_tiles * params.h_k;
+  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
   if (params.cuts.rule == CutRule::kChunks) {
     return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
                             configured_devices);

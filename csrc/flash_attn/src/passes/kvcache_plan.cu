@@ -15,8 +15,41 @@ struct PlanArguments {
   KvHeader* schedule;
 };
 
-// The item at `target` of the line: first the thread whose items hold it, then the item among those.
-__device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t* ends, int items, int64_t target) {
+// What the threads add up: items, or the segments of a packed batch.
+__device__ int units(const Flash_kvcache_params& params) { return params.is_varlen() ? params.b + 2 : params.items; }
+
+__device__ int segment_tiles(const Flash_kvcache_params& params, const KvQueries& queries) {
+  return (kv_rows(params, queries) + params.tile_rows - 1) / params.tile_rows;
+}
+
+__device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
+  if (!params.is_varlen()) return kv_item_work(params, unit);
+  const KvQueries queries = kv_queries<true>(params, unit - 1);
+  const KvRequest request = packed_request(params, unit);
+  int64_t work = 0;
+  for (int tile = 0; tile < segment_tiles(params, queries); ++tile) {
+    work += kv_work(params, queries, tile, request.seqlen_k);
+  }
+  return work;
+}
+
+// The item of a unit, which begins at record.item_begin, that holds `target`.
+__device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, KvRecord& record) {
+  record.item = unit;
+  if (!params.is_varlen()) return;
+  const KvQueries queries = kv_queries<true>(params, unit - 1);
+  const KvRequest request = packed_request(params, unit);
+  int tile = 0;
+  for (; tile + 1 < segment_tiles(params, queries); ++tile) {
+    const int64_t next = record.item_begin + kv_work(params, queries, tile, request.seqlen_k);
+    if (next > target) break;
+    record.item_begin = next;
+  }
+  record.item = packed_first_item(params, queries, unit) + tile;
+}
+
+// The item at `target` of the line: first the thread whose units hold it, then the unit among those.
+__device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -28,23 +61,24 @@ __device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t*
   }
   KvRecord record;
   record.item_begin = low > 0 ? ends[low - 1] : 0;
-  const KvItems own(items, low, kThreads);
-  for (record.item = own.begin; record.item + 1 < own.end; ++record.item) {
-    const int64_t next = record.item_begin + kv_item_work(params, record.item);
+  const KvItems own(units(params), low, kThreads);
+  int unit = own.begin;
+  for (; unit + 1 < own.end; ++unit) {
+    const int64_t next = record.item_begin + unit_work(params, unit);
     if (next > target) break;
     record.item_begin = next;
   }
+  set_item(params, unit, target, record);
   return record;
 }
 
 __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
   extern __shared__ __align__(16) char smem[];
   const Flash_kvcache_params& params = arguments.params;
-  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's items
-  const int items = params.b * params.row_tiles;
-  const KvItems own(items, threadIdx.x, kThreads);
+  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
+  const KvItems own(units(params), threadIdx.x, kThreads);
   int64_t work = 0;
-  for (int item = own.begin; item < own.end; ++item) work += kv_item_work(params, item);
+  for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);
   int64_t total = 0;
   ends[threadIdx.x] = block_prefix_sum(work, ends + kThreads, total);
   __syncthreads();
@@ -53,8 +87,8 @@ __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_con
   KvRecord* const records = reinterpret_cast<KvRecord*>(arguments.schedule + 1);
   for (int i = threadIdx.x; i < params.thread_blocks; i += kThreads) {
     KvRecord record;
-    record.item = items;
-    if (i * share < total) record = record_at(params, ends, items, i * share);
+    record.item = params.items;
+    if (i * share < total) record = record_at(params, ends, i * share);
     records[i] = record;
   }
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   using Element = typename Config::Element;
   extern __shared__ __align__(128) char smem[];
   const Flash_bwd_params& params = launch.params;
-  const RowBlock block = row_block(params, Config::kBlockM);
+  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
   if (block.empty()) return;
   const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
                         block.row_begin / Config::kBlockM;

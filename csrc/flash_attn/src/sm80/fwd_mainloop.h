@@ -43,7 +43,7 @@ struct KvLoader {
   __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const RowBlock& block) const {
     const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
     if (is_paged()) return head;
-    const int64_t batch = params.is_varlen() ? 0 : block.batch * strides.batch;
+    const int64_t batch = params.packs_keys() ? 0 : block.batch * strides.batch;
     return head + batch + block.k_begin * strides.row;
   }
 

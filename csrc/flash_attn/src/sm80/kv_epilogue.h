@@ -26,7 +26,8 @@ struct KvEpilogue {
   // All threads together. slot: of the workspace, for partial results and what is carried; carries_in: an earlier run
   // of the tile left a sum there.
   __device__ __forceinline__ void finish(Mainloop& mainloop, RunEnd end, int64_t slot, bool carries_in) const {
-    const int rows = min(kv_rows(params) - part.row_tile * Config::kRows, Config::kRows);
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
 #pragma unroll
     for (int row_warp = 0; row_warp < Config::kRowWarps; ++row_warp) {
 #pragma unroll
@@ -38,7 +39,7 @@ struct KvEpilogue {
           stats[Config::kGroups * 16 + threadIdx.x] = carried_stats(slot, first + threadIdx.x);
         }
         __syncthreads();
-        merge(first, min(rows - first, 16), end, slot, carries_in);
+        merge(queries, first, min(rows - first, 16), end, slot, carries_in);
         __syncthreads();
       }
     }
@@ -70,7 +71,8 @@ struct KvEpilogue {
     }
   }
 
-  __device__ __forceinline__ void merge(int first, int rows, RunEnd end, int64_t slot, bool carries_in) const {
+  __device__ __forceinline__ void merge(const KvQueries& queries, int first, int rows, RunEnd end, int64_t slot,
+                                        bool carries_in) const {
     const float scale = params.softmax_scale_log2;
     for (int i = threadIdx.x; i < rows * kQuads; i += Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
@@ -84,7 +86,7 @@ struct KvEpilogue {
         value = carried;
       }
       if (end == RunEnd::kOutput) {
-        write_output(first + row, col, total, value);
+        write_output(queries, first + row, col, total, value);
       } else {
         *reinterpret_cast<float4*>(partial_row(slot, first + row) + col) = value;
         if (col == 0) {
@@ -127,9 +129,10 @@ struct KvEpilogue {
     return {pair.x, pair.y};
   }
 
-  __device__ __forceinline__ void write_output(int row, int col, const RowStats& total, const float4& value) const {
+  __device__ __forceinline__ void write_output(const KvQueries& queries, int row, int col, const RowStats& total,
+                                               const float4& value) const {
     const PackedRow at = packed_row(params, part.head, part.row_tile * Config::kRows + row);
-    write_output_row<Element>(params, part.request.index, at, col, total, value);
+    write_output_row<Element>(params, queries, at, col, total, value);
   }
 };
 

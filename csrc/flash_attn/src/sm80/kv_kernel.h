@@ -1,6 +1,7 @@
 // The KV-cache kernel of the mma.sync family: every thread block works through its stretch of key blocks.
 #pragma once
 
+#include "common/dropout.h"
 #include "common/kv_output.h"
 #include "sm80/kv_epilogue.h"
 #include "sm80/kv_query.h"
@@ -40,7 +41,7 @@ __device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params
 // Do rows that the request needs, but that none of its row tiles before or after this one loads here, lie outside of
 // the pool? Every tile of a request has to come to the same verdict. All threads together.
 __device__ __forceinline__ bool misses_pages_beside(const Flash_kvcache_params& params, const KvPart& part) {
-  if (params.paged.block_table == nullptr || !part.request.served()) return false;
+  if (params.paged.block_table == nullptr || params.is_varlen() || !part.request.served()) return false;
   const KvRows needed = kv_needed_rows(params, part.request);
   const KvPages pages(params, part.request.index);
   bool missing = false;
@@ -70,10 +71,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   KvMainloop<Config> mainloop(params, ring, q_rows);
   const KvPart& part = mainloop.part;
   int block = 0, begin = 0, end = 0;  // of the run under way
-  bool carries = false;               // an earlier run of the part left a sum
+  bool carries = false;               // the run before left a sum
   while (ring.advance()) {
     if (block == end) {
-      if (!carries) {
+      if (Config::kPlain || block == part.block_end()) {  // and not only a run of a part
         mainloop.enter_tile(ring.take_part());
         if (!ring.brings_query()) KvQuery<Config>{params, part, q_rows}.load();
         mainloop.misses_pages |= misses_pages_beside(params, part);
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     carries = place.end == RunEnd::kCarry;
   }
   ring.finish();
+  if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }
 
 }  // namespace flash

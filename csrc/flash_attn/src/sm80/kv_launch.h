@@ -19,8 +19,8 @@ inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step)
   const bool whole_steps = params.paged.block_table == nullptr ||
                            (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
   const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
-  return !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim && params.q_vectors &&
-         params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
+  return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
+         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
 }
 
 template <Dtype kDtype, int kHeadDim>

@@ -43,8 +43,9 @@ struct KvMainloop {
 
   __device__ __forceinline__ void enter_tile(const KvPart& part_) {
     part = part_;
-    tokens = kv_tokens(params, part.row_tile);
-    visibility = kv_visibility(params, part.request.seqlen_k);
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    tokens = kv_tokens(params, queries, part.row_tile);
+    visibility = Visibility{queries.count, part.request.seqlen_k, params.window};
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
     misses_pages = part.request.refused;
@@ -66,8 +67,8 @@ struct KvMainloop {
     const PackedCoords coords{params.group, part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
                               tokens.begin};
     if (!Config::kPlain && params.has_score_mod) {
-      modify_packed_scores(scores, params, coords, part.request.index, part.head, visibility.diagonal(tokens.begin),
-                           key);
+      modify_packed_scores(scores, params, coords, part.request.fits ? part.request.index : 0, part.head,
+                           visibility.diagonal(tokens.begin), key);
     }
     if (key < full_begin || key + Config::kStep > full_end) {
       apply_mask(scores, coords, visibility, tokens.begin, tokens.end, key, key + Config::kStep);

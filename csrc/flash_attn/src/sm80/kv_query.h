@@ -20,7 +20,7 @@ struct KvQuery {
 
   // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.
   __device__ __forceinline__ void load() const {
-    const int rows = min(kv_rows(params) - first_row(), Config::kRows);
+    const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
       const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
       uint4 value{};
@@ -35,7 +35,7 @@ struct KvQuery {
 
   // As part of every thread's next group of copies; nothing is rotated.
   __device__ __forceinline__ void copy_async() const {
-    const int rows = min(kv_rows(params) - first_row(), Config::kRows);
+    const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
       const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
       copy16_async(smem + place(row, chunk * 8), row_chunk(min(row, rows - 1), chunk * 8), row < rows);
@@ -43,6 +43,10 @@ struct KvQuery {
   }
 
  private:
+  __device__ __forceinline__ KvQueries queries() const {
+    return kv_queries<!Config::kPlain>(params, part.request.index);
+  }
+
   __device__ __forceinline__ int first_row() const { return part.row_tile * Config::kRows; }
 
   __device__ __forceinline__ static int place(int row, int col) {
@@ -51,8 +55,9 @@ struct KvQuery {
 
   __device__ __forceinline__ const Element* row_chunk(int row, int col) const {
     const PackedRow at = packed_row(params, part.head, first_row() + row);
-    return static_cast<const Element*>(params.q_ptr) + part.request.index * params.q_strides.batch +
-           at.token * params.q_strides.row + at.head * params.q_strides.head + col;
+    const KvQueries rows = queries();
+    return static_cast<const Element*>(params.q_ptr) + rows.batch * params.q_strides.batch +
+           (rows.first + at.token) * params.q_strides.row + at.head * params.q_strides.head + col;
   }
 
   __device__ __forceinline__ uint4 read_chunk(int row, int col) const {

@@ -230,7 +230,7 @@ struct KvRing {
     int found = page;  // -1: nowhere
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
-      const bool missing = lane() % Config::kStep < keys && !in_pool;
+      const bool missing = lane() % Config::kStep < keys && !in_pool && !params.is_varlen();  // there: zeros
       missing_bits |= __any_sync(0xffffffffu, missing) ? 1 : 0;
       if (!in_pool) found = -1;
     }

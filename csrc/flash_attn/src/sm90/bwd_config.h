@@ -24,10 +24,13 @@ struct BwdConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
-  static_assert(kBlockN == 128, "two consumer warpgroups, 64 keys each");
-  static_assert(kBlockM == 64 || kBlockM == 128, "a row of dS is a whole number of 128-byte chunks");
-
   static constexpr int kWarpGroups = 2;
+  // Each consumer has 64 keys of its own, or the same 64 as the other one and half of the columns of dK, dV and dQ.
+  // Then both compute all scores: two fifths more products, but neither waits for the other.
+  static constexpr bool kSplitsKeys = kBlockN == 128;
+  static_assert(kBlockN == 64 || kBlockN == 128, "a consumer has the 64 keys of a wgmma");
+  static_assert(kBlockM == 64 || (kBlockM == 128 && kSplitsKeys), "a row of dS is a whole number of 128-byte chunks");
+
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = kConsumers + 128;
@@ -42,10 +45,12 @@ struct BwdConfig {
   // Keys are the rows of S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are A operands in registers:
   // dV += P^T dO, dK += dS^T Q.
   using MmaSdP = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockM>, kK, kK>())>;
-  using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDim>, kK, kMn>())>;
-  // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns.
+  static constexpr int kDkvCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
+  using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kDkvCols>, kK, kMn>())>;
+  // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns, a slice at a time.
   static constexpr bool kSplitsDqRows = kBlockM == 128;
-  static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDqSlices = kSplitsKeys ? 1 : 2;
+  static constexpr int kDqCols = (kSplitsDqRows ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a row of chunks of 64 columns, as a TMA box writes them: rows of 128 bytes, swizzled.
@@ -68,8 +73,22 @@ struct BwdConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
+  static constexpr int kDqTile = kBlockM * kHeadDim;                       // floats
+  static constexpr int kDqOfSlice = kDqTile / kConsumerWarps / kDqSlices;  // of one warp
+  // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
+  // while they wait for the L2 cache the other consumer computes.
+  static constexpr int kDqStaged = kSplitsKeys ? kDqOfSlice : 0;
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
+
+  // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer
+  // warp's floats of it stand in the fp32 tile.
+  CUTE_HOST_DEVICE static constexpr int dq_row_share(int group) { return kSplitsDqRows ? group : 0; }
+  CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) {
+    return kSplitsDqRows ? 0 : group * kDqSlices + slice;
+  }
+  CUTE_HOST_DEVICE static constexpr int dq_place(int warp, int slice) {
+    return (warp * kDqSlices + slice) * kDqOfSlice;
+  }
 };
 
 }  // namespace sm90

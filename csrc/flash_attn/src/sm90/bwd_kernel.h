@@ -13,7 +13,8 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1 };
 
-// This warp's 16 rows of dK or dV, through shared memory in the place of K or V, which nobody reads any more.
+// This warp's 16 rows of dK or dV, this warpgroup's columns, through shared memory in the place of K or V, which nobody
+// reads any more.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
                                           const CUtensorMap& map, typename Config::Element* tile) {
@@ -25,15 +26,17 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDkv{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
-  auto staged = mainloop.own_keys(tile);
+  auto staged = mainloop.template own_keys<Config::kDkvCols>(tile, mainloop.column_share());
   copy(Store{}, store.retile_S(values), store.partition_D(staged));
   tma_store_fence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  const int warp_row = 64 * mainloop.group + mainloop.thread / 32 * 16;
+  const int warp_row = 64 * mainloop.key_share() + mainloop.thread / 32 * 16;
+  constexpr int kOwnChunks = Config::kDkvCols / Config::kChunkCols;
   const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
 #pragma unroll
-  for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+  for (int i = 0; i < kOwnChunks; ++i) {
+    const int chunk = mainloop.column_share() * kOwnChunks + i;
     SM90_TMA_STORE_5D::copy(&map, tile + (chunk * Config::kBlockN + warp_row) * Config::kChunkCols,
                             chunk * Config::kChunkCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
                             block.head_k, keys.outer, keys.origin);
@@ -79,24 +82,26 @@ __global__ void __launch_bounds__(Config::kConsumers)
   using namespace cute;
   using Element = typename Config::Element;
   extern __shared__ __align__(1024) char smem[];
-  const RowBlock block = row_block(params, Config::kBlockM);
+  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
   if (block.empty()) return;
   const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
                         block.row_begin / Config::kBlockM;
-  using Mainloop = BwdMainloop<Config>;
-  typename Mainloop::AccDq acc_dq;
-  load_dq<32>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile + threadIdx.x / 32 * Mainloop::kDqOfWarp,
-              threadIdx.x % 32);
-#pragma unroll
-  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
-  auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
+  const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
+  const float* const tile = params.dq_accum_ptr + index * Config::kDqTile;
   const int group = threadIdx.x / 128;
-  auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
-                          make_coord(Config::kSplitsDqRows ? group : 0, Config::kSplitsDqRows ? 0 : group));
-  const auto values = convert<Element>(acc_dq);
-  copy(Store{}, store.retile_S(values), store.partition_D(share));
+#pragma unroll
+  for (int slice = 0; slice < Config::kDqSlices; ++slice) {
+    typename BwdMainloop<Config>::AccDq acc_dq;
+    load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
+                            make_coord(Config::dq_row_share(group), Config::dq_column_share(group, slice)));
+    const auto values = convert<Element>(acc_dq);
+    copy(Store{}, store.retile_S(values), store.partition_D(share));
+  }
   __syncthreads();
   Element* const rows =
       static_cast<Element*>(params.dq_ptr) +

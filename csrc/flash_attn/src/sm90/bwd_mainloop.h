@@ -1,6 +1,7 @@
 // The computing side of the wgmma backward: one warpgroup with 64 keys of the block, which meet every row block that
-// sees them, for all query heads of their K/V head. dK and dV stay in registers over the whole loop; dQ is reduced into
-// fp32 tiles in global memory. Gradients by recomputation from the LSE: Dao et al. 2022, appendix B.
+// sees them, for all query heads of their K/V head, and all columns of dK and dV or half of them. These stay in
+// registers over the whole loop; dQ is reduced into fp32 tiles in global memory. Gradients by recomputation from the
+// LSE: Dao et al. 2022, appendix B.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -26,8 +27,8 @@ struct BwdMainloop {
   template <class Mma, int kCols>
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
   using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
-  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kHeadDim>;  // ((2, 2, D / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;
+  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kDkvCols>;  // ((2, 2, columns / 8), 1, 1)
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;     // a slice
   // P^T and dS^T as A operands: the registers of their accumulators.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
@@ -69,7 +70,10 @@ struct BwdMainloop {
     cute::clear(acc_dv);
   }
 
-  __device__ __forceinline__ int key_begin() const { return block.n_block * Config::kBlockN + 64 * group; }
+  // Which of the shares of keys and of columns of K, V and their gradients is this warpgroup's.
+  __device__ __forceinline__ int key_share() const { return Config::kSplitsKeys ? group : 0; }
+  __device__ __forceinline__ int column_share() const { return Config::kSplitsKeys ? 0 : group; }
+  __device__ __forceinline__ int key_begin() const { return block.n_block * Config::kBlockN + 64 * key_share(); }
 
   // acc (64, N) = or += A B, both in shared memory: started, not waited for.
   template <class Mma, class SmemA, class SmemB, class Acc>
@@ -78,40 +82,41 @@ struct BwdMainloop {
     start_gemm(mma, slice.partition_fragment_A(a), slice.partition_fragment_B(b), acc, true);
   }
 
-  // This warpgroup's 64 rows of K or V.
-  __device__ __forceinline__ auto own_keys(Element* tile) const {
+  // kCols columns of this warpgroup's 64 rows in a tile of the block's keys.
+  template <int kCols>
+  __device__ __forceinline__ auto own_keys(Element* tile, int column_share) const {
     using namespace cute;
-    return local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutKv{}),
-                      Shape<_64, Int<Config::kHeadDim>>{}, make_coord(group, _0{}));
+    return local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutKv{}), Shape<_64, Int<kCols>>{},
+                      make_coord(key_share(), column_share));
   }
 
   // S^T or dP^T of the row block in `tile`.
   __device__ __forceinline__ void start_scores(Element* keys, Element* tile, AccSdP& acc) const {
     using namespace cute;
-    start(typename Config::MmaSdP{}, own_keys(keys), make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{}),
-          acc);
+    start(typename Config::MmaSdP{}, own_keys<Config::kHeadDim>(keys, 0),
+          make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{}), acc);
   }
 
-  // dV += P^T dO or dK += dS^T Q.
+  // dV += P^T dO or dK += dS^T Q, this warpgroup's columns.
   template <class Values>
   __device__ __forceinline__ void start_dkv(const Values& values, Element* tile, AccDkv& acc) const {
     using namespace cute;
     typename Config::MmaDkv mma;
     const auto a = make_tensor(values.data(), LayoutP{});
-    const auto b =
-        mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQt{}));
-    start_gemm(mma, a, b, acc, false);
+    const auto cols =
+        local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQt{}),  // (D, M)
+                   Shape<Int<Config::kDkvCols>, Int<Config::kBlockM>>{}, make_coord(column_share(), _0{}));
+    start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
-  // This warpgroup's share of dQ = dS K.
-  __device__ __forceinline__ void start_dq(int buffer, AccDq& acc_dq) const {
+  // A slice of this warpgroup's share of dQ = dS K.
+  __device__ __forceinline__ void start_dq(int buffer, int slice, AccDq& acc_dq) const {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
     const auto k = make_tensor(make_smem_ptr(storage.k), typename Config::SmemLayoutKt{});            // (D, N)
-    const auto rows =
-        local_tile(ds, Shape<_64, Int<Config::kBlockN>>{}, make_coord(Config::kSplitsDqRows ? group : 0, _0{}));
+    const auto rows = local_tile(ds, Shape<_64, Int<Config::kBlockN>>{}, make_coord(Config::dq_row_share(group), _0{}));
     const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
-                                 make_coord(Config::kSplitsDqRows ? 0 : group, _0{}));
+                                 make_coord(Config::dq_column_share(group, slice), _0{}));
     start(typename Config::MmaDq{}, rows, cols, acc_dq);
   }
 
@@ -120,7 +125,7 @@ struct BwdMainloop {
     using namespace cute;
     using Store = Copy_Atom<SM90_U16x8_STSM_T, Element>;
     auto ds = local_tile(make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDst{}),
-                         Shape<_64, Int<Config::kBlockM>>{}, make_coord(group, _0{}));
+                         Shape<_64, Int<Config::kBlockM>>{}, make_coord(key_share(), _0{}));
     const auto store = make_tiled_copy_C(Store{}, typename Config::MmaSdP{}).get_thread_slice(thread);
     copy(Store{}, store.retile_S(values), store.partition_D(ds));
     tma_store_fence();  // the wgmma that reads it is of the async proxy
@@ -129,7 +134,26 @@ struct BwdMainloop {
   __device__ __forceinline__ static void wait_for_consumers() {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers, kConsumerBarrier);
   }
+  __device__ __forceinline__ void wait_for_warpgroup() const {
+    cutlass::arch::NamedBarrier::sync(128, kConsumerBarrier + 1 + group);
+  }
   static constexpr uint32_t kConsumerBarrier = 1;  // 0 is __syncthreads()
+
+  // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
+  // keys do not wait for each other.
+  template <class Values>
+  __device__ __forceinline__ int exchange_ds(const Values& values, int i) const {
+    if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
+    const int buffer = Config::kSplitsKeys ? i % 2 : group;
+    write_ds(values, buffer);
+    if (is_deterministic()) complete_additions();
+    if constexpr (Config::kSplitsKeys) {
+      wait_for_consumers();
+    } else {
+      wait_for_warpgroup();
+    }
+    return buffer;
+  }
 
   __device__ __forceinline__ void release(Barrier* empty) const {
     __syncwarp();
@@ -168,67 +192,88 @@ struct BwdMainloop {
     }
   }
 
-  // dK and dQ; dV is under way. dQ is added while dK is computed.
+  // dK and dQ; dV is under way. A slice of dQ is added while other products run.
   __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
-    write_ds(ds, i % 2);
-    if (is_deterministic()) complete_additions();
-    wait_for_consumers();  // dS is whole
+    const int buffer = exchange_ds(ds, i);
     if (i > 0) pass_turn_of(walk.before(at));
     AccDq acc_dq;
-    start_dq(i % 2, acc_dq);
+    start_dq(buffer, 0, acc_dq);
     start_dkv(ds, storage.q[place.stage], acc_dk);
     const int64_t tile = dq_tile_index(at);
-    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
+    const int seen = is_deterministic() ? peek_turn(turns_at(tile)) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
-    add_dq(at, tile, seen, acc_dq);
-    wait_for<0>(acc_dk);
-    release(storage.q_empty);
+    add_dq(at, tile, 0, seen, acc_dq);
+    if constexpr (Config::kDqSlices == 2) {
+      start_dq(buffer, 1, acc_dq);
+      wait_for<1>(acc_dk);
+      release(storage.q_empty);
+      wait_for<0>(acc_dq);
+      add_dq(at, tile, 1, seen, acc_dq);
+    } else {
+      wait_for<0>(acc_dk);
+      release(storage.q_empty);
+    }
     place.advance();
   }
 
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
 
+  // One counter a tile, or one for each half of its columns.
+  __device__ __forceinline__ int* turns_at(int64_t tile) const {
+    return params.dq_turns_ptr + tile * Config::kTile.turns() + column_share();
+  }
+
   __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
     return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
   }
 
-  // Each warp's share, from its own buffer, by one lane. Deterministic: at this block's turn; `seen` is the counter
-  // before the product.
-  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int seen, const AccDq& acc_dq) const {
+  // A slice of each warp's share. `seen`: the turn counter before the product.
+  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen,
+                                         const AccDq& acc_dq) const {
     const int warp = 4 * group + thread / 32;
-    float* const staged = storage.dq[warp];
-    float* const target = params.dq_accum_ptr + tile * Config::kDqTile + warp * kDqOfWarp;
-    if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
-    __syncwarp();
-    stage_dq(acc_dq, staged, thread % 32);
-    fence_buffer();
-    __syncwarp();
-    if (is_first_lane()) {
-      if (is_deterministic()) {
-        wait_for_turn(params.dq_turns_ptr + tile,
-                      dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
-        fence_before_additions();
+    float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
+    if constexpr (Config::kDqStaged > 0) {
+      float* const staged = storage.dq[warp];
+      if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
+      __syncwarp();
+      stage_dq(acc_dq, staged, thread % 32);
+      fence_buffer();
+      __syncwarp();
+      if (is_first_lane()) {
+        if (is_deterministic()) {
+          wait_for_turn_at(at, tile, seen);
+          fence_before_additions();
+        }
+        reduce_bulk(target, staged, Config::kDqStaged);
       }
-      reduce_bulk(target, staged, kDqOfWarp);
+    } else {
+      if (is_deterministic() && slice == 0) wait_for_turn_at(at, tile, seen);
+      reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma wants whole warps
   }
-  static constexpr int kDqOfWarp = Config::kDqTile / Config::kConsumerWarps;
+
+  __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
+    wait_for_turn(turns_at(tile), dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
+                  seen);
+  }
+
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  // Before the barrier that precedes pass_turn_of(): what this warp added is in its place.
+  // Before the barrier that precedes pass_turn_of(): what the bulk copy engine adds for this warp is in its place.
   __device__ __forceinline__ void complete_additions() const {
     if (is_first_lane()) wait_for_additions();
     __syncwarp();
   }
 
-  // After the consumers' barrier that follows the step: all have added. The step after it hides the way to memory.
+  // After the barrier of exchange_ds() that follows the step: all who share the counter have added. The step after it
+  // hides the way to memory.
   __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
     if (!is_deterministic()) return;
-    if (group == 0 && thread == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+    if (key_share() == 0 && thread == 0) pass_turn(turns_at(dq_tile_index(at)));
     __syncwarp();
   }
 

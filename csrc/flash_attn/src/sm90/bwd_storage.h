@@ -18,9 +18,9 @@ struct BwdStorage {
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
   // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
-  // had finished reading it.
+  // had finished reading it. Consumers with the same keys have one each.
   alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(128) float dq[Config::kConsumerWarps][Config::kDqTile / Config::kConsumerWarps];  // each warp's, to be added
+  alignas(128) float dq[Config::kConsumerWarps][Config::kDqStaged > 0 ? Config::kDqStaged : 1];  // of each warp
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
 

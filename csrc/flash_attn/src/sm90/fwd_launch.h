@@ -48,7 +48,7 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   // Query heads of one K/V head share its keys and values.
   const int64_t head_bytes = 4 * keys_of_head(params) * params.d / params.h_h_k_ratio;
   const int64_t cached_heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
-  const bool uneven = params.window.right != kUnbounded || is_varlen;
+  const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int64_t section = cached_heads < all_heads ? cached_heads : all_heads;
   launch.section = uneven && section > 1 ? static_cast<int>(section) : 1;
   launch.counter = launch.tiles > params.multiprocessors * Config::kTeams ? params.tile_counter_ptr : nullptr;

@@ -146,7 +146,7 @@ struct FwdProducer {
     const Flash_fwd_params& params = launch.params;
     const RowBlock block = queue.take();
     return {block, key_blocks(params, block, Config::kBlockN),
-            TmaRows(params.is_varlen(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
+            TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {

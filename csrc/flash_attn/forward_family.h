@@ -1,0 +1,79 @@
+// Which family of kernels runs a forward, and its launch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "launch_check.h"
+#include "plan/family.h"
+#include "plan/grid.h"
+#include "plan/tiles.h"
+#include "src/flash.h"
+#include "src/static_switch.h"
+
+namespace flash {
+
+// Queries and keys of one sequence: of a packed batch the mean of the queries, and the keys that the caller expects.
+inline Visibility typical_sequence(const Flash_fwd_params& params) {
+  const int sequences = std::max(params.b, 1);
+  if (!params.is_varlen()) return {params.seqlen_q, params.seqlen_k, params.window};
+  return {(params.seqlen_q + sequences - 1) / sequences, params.p_cols, params.window};
+}
+
+inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
+  const int64_t sequences = params.b > 0 ? params.b : 1;
+  plan::FamilyQuery query{};
+  query.capability = compute_capability(params.device);
+  query.head_dim = params.d;
+  query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
+  // p_cols: the longest sequence, as the caller says, where K has no axis of keys.
+  query.keys = params.is_paged() ? params.p_cols : params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
+  query.multiprocessors = params.multiprocessors;
+
+  const Visibility sequence = typical_sequence(params);
+  const int last = std::max(sequence.seqlen_q - 1, 0);
+  query.may_split = !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
+                    static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio <= kMaxLength;
+  query.split_rows = static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio;
+  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, query.split_rows);
+  query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
+  return query;
+}
+
+inline const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
+
+inline plan::Family choose_family(const Flash_fwd_params& params) {
+  return plan::choose_family(family_query(params), forced_family());
+}
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
+  if constexpr (kHeadDim > 32) {
+    if (family == plan::Family::kWgmma) {
+      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
+      if (status != cudaErrorNotSupported) return status;
+    }
+  }
+  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
+}
+
+inline void run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  const bool is_fp16 = q.scalar_type() == at::kHalf;
+  check_launch(FP16_SWITCH(is_fp16,
+                           [&] {
+                             return HEADDIM_SWITCH(params.d, [&] {
+                               return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream);
+                             });
+                           }),
+               "flash_fwd_kernel", q);
+  if (params.p_ptr != nullptr) {
+    check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
+                 "dropout_probs_kernel", q);
+  }
+}
+
+}  // namespace flash
