@@ -97,7 +97,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
     // kShort
     {
-        {64, 128, 128, 3, 2, true, 1},
+        {64, 128, 64, 4, 2, true, 2},
         {96, 128, 128, 2, 2, false, 1},
         {128, 128, 128, 2, 2, false, 1},
         {192, 128, 96, 2, 1, false, 1},
