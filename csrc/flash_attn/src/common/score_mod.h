@@ -73,17 +73,43 @@ struct ScoreMod {
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
     }
-    add_bias(scores, coords, diagonal0, col0, 1.0f);
+    add_bias(scores, coords, diagonal0, col0);
   }
 
   // scores: row_col_view; diagonal0 and col0 are the key-axis position of the tile's row 0 and its first column.
   template <class Scores, class Coords>
   __device__ __forceinline__ void apply(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
-    if (softcapped) cap_each(scores);
-    scale_and_bias(scores, coords, diagonal0, col0);
+    apply_cap(scores);
+    add_bias(scores, coords, diagonal0, col0);
   }
 
-  // The same, faster where no score of the warp passes the cap.
+  template <class Scores>
+  __device__ __forceinline__ void apply_cap(Scores& scores) const {
+    using namespace cute;
+    if (softcapped) {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) scores(i) = cap(scores(i));
+    } else {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
+    }
+  }
+
+  template <class Scores, class Coords>
+  __device__ __forceinline__ void add_bias(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
+    using namespace cute;
+    if (slope_log2 == 0.0f) return;
+#pragma unroll
+    for (int mi = 0; mi < size<0>(scores); ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) += bias(diagonal0 + coords.row(mi), col0 + coords.col(ni));
+      }
+    }
+  }
+
+  // As apply(), for a warp with registers to spare: where none of its scores passes the cap, the softcap is a
+  // polynomial, and distances are converted to floats once a row, because a conversion takes as long as an exponential.
   template <class Scores, class Coords>
   __device__ __forceinline__ void apply_by_warp(Scores& scores, const Coords& coords, int diagonal0, int col0,
                                                 const SoftcapSeries& series) const {
@@ -93,10 +119,25 @@ struct ScoreMod {
 #pragma unroll
         for (int i = 0; i < size(scores); ++i) scores(i) = series.cap(scores(i));
       } else {
-        cap_each(scores);
+        apply_cap(scores);
       }
     }
-    scale_and_bias(scores, coords, diagonal0, col0);
+    const float factor = softcapped ? 1.0f : scale_log2;
+    if (slope_log2 == 0.0f) {
+      if (softcapped) return;
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
+      return;
+    }
+#pragma unroll
+    for (int mi = 0; mi < size<0>(scores); ++mi) {
+      const float distance = static_cast<float>(diagonal0 + coords.row(mi) - col0 - coords.col(0));
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        const float step = static_cast<float>(coords.col(ni) - coords.col(0));  // known to the compiler
+        scores(mi, ni) = scores(mi, ni) * factor - slope_log2 * fabsf(distance - step);
+      }
+    }
   }
 
   // Whether no square of the warp's scores is beyond the bound, NaN and a negative bound included: the bits of floats
@@ -114,54 +155,6 @@ struct ScoreMod {
     }
     const int all = __vimax3_s32(max(largest[0], largest[1]), largest[2], largest[3]);
     return !__any_sync(0xffffffffu, all > __float_as_int(bound));
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ void cap_each(Scores& scores) const {
-    using namespace cute;
-#pragma unroll
-    for (int i = 0; i < size(scores); ++i) scores(i) = cap(scores(i));
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ void apply_cap(Scores& scores) const {
-    using namespace cute;
-    if (softcapped) {
-      cap_each(scores);
-    } else {
-#pragma unroll
-      for (int i = 0; i < size(scores); ++i) scores(i) *= scale_log2;
-    }
-  }
-
-  // What follows the softcap, in one pass over the scores.
-  template <class Scores, class Coords>
-  __device__ __forceinline__ void scale_and_bias(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
-    using namespace cute;
-    const float factor = softcapped ? 1.0f : scale_log2;
-    if (slope_log2 != 0.0f) {
-      add_bias(scores, coords, diagonal0, col0, factor);
-    } else if (!softcapped) {
-#pragma unroll
-      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
-    }
-  }
-
-  // factor * score + bias. Distances are converted to floats once a row: a conversion takes as long as an exponential.
-  template <class Scores, class Coords>
-  __device__ __forceinline__ void add_bias(Scores& scores, const Coords& coords, int diagonal0, int col0,
-                                           float factor) const {
-    using namespace cute;
-    if (slope_log2 == 0.0f) return;
-#pragma unroll
-    for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const float distance = static_cast<float>(diagonal0 + coords.row(mi) - col0 - coords.col(0));
-#pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) {
-        const float step = static_cast<float>(coords.col(ni) - coords.col(0));  // known to the compiler
-        scores(mi, ni) = scores(mi, ni) * factor - slope_log2 * fabsf(distance - step);
-      }
-    }
   }
 };
 
