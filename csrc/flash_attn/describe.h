@@ -59,6 +59,7 @@ inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = static_cast<float>(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
+  params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
   params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
   params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
   params.window = make_window(scores);

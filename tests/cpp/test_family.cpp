@@ -101,15 +101,17 @@ void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
 }
 
 void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
-  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;
+  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;  // of a team
   check::that(tile.head_dim == head_dim, "the head dims of both families are the same", tile.head_dim, head_dim);
   check::that(tile.block_m % 64 == 0 && tile.block_m >= 128 && tile.block_m <= 192, "two or three consumers", head_dim,
               tile.block_m);
   check::that(tile.block_n % 16 == 0 && tile.block_n <= 256, "a wgmma of this width exists", head_dim, tile.block_n);
   check::that(tile.kv_stages >= 2, "V of a block is in use while K of the next is waited for", head_dim);
   check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
-  check::that(flash::plan::sm90_fwd_tensor_bytes(tile) + kBarrierBytes <= kSmemBytes, "shared memory", head_dim,
-              flash::plan::sm90_fwd_tensor_bytes(tile));
+  check::that(tile.teams == 1 || (tile.teams == 2 && tile.block_m == 128), "the loading warps serve two teams",
+              head_dim);
+  const int team_bytes = flash::plan::sm90_fwd_tensor_bytes(tile) + kBarrierBytes;
+  check::that(tile.teams * team_bytes <= kSmemBytes, "shared memory", head_dim, tile.teams, team_bytes);
 }
 
 }  // namespace

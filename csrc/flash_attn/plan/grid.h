@@ -20,7 +20,37 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
 constexpr int kShortRows = 512;
 
-constexpr int kSm90ShortRows = 1024;
+constexpr int kSm90ShortRows = 2048;
+
+// The wgmma family: under a causal mask row blocks stay short in longer sequences too.
+constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_right) {
+  return rows_per_sequence <= (masked_right ? 2 : 1) * kSm90ShortRows;
+}
+
+// Heads that are worked on together, so that the L2 cache holds their keys and values (cached_heads) and a few of the
+// running row blocks read the same ones at the same time.
+constexpr int kRunningTilesOfHead = 4;
+
+constexpr int section_heads(int64_t heads, int64_t cached_heads, int running_tiles) {
+  int64_t section = running_tiles / kRunningTilesOfHead;
+  if (cached_heads < section) section = cached_heads;
+  if (heads < section) section = heads;
+  return section < 1 ? 1 : static_cast<int>(section);
+}
+
+// Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
+// row block of all heads, then the second. Few heads left for the last section would leave multiprocessors idle at the
+// end: the first section has the odd number.
+constexpr int scheduled_tile(int index, int heads, int tiles_of_head, int section) {
+  if (section == 1) return index;
+  const int missing = (section - heads % section) % section;
+  const int section_tiles = section * tiles_of_head;
+  const int number = (index + missing * tiles_of_head) / section_tiles;
+  const int first_head = number == 0 ? 0 : number * section - missing;
+  const int section_heads = number == 0 ? section - missing : section;
+  const int within = index - first_head * tiles_of_head;
+  return (first_head + within % section_heads) * tiles_of_head + within / section_heads;
+}
 
 constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,
                                   int multiprocessors) {

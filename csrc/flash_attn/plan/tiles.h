@@ -18,7 +18,8 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kNumHeadDims = 6;
 
 // kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
-enum class FwdVariant { kPlain, kShort, kDropout };
+// kScoreMod: softcap and ALiBi, with dropout or without, in the wgmma family; elsewhere every variant has them.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod };
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
@@ -60,7 +61,7 @@ constexpr int head_dim_index(int head_dim) {
 // The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A sweep compiles one file with a tile of
 // its own.
 constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
-#if defined(FLASH_ATTN_SWEEP_M)
+#if defined(FLASH_ATTN_SWEEP_WARPS) && !defined(FLASH_ATTN_SWEEP_BWD)
   if (variant == FwdVariant::kPlain) {
     return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
                    FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
@@ -80,42 +81,62 @@ struct Sm90FwdTile {
   int kv_stages;  // shared memory buffers of K and of V
   int q_stages;   // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
   bool overlaps;  // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
+  int teams;      // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
 };
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
 
-constexpr Sm90FwdTile kSm90FwdTiles[3][kNumHeadDims - kSm90FirstHeadDim] = {
+constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     // kPlain
     {
-        {64, 192, 128, 3, 2, true},
-        {96, 128, 128, 2, 2, false},
-        {128, 128, 128, 2, 2, false},
-        {192, 128, 96, 2, 1, false},
-        {256, 128, 64, 2, 1, false},
+        {64, 192, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 128, 128, 2, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1},
+        {256, 128, 64, 2, 1, false, 1},
     },
     // kShort
     {
-        {64, 128, 128, 3, 2, true},
-        {96, 128, 128, 2, 2, false},
-        {128, 128, 128, 2, 2, false},
-        {192, 128, 96, 2, 1, false},
-        {256, 128, 64, 2, 1, false},
+        {64, 128, 64, 4, 2, true, 2},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 128, 128, 2, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1},
+        {256, 128, 64, 2, 1, false, 1},
     },
     // kDropout
     {
-        {64, 128, 128, 3, 2, true},
-        {96, 128, 128, 2, 2, false},
-        {128, 128, 128, 2, 2, false},
-        {192, 128, 96, 2, 1, false},
-        {256, 128, 64, 2, 1, false},
+        {64, 128, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 128, 128, 2, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1},
+        {256, 128, 64, 2, 1, false, 1},
+    },
+    // kScoreMod: at head dim 64 two consumers have the registers for it, three do not
+    {
+        {64, 128, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 128, 128, 2, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1},
+        {256, 128, 64, 2, 1, false, 1},
     },
 };
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
+#if defined(FLASH_ATTN_SWEEP_KV_STAGES)
+  if (variant == FwdVariant::kPlain) {
+    return Sm90FwdTile{head_dim,
+                       FLASH_ATTN_SWEEP_M,
+                       FLASH_ATTN_SWEEP_N,
+                       FLASH_ATTN_SWEEP_KV_STAGES,
+                       FLASH_ATTN_SWEEP_Q_STAGES,
+                       FLASH_ATTN_SWEEP_OVERLAPS,
+                       FLASH_ATTN_SWEEP_TEAMS};
+  }
+#endif
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Q and O, then K and V. 16-bit elements.
+// Q and O, then K and V, of one team. 16-bit elements.
 constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
   return 2 * tile.head_dim * (tile.q_stages * tile.block_m + 2 * tile.kv_stages * tile.block_n);
 }

@@ -8,6 +8,7 @@
 #include "common/block_range.h"
 #include "common/fast_div.h"
 #include "common/host_device.h"
+#include "common/softcap_series.h"
 
 namespace flash {
 
@@ -79,6 +80,7 @@ struct Flash_fwd_params {
   Window window;
   float scale_softmax = 0.0f;  // multiplies Q K^T
   float softcap = 0.0f;        // 0: none
+  SoftcapSeries softcap_series;
   // Softcap, ALiBi or a scale that is not positive: scores pass through ScoreMod before the softmax, which takes maxima
   // of raw scores otherwise.
   bool has_score_mod = false;

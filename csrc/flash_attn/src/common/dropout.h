@@ -29,6 +29,8 @@ struct DropoutMask {
   DropoutStream stream;
   uint32_t threshold;
 
+  DropoutMask() = default;
+
   __device__ __forceinline__ DropoutMask(const Dropout& dropout, int batch, int head) : threshold(dropout.threshold) {
     const PhiloxSeed state(dropout.state);
     stream = dropout_stream(state.seed, state.offset, batch, head);
@@ -67,6 +69,45 @@ struct DropoutMask {
     for_each<kRows, kCols>(coords, row_begin, col_begin, [&](int mi, int ni, bool kept) {
       probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
     });
+  }
+};
+
+// The draws of a row_col_view's elements, made before the elements are there.
+template <int kRows, int kCols>
+struct DropoutDraws {
+  static constexpr int kDraws = kRows * kCols / 4;
+  Word2 draws[kDraws + (kDraws == 0)];
+  uint32_t threshold;
+
+  // As DropoutMask::for_each(), by a whole warp.
+  template <class Coords>
+  __device__ __forceinline__ void draw(const DropoutMask& mask, const Coords& coords, int row_begin, int col_begin) {
+    static_assert(Coords::kRowsApart8 == 1 && Coords::kColsApart8 == 2 && kRows == 2 && kCols % 4 == 0,
+                  "a draw serves both rows, and columns 2 indices apart");
+    const uint32_t row_counter = dropout_group(row_begin + coords.row(0)) ^ mask.stream.row_xor;
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kDraws; ++i) {
+      const uint32_t col_counter = dropout_group(col_begin + coords.col(i / 2 * 4 + i % 2)) ^ mask.stream.col_xor;
+      draws[i] = philox2x32_7(row_counter, col_counter, mask.stream.key);
+      all ^= draws[i].word[0] ^ draws[i].word[1];
+    }
+    // Left alone, ptxas moves the draws to where they are used, behind the products that should hide them. It moves no
+    // shuffle over a branch, and cannot know that this one leaves the threshold as it is.
+    threshold = mask.threshold + (all ^ __shfl_sync(0xffffffffu, all, threadIdx.x % 32));
+  }
+
+  template <class Probabilities>
+  __device__ __forceinline__ void apply(Probabilities& probabilities) const {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < kCols; ++ni) {
+        const bool kept = dropout_uniform(draws[ni / 4 * 2 + ni % 2], mi, ni / 2 % 2) >= threshold;
+        probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+      }
+    }
   }
 };
 

@@ -107,6 +107,55 @@ struct ScoreMod {
       }
     }
   }
+
+  // As apply(), for a warp with registers to spare: where none of its scores passes the cap, the softcap is a
+  // polynomial, and distances are converted to floats once a row, because a conversion takes as long as an exponential.
+  template <class Scores, class Coords>
+  __device__ __forceinline__ void apply_by_warp(Scores& scores, const Coords& coords, int diagonal0, int col0,
+                                                const SoftcapSeries& series) const {
+    using namespace cute;
+    if (softcapped) {
+      if (within(scores, series.bound)) {
+#pragma unroll
+        for (int i = 0; i < size(scores); ++i) scores(i) = series.cap(scores(i));
+      } else {
+        apply_cap(scores);
+      }
+    }
+    const float factor = softcapped ? 1.0f : scale_log2;
+    if (slope_log2 == 0.0f) {
+      if (softcapped) return;
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
+      return;
+    }
+#pragma unroll
+    for (int mi = 0; mi < size<0>(scores); ++mi) {
+      const float distance = static_cast<float>(diagonal0 + coords.row(mi) - col0 - coords.col(0));
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        const float step = static_cast<float>(coords.col(ni) - coords.col(0));  // known to the compiler
+        scores(mi, ni) = scores(mi, ni) * factor - slope_log2 * fabsf(distance - step);
+      }
+    }
+  }
+
+  // Whether no square of the warp's scores is beyond the bound, NaN and a negative bound included: the bits of floats
+  // that are not negative are ordered like integers, of which three are compared at once.
+  template <class Scores>
+  __device__ __forceinline__ static bool within(const Scores& scores, float bound) {
+    using namespace cute;
+    constexpr int kChains = 4;
+    static_assert(decltype(size(scores))::value % (2 * kChains) == 0, "scores are compared in pairs");
+    int largest[kChains] = {};
+#pragma unroll
+    for (int i = 0; i < size(scores); i += 2) {
+      int& chain = largest[i / 2 % kChains];
+      chain = __vimax3_s32(chain, __float_as_int(scores(i) * scores(i)), __float_as_int(scores(i + 1) * scores(i + 1)));
+    }
+    const int all = __vimax3_s32(max(largest[0], largest[1]), largest[2], largest[3]);
+    return !__any_sync(0xffffffffu, all > __float_as_int(bound));
+  }
 };
 
 }  // namespace flash

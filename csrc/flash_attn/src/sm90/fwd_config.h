@@ -28,12 +28,18 @@ struct FwdConfig {
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.
-  static constexpr int kWarpGroups = kBlockM / 64;
+  static constexpr int kTeams = kTile.teams;
+  static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = 128 * (kWarpGroups + 1);
-  static constexpr int kProducerRegisters = kWarpGroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kWarpGroups == 2 ? 232 : 160;
-  static_assert(kWarpGroups == 2 || kWarpGroups == 3, "registers are shared out for two or three consumers");
+  static constexpr int kThreads = 128 * (kTeams * kWarpGroups + 1);
+  static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
+  static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
+                "registers are shared out for two, three or twice two consumers");
+  static constexpr bool kHasPages = kTeams == 1;  // two teams have no warps for them
+  static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
+  // Draws ahead of the scores take registers that score modifiers need.
+  static constexpr bool kDrawsAhead = kVariant == FwdVariant::kDropout;
 
   template <int kN, class MmaOp>
   struct Checked {

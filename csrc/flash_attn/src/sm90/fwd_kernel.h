@@ -12,6 +12,7 @@
 namespace flash {
 namespace sm90 {
 
+// Warps of warpgroup 0. Two teams have two of them each.
 enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.
@@ -31,7 +32,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window); }
+  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window, mainloop.group); }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
@@ -39,6 +40,7 @@ struct FwdConsumer {
     mainloop.first_step(tile);
     if constexpr (kFreesLate) free_stored_buffer();
     mainloop.run(tile, q_stage);
+    mainloop.pass_key(tile);
     q_place.advance();
     const Tile next = next_tile();
     if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
@@ -46,6 +48,7 @@ struct FwdConsumer {
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    mainloop.pass_value(tile);
     stored_stage = q_stage;
     if constexpr (!kFreesLate) free_stored_buffer();
     if (!kOverlapsTiles && next.exists()) begin();
@@ -73,22 +76,29 @@ struct FwdConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
   extern __shared__ __align__(1024) char smem[];
-  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
+  FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
-  if (threadIdx.x == 0) storage.init_barriers(launch.params.is_paged());
+  if (threadIdx.x == 0) {
+    for (int team = 0; team < Config::kTeams; ++team) storages[team].init_barriers(launch.params.is_paged());
+    Barrier::fence_init();
+  }
   __syncthreads();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
-    if (warp == kSchedulerWarp) run_scheduler<Config>(launch, storage);
-    if (launch.params.is_paged() && warp >= kPagedKWarp) {
-      PagedLoader<Config>(launch.params, storage, warp == kPagedVWarp).run(TileQueue<Config>(storage));
+    constexpr int kWarps = 4 / Config::kTeams;  // of a team
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
+    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
+    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
+    if constexpr (Config::kHasPages) {
+      if (launch.params.is_paged() && role >= kPagedKWarp) {
+        PagedLoader<Config>(launch.params, storages[team], role == kPagedVWarp).run(TileQueue<Config>(storages[team]));
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    FwdConsumer<Config>(launch, storage, warp_group - 1).run();
+    const int team = (warp_group - 1) / Config::kWarpGroups, group = (warp_group - 1) % Config::kWarpGroups;
+    FwdConsumer<Config>(launch, storages[team], group).run();
   }
 }
 

@@ -49,9 +49,9 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const int64_t head_bytes = 4 * keys_of_head(params) * params.d / params.h_h_k_ratio;
   const int64_t cached_heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
-  const int64_t section = cached_heads < all_heads ? cached_heads : all_heads;
-  launch.section = uneven && section > 1 ? static_cast<int>(section) : 1;
-  launch.counter = launch.tiles > params.multiprocessors ? params.tile_counter_ptr : nullptr;
+  const int teams = params.multiprocessors * Config::kTeams;
+  launch.section = uneven ? plan::section_heads(all_heads, cached_heads, teams) : 1;
+  launch.counter = launch.tiles > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }
 
@@ -63,15 +63,16 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
   cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
   if (status == cudaSuccess) status = set_tile_order<Config>(launch);
   if (status != cudaSuccess) return status;
-  const int grid = launch.tiles < params.multiprocessors ? launch.tiles : params.multiprocessors;
-  return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, static_cast<int>(sizeof(FwdStorage<Config>)),
-                       launch, params.device, stream, configured_devices);
+  const int useful = (launch.tiles + Config::kTeams - 1) / Config::kTeams;
+  const int grid = useful < params.multiprocessors ? useful : params.multiprocessors;
+  const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
+  return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device, stream,
+                       configured_devices);
 }
 
-// Where the rows of a larger tile would often stand beyond the end of a sequence.
 inline bool prefers_short_tile(const Flash_fwd_params& params) {
-  const bool is_varlen = params.is_varlen();
-  return (is_varlen ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q) <= plan::kSm90ShortRows;
+  const int rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
+  return plan::sm90_prefers_short_tile(rows, params.window.right != kUnbounded);
 }
 
 }  // namespace sm90
@@ -82,9 +83,12 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
   using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
+  using ScoreMod = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kScoreMod>;
+  if (params.has_score_mod) return sm90::run_flash_fwd<ScoreMod, kDtype>(params, stream);
   if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
-  if constexpr (Short::kBlockM < Plain::kBlockM) {
-    if (sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
+  if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
+    const bool served = Short::kHasPages || !params.is_paged();
+    if (served && sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
 }

@@ -21,10 +21,17 @@ template <class Config>
 struct FwdTile {
   RowBlock block;
   BlockRange range;
+  bool passes = false;  // no row of the warpgroup sees the last block of the walk: it lets it pass
 
-  __device__ __forceinline__ FwdTile(const RowBlock& block_, const Window& window) : block(block_) {
-    if (!block.empty()) range = block_range(visibility(window), block.row_begin, block.row_end, Config::kBlockN);
+  __device__ __forceinline__ FwdTile(const RowBlock& block_, const Window& window, int group) : block(block_) {
+    if (block.empty()) return;
+    range = block_range(visibility(window), block.row_begin, block.row_end, Config::kBlockN);
+    const int last_row = min(block.row_begin + 64 * (group + 1), block.seqlen_q) - 1;
+    passes = range.count() > 1 && visibility(window).key_end(last_row) <= (range.end - 1) * Config::kBlockN;
   }
+
+  // Blocks that the warpgroup computes: at least one.
+  __device__ __forceinline__ int count() const { return range.count() - passes; }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -59,6 +66,8 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
+  DropoutDraws<kRows, Config::kDrawsAhead ? Config::kBlockN / 4 : 0> draws;
+  DropoutMask dropout_mask;  // of the row block
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -101,8 +110,9 @@ struct FwdMainloop {
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
-    if (params.has_score_mod) {
-      ScoreMod(params, tile.block.batch, tile.block.head).apply(scores, coords, visibility.diagonal(first_row), key);
+    if constexpr (Config::kHasScoreMod) {
+      ScoreMod(params, tile.block.batch, tile.block.head)
+          .apply_by_warp(scores, coords, visibility.diagonal(first_row), key, params.softcap_series);
     }
     if constexpr (kEdge) {
       apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
@@ -110,10 +120,16 @@ struct FwdMainloop {
     }
   }
 
+  // What decides which probabilities are dropped depends on their places only: it is drawn while products run.
+  __device__ __forceinline__ void draw(const Tile& tile, int key) {
+    if constexpr (Config::kDrawsAhead) draws.draw(dropout_mask, coords, row_begin(tile), key);
+  }
+
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
-    if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      auto scores = row_col_view(acc_s);
+    auto scores = row_col_view(acc_s);
+    if constexpr (Config::kDrawsAhead) draws.apply(scores);
+    if (Config::kHasScoreMod && params.has_dropout) {
       DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
@@ -126,6 +142,10 @@ struct FwdMainloop {
     softmax = Softmax<kRows>();
     release(storage.k_empty, k_place);
     const int key = tile.range.block_interior_first(0) * Config::kBlockN;
+    if constexpr (Config::kDrawsAhead) {
+      dropout_mask = DropoutMask(params.dropout, tile.block.batch, tile.block.head);
+    }
+    draw(tile, key);
     auto scores = row_col_view(acc_s);
     modify_scores<true>(scores, tile, key);
     float correction[kRows];
@@ -140,9 +160,11 @@ struct FwdMainloop {
     wait_for_k();
     start_qk(q_stage);
     start_pv(i == 1);
+    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
+    draw(tile, key);
+    if constexpr (Config::kDrawsAhead) storage.v_full[v_place.stage].wait(v_place.phase);  // over long ago: a branch
     wait_for<1>(acc_s);
     release(storage.k_empty, k_place);
-    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
     auto scores = row_col_view(acc_s);
     modify_scores<kEdge>(scores, tile, key);
     float correction[kRows];
@@ -172,13 +194,26 @@ struct FwdMainloop {
     wait_for<0>(acc_s);
   }
 
-  // All blocks of keys after first_step(), but for P V of the last.
+  // All blocks of keys that the warpgroup sees after first_step(), but for P V of the last.
   __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
-    const int count = tile.range.count();
-    const int interior = tile.range.interior_end - tile.range.interior_begin;
+    const int count = tile.count();
+    const int interior = min(tile.range.interior_end - tile.range.interior_begin, count);
     int i = 1;
     for (; i < interior; ++i) step<false>(tile, i, q_stage);
     for (; i < count; ++i) step<true>(tile, i, q_stage);
+  }
+
+  // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for end(),
+  // because V of the first would take the buffer of the V that end() reads.
+  __device__ __forceinline__ static void pass(const Barrier* full, Barrier* empty, KvPlace& place) {
+    full[place.stage].wait(place.phase);
+    release(empty, place);
+  }
+  __device__ __forceinline__ void pass_key(const Tile& tile) {
+    if (tile.passes) pass(storage.k_full, storage.k_empty, k_place);
+  }
+  __device__ __forceinline__ void pass_value(const Tile& tile) {
+    if (tile.passes) pass(storage.v_full, storage.v_empty, v_place);
   }
 
   // O is complete. With kBegins S of the first block of the next tile is computed beside it; where there is none, S is
@@ -186,7 +221,7 @@ struct FwdMainloop {
   template <bool kBegins>
   __device__ __forceinline__ void end(const Tile& tile, int next_q_stage) {
     if constexpr (kBegins) start_qk(next_q_stage);
-    start_pv(tile.range.count() == 1);
+    start_pv(tile.count() == 1);
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     if constexpr (kBegins) cute::warpgroup_fence_operand(acc_s);

@@ -20,27 +20,22 @@ struct FwdLaunch {
   int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
 };
 
-// Place `index` in the order in which row blocks are handed out: heads in sections; within a section the costliest rows
-// of all heads first under a causal mask.
+// Place `index` in the order in which row blocks are handed out: heads in sections, the first of which may have fewer;
+// within a section the costliest rows of all heads first under a causal mask.
 __device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
-  if (launch.section == 1) return index;
-  const int section_tiles = launch.section * launch.tiles_of_head;
-  const int section = index / section_tiles;
-  const int heads = min(launch.section, launch.tiles / launch.tiles_of_head - section * launch.section);
-  const int within = index - section * section_tiles;
-  return section * section_tiles + (within % heads) * launch.tiles_of_head + within / heads;
+  return plan::scheduled_tile(index, launch.tiles / launch.tiles_of_head, launch.tiles_of_head, launch.section);
 }
 
-// The next index for this thread block, the same in all lanes of the warp. With a counter, blocks take what is left as
-// they get free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
-__device__ __forceinline__ int next_index(const FwdLaunch& launch, int index) {
-  if (launch.counter == nullptr) return index + gridDim.x;
+// The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
+// free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
+__device__ __forceinline__ int next_index(const FwdLaunch& launch, int index, int teams) {
+  if (launch.counter == nullptr) return index + teams;
   int drawn = 0;
   if (threadIdx.x % 32 == 0) {
     drawn = atomicAdd(launch.counter, 1);
     if (drawn == launch.tiles - 1) *launch.counter = 0;
   }
-  return gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
+  return teams + __shfl_sync(0xffffffffu, drawn, 0);
 }
 
 // Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
@@ -63,9 +58,11 @@ __device__ __forceinline__ BlockRange key_blocks(const Flash_fwd_params& params,
 
 // Row blocks that see no key are done with here.
 template <class Config>
-__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
   TileQueue<Config> queue(storage);
-  for (int index = blockIdx.x; index < launch.tiles; index = next_index(launch, index)) {
+  const int teams = gridDim.x * Config::kTeams;
+  int index = blockIdx.x * Config::kTeams + team;
+  for (; index < launch.tiles; index = next_index(launch, index, teams)) {
     const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
     if (block.empty()) continue;
     if (key_blocks(launch.params, block, Config::kBlockN).count() == 0) {

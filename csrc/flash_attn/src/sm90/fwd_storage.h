@@ -1,4 +1,4 @@
-// Shared memory of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
+// Shared memory of a team of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
 #pragma once
 
 #include "common/sequence.h"
@@ -22,10 +22,13 @@ struct FwdStorage {
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
-  // The row block that the scheduler hands to the loading warps and to the consumers.
-  Barrier tile_full, tile_empty;
-  RowBlock tile;  // an empty block says that there are no more
+  // The row block that the scheduler hands to the loading warps and to the consumers, in two slots by turns: with one,
+  // ptxas has more live registers in the consumers' loops, and spills where there are three.
+  static constexpr int kTileSlots = 2;
+  Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+  RowBlock tile[kTileSlots];  // an empty block says that there are no more
 
+  // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int loading_warps = is_paged ? 3 : 1;
     for (int i = 0; i < Config::kKvStages; ++i) {
@@ -40,38 +43,40 @@ struct FwdStorage {
         q_empty[i][group].init(4);
       }
     }
-    tile_full.init(1);
-    tile_empty.init(32 * (Config::kConsumerWarps + loading_warps));
-    Barrier::fence_init();
+    for (int i = 0; i < kTileSlots; ++i) {
+      tile_full[i].init(1);
+      tile_empty[i].init(32 * (Config::kConsumerWarps + loading_warps));
+    }
   }
 };
 
-// The row blocks of this thread block, one after the other: the scheduler warp pushes, all other warps take.
+// The row blocks of a team, one after the other: its scheduler warp pushes, its other warps take.
 template <class Config>
 struct TileQueue {
   FwdStorage<Config>& storage;
-  uint32_t phase = 0;
+  RingIndex<FwdStorage<Config>::kTileSlots> place, last;
 
   __device__ __forceinline__ explicit TileQueue(FwdStorage<Config>& storage_) : storage(storage_) {}
 
-  // Waits until everybody has finished with the last block.
-  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty.wait(phase ^ 1); }
+  // Waits until everybody has taken the last block. Whoever chooses earlier leaves less to share out at the end.
+  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
 
   __device__ __forceinline__ void push(const RowBlock& block) {
     if (threadIdx.x % 32 == 0) {
-      storage.tile = block;
-      storage.tile_full.arrive();
+      storage.tile[place.stage] = block;
+      storage.tile_full[place.stage].arrive();
     }
     __syncwarp();
-    phase ^= 1;
+    last = place;
+    place.advance();
   }
 
   // Every lane says for itself that it has read.
   __device__ __forceinline__ RowBlock take() {
-    storage.tile_full.wait(phase);
-    phase ^= 1;
-    const RowBlock block = storage.tile;
-    storage.tile_empty.arrive();
+    storage.tile_full[place.stage].wait(place.phase);
+    const RowBlock block = storage.tile[place.stage];
+    storage.tile_empty[place.stage].arrive();
+    place.advance();
     return block;
   }
 };

@@ -1,0 +1,59 @@
+// The order in which the wgmma forward hands out row blocks: each once, sections whole but for the first one.
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "plan/grid.h"
+
+namespace {
+
+using flash::plan::scheduled_tile;
+using flash::plan::section_heads;
+
+void check_order(int heads, int tiles_of_head, int section) {
+  const int tiles = heads * tiles_of_head;
+  std::vector<int> seen(tiles, 0), sections(heads, 0);
+  int last_head = -1;  // of the sections that are done
+  for (int index = 0; index < tiles; ++index) {
+    const int tile = scheduled_tile(index, heads, tiles_of_head, section);
+    check::that(tile >= 0 && tile < tiles, "the row block exists", heads, tiles_of_head, section, index, tile);
+    if (tile < 0 || tile >= tiles) return;
+    ++seen[tile];
+    if (section == 1) continue;
+    const int odd = heads % section, head = tile / tiles_of_head, number = (head + (section - odd) % section) / section;
+    check::that(number >= last_head, "one section after the other", heads, tiles_of_head, section, index);
+    if (number > last_head) std::fill(sections.begin(), sections.end(), 0);
+    last_head = number;
+    const int row = tile % tiles_of_head;
+    check::that(sections[head]++ == row, "row blocks of a head in their order", heads, tiles_of_head, section, index);
+    for (int other = std::max(number * section - (section - odd) % section, 0);
+         other < (number + 1) * section - (section - odd) % section; ++other) {
+      check::that(sections[other] >= row, "all heads of a section advance together", heads, tiles_of_head, section);
+    }
+  }
+  check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each row block once", heads,
+              tiles_of_head, section);
+}
+
+void check_sections() {
+  check::that(section_heads(512, 96, 132) == 33, "a few row blocks of each head run at a time");
+  check::that(section_heads(512, 12, 132) == 12, "the cache holds them");
+  check::that(section_heads(5, 96, 132) == 5 && section_heads(5, 0, 132) == 1 && section_heads(0, 9, 3) == 1, "bounds");
+}
+
+}  // namespace
+
+int main() {
+  for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
+    for (int tiles_of_head : {1, 2, 5, 16}) {
+      for (int section = 1; section <= heads; ++section) check_order(heads, tiles_of_head, section);
+    }
+  }
+  check_order(1 << 10, 1 << 10, 33);
+  // The greatest numbers: no overflow.
+  const int heads = 1 << 15, tiles_of_head = 1 << 15;
+  check::that(scheduled_tile(heads * tiles_of_head - 1, heads, tiles_of_head, heads - 1) == heads * tiles_of_head - 1,
+              "the last one");
+  check_sections();
+  return check::report();
+}

@@ -1,0 +1,41 @@
+// The polynomial of the softcap against tanh, over its whole range and for many ratios of scale and cap.
+#include <cmath>
+#include <initializer_list>
+
+#include "check.h"
+#include "common/softcap_series.h"
+
+namespace {
+
+constexpr double kLog2e = 1.4426950408889634;
+
+void check_range(float scale, float softcap) {
+  const flash::SoftcapSeries series = flash::softcap_series(scale, softcap);
+  const double ratio = static_cast<double>(scale) / softcap;
+  check::that(series.bound > 0.0f, "there is a series", scale, softcap);
+  check::that(std::fabs(series.bound * ratio * ratio - 1.0) < 1e-6, "it reaches to the cap", scale, softcap);
+  for (int i = -1000; i <= 1000; ++i) {
+    const float score = static_cast<float>(i / 1000.0 / ratio);
+    if (score * score > series.bound) continue;
+    const double exact = softcap * kLog2e * std::tanh(score * ratio);
+    check::that(std::fabs(series.cap(score) - exact) <= 1.2e-6 * std::fabs(exact), "relative error", scale, softcap, i,
+                series.cap(score), exact);
+  }
+}
+
+void check_none(float scale, float softcap) {
+  check::that(flash::softcap_series(scale, softcap).bound < 0.0f, "there is no series", scale, softcap);
+}
+
+}  // namespace
+
+int main() {
+  for (float scale : {1.0f, 0.125f, 0.0883883f, 0.0625f, -0.0883883f, 3.0f}) {
+    for (float softcap : {1.0f, 12.0f, 15.0f, 30.0f, 50.0f, 0.01f}) check_range(scale, softcap);
+  }
+  check_range(2048.0f, 1.0f);
+  check_range(1.0f, 2048.0f);
+  for (float softcap : {0.0f, 1e6f, 1e-8f}) check_none(1.0f, softcap);
+  check_none(0.0f, 30.0f);
+  return check::report();
+}
