@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage, block).run();
     if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block);
-    if (warp == kTurnWarp) pass_turns<Config>(launch.params, storage, block);
+    if (!Config::kSplitsKeys && warp == kTurnWarp) pass_turns<Config>(launch.params, storage, block);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     compute_dk_dv_1colblock<Config>(launch, storage, block, warp_group - 1);

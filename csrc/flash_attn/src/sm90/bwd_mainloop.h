@@ -142,13 +142,14 @@ struct BwdMainloop {
   // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
   // keys do not wait for each other.
   template <class Values>
-  __device__ __forceinline__ int exchange_ds(const Values& values, int i) const {
+  __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
-    if (Config::kDqStaged > 0 && i > 0) announce_additions(i - 1);
     if constexpr (Config::kSplitsKeys) {
+      complete_additions();
       wait_for_consumers();
+      if (i > 0) pass_turn_of(walk.before(at));
     } else {
       wait_for_warpgroup();
     }
@@ -192,7 +193,7 @@ struct BwdMainloop {
   // dK and dQ; dV is under way. A slice of dQ is added while other products run.
   __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
-    const int buffer = exchange_ds(ds, i);
+    const int buffer = exchange_ds(ds, at, i);
     AccDq acc_dq;
     start_dq(buffer, 0, acc_dq);
     start_dkv(ds, storage.q[place.stage], acc_dk);
@@ -251,13 +252,28 @@ struct BwdMainloop {
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  // Deterministic: tells pass_turns() that this warp has added in step i (the bulk copy engine: that it is done). A
-  // warp of its own passes the turn, because that waits until memory has taken all additions.
+  // Staged additions of a step are complete behind the barrier of the next one, which hides the way to memory: there
+  // one thread passes the turn. Each warp waits for its own before the barrier.
+  __device__ __forceinline__ void complete_additions() const {
+    if (!is_deterministic()) return;
+    if (is_first_lane()) wait_for_additions();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
+    if (!is_deterministic()) return;
+    if (group == 0 && thread == 0) {
+      pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
+    }
+    __syncwarp();
+  }
+
+  // Additions from registers: tells pass_turns() that this warp has added in step i. A warp of its own passes the turn,
+  // because that waits until memory has taken them.
   __device__ __forceinline__ void announce_additions(int i) const {
     if (!is_deterministic()) return;
     __syncwarp();
     if (is_first_lane()) {
-      if (Config::kDqStaged > 0) wait_for_additions();
       storage.turn_passed[i % 2].wait((i / 2 % 2) ^ 1);
       storage.turn_added[i % 2].arrive();
     }
@@ -270,13 +286,15 @@ struct BwdMainloop {
     if (count == 0) return;
     storage.k_full.wait(0);
     storage.v_full.wait(0);
-    RowStep at = walk.start();
+    RowStep at = walk.start(), last = at;
     for (int i = 0; i < count; ++i) {
       step(at, i);
+      last = at;
       walk.advance(at);
     }
-    if (Config::kDqStaged > 0) announce_additions(count - 1);
+    if constexpr (Config::kSplitsKeys) complete_additions();
     wait_for_consumers();
+    if constexpr (Config::kSplitsKeys) pass_turn_of(last);
   }
 };
 

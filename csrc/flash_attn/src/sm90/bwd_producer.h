@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   }
 }
 
-// Deterministic mode: passes the turn at a tile of dQ when all consumers have added to it.
+// Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
 template <class Config>
 __device__ __forceinline__ void pass_turns(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                            const KeyBlock& block) {
