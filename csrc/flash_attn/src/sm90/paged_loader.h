@@ -108,7 +108,7 @@ struct PagedLoader {
   // 32 rows; `found`: where the one begins that this lane has looked up, in elements of the pool, or -1.
   __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t tile, int first_row, int piece) const {
     const int row_of_pass = threadIdx.x % 32 / kPieces;
-#pragma unroll 2
+#pragma unroll 1
     for (int pass = 0; pass < 32; pass += kRowsPerPass) {
       const int64_t offset = __shfl_sync(0xffffffffu, found, pass + row_of_pass);
       const Element* const source = pool() + head * strides().head + (offset < 0 ? 0 : offset) + piece * kPieceCols;
