@@ -68,7 +68,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: bool. Also return the LSE.
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
         plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits and
-            batch_invariant. With plan and out nothing but the LSE is allocated.
+            batch_invariant. With plan and out nothing but the LSE is allocated (for chunks of prompts also some
+            bytes a sequence, and queries that are rotated).
         batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
 

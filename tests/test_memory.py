@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,23 @@ def test_cpu_peak_memory_is_linear(device, mode, options):
     assert int(result.stdout) <= tensors + 64 * MIB
 
 
+def settled_bytes() -> int:
+    """Bytes requested at present, once autograd's thread has let go of the last backward's results: it may hold them a
+    little longer than the caller."""
+    previous, current = None, torch.cuda.memory_stats()["requested_bytes.all.current"]
+    while current != previous:
+        time.sleep(0.05)
+        previous, current = current, torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return current
+
+
 def cuda_peak(call) -> int:
     """Bytes requested at the peak of a call beyond what was requested before it, and the call's results are kept.
     Requested, not allocated: the allocator may hand out a block of up to 1 MiB more."""
     call()
     torch.cuda.synchronize()
+    before = settled_bytes()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     results = call()
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     del results

@@ -98,6 +98,8 @@ def test_packed_decoding_takes_the_split(device, run_family):
     problem = make_problem(case, device, [(1, 3000), (1, 1500), (1, 20), (1, 2000)])
     wanted, own, other = (run_family(problem, family)[0] for family in ("split_kv", "", "mma_sync"))
     assert torch.equal(own, wanted) and not torch.equal(own, other)
+    for longest in (1, 10**6):
+        assert torch.equal(own, run(problem, max_seqlen_q=longest, max_seqlen_k=longest)[0])
 
 
 @pytest.mark.parametrize("other", ({"dropout": 0.2}, {"sinks": True}), ids=str)

@@ -113,7 +113,7 @@ struct Gradient {
 };
 
 // The launches of one family, with fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode
-// the tiles' turn counters.
+// a turn counter for each tile.
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   const plan::DqTile tile = plan::dq_tile(family, params.d);
   const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
@@ -122,7 +122,7 @@ cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const
   params.dq_accum_size = dq_accum.numel();
   at::Tensor turns;
   if (deterministic) {
-    turns = new_zeros(q, {tiles, tile.turns}, at::kInt);
+    turns = new_zeros(q, {tiles}, at::kInt);
     params.dq_turns_ptr = turns.mutable_data_ptr<int>();
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();

@@ -16,24 +16,32 @@
 
 namespace flash {
 
-// Queries and keys of one sequence: of a packed batch the mean of the queries, and the keys that the caller expects.
-inline Visibility typical_sequence(const Flash_fwd_params& params) {
-  const int sequences = std::max(params.b, 1);
-  if (!params.is_varlen()) return {params.seqlen_q, params.seqlen_k, params.window};
-  return {(params.seqlen_q + sequences - 1) / sequences, params.p_cols, params.window};
+// Keys of one sequence: in packed tensors and pages what these hold divided by the sequences. The maximum lengths that
+// a caller of the packed functions names and the width of a block table may be loose, and change no bit of a result.
+inline int mean_keys(const Flash_fwd_params& params) {
+  const int64_t sequences = std::max(params.b, 1);
+  int64_t keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
+  if (params.is_paged()) {
+    const int64_t held = static_cast<int64_t>(params.paged.num_pages) * params.paged.page_size.divisor / sequences;
+    keys = params.is_varlen() ? held : std::min(held, keys);
+  }
+  return static_cast<int>(std::min<int64_t>(keys, kMaxLength));
+}
+
+inline Visibility mean_sequence(const Flash_fwd_params& params) {
+  const int sequences = params.is_varlen() ? std::max(params.b, 1) : 1;
+  return {(params.seqlen_q + sequences - 1) / sequences, mean_keys(params), params.window};
 }
 
 inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
-  const int64_t sequences = params.b > 0 ? params.b : 1;
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
   query.head_dim = params.d;
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-  // p_cols: the longest sequence, as the caller says, where K has no axis of keys.
-  query.keys = params.is_paged() ? params.p_cols : params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
+  query.keys = mean_keys(params);
   query.multiprocessors = params.multiprocessors;
 
-  const Visibility sequence = typical_sequence(params);
+  const Visibility sequence = mean_sequence(params);
   const int last = std::max(sequence.seqlen_q - 1, 0);
   query.may_split = !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
                     static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio <= kMaxLength;

@@ -193,7 +193,6 @@ inline bool is_packed_cache(const Flash_kvcache_params& params) {
 inline Flash_fwd_params forward_over_cache(const Flash_kvcache_params& params) {
   Flash_fwd_params forward = params;
   forward.seqlen_k = params.capacity;
-  forward.p_cols = params.capacity;
   return forward;
 }
 

@@ -24,7 +24,7 @@ void check_interleaving() {
       for (int width = 1; width <= heads; ++width) {
         std::vector<int> next(heads, 0);
         for (int index = 0; index < heads * blocks; ++index) {
-          const flash::HeadBlock at = flash::interleaved_heads(index, heads, blocks, width);
+          const flash::HeadBlock at = flash::HeadOrder(heads, blocks, width).at(index);
           const bool exists = at.head >= 0 && at.head < heads && at.block >= 0 && at.block < blocks;
           check::that(exists, "head and block exist", index, heads, blocks, width);
           if (!exists) continue;
@@ -35,7 +35,7 @@ void check_interleaving() {
       }
     }
   }
-  const flash::HeadBlock last = flash::interleaved_heads(0x7ffffffe, 0x7fffffff, 1, 0x7fffffff);
+  const flash::HeadBlock last = flash::HeadOrder(0x7fffffff, 1, 0x7fffffff).at(0x7ffffffe);
   check::that(last.head == 0x7ffffffe && last.block == 0, "the largest grid", last.head, last.block);
 }
 
@@ -116,13 +116,10 @@ std::vector<KeyBlock> launch_order(const Shape& shape, int resident) {
   std::vector<int> first_key{0};
   for (const Sequence& sequence : shape.sequences) first_key.push_back(first_key.back() + sequence.seqlen_k);
   const int rows = shape.packed ? first_key.back() : shape.sequences[0].seqlen_k;
-  const int total = static_cast<int>(flash::plan::row_blocks(shape.packed, batch, rows, shape.block_n));
-  const int heads = static_cast<int>(flash::plan::bwd_heads(shape.packed, batch, shape.heads_k));
-  const int blocks = shape.heads_k * total / heads;
-  const int width = flash::plan::interleave_width(resident, heads, blocks);
+  const flash::BwdGrid grid = flash::plan::bwd_grid(shape.packed, batch, shape.heads_k, rows, shape.block_n, resident);
   std::vector<KeyBlock> order;
-  for (int index = 0; index < heads * blocks; ++index) {
-    const flash::HeadBlock at = flash::interleaved_heads(index, heads, blocks, width);
+  for (int index = 0; index < grid.blocks; ++index) {
+    const flash::HeadBlock at = grid.order.at(index);
     int sequence = at.head / shape.heads_k, n_block = at.block;
     if (shape.packed) {
       sequence = -1;

@@ -85,15 +85,11 @@ inline Family choose_backward_family(const FamilyQuery& query, const char* force
 struct DqTile {
   int block_m;
   int head_dim;
-  int turns;  // counters of deterministic mode
 };
 
 constexpr DqTile dq_tile(Family family, int head_dim) {
-  if (family == Family::kWgmma) {
-    const Sm90BwdTile tile = sm90_bwd_tile(head_dim);
-    return {tile.block_m, tile.head_dim, tile.turns()};
-  }
-  return {bwd_tile(head_dim).block_m, bwd_tile(head_dim).head_dim, 1};
+  if (family == Family::kWgmma) return {sm90_bwd_tile(head_dim).block_m, sm90_bwd_tile(head_dim).head_dim};
+  return {bwd_tile(head_dim).block_m, bwd_tile(head_dim).head_dim};
 }
 
 }  // namespace plan

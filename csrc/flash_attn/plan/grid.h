@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/block_range.h"
+#include "common/bwd_schedule.h"
 
 namespace flash {
 namespace plan {
@@ -89,7 +89,7 @@ constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks) {
                                                          : static_cast<int>(wanted);
 }
 
-// How many heads advance together (interleaved_heads()), so that about `running` blocks of keys of each run at a time.
+// How many heads advance together (HeadOrder), so that about `running` blocks of keys of each run at a time.
 // resident_blocks: thread blocks that the GPU holds at a time.
 constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head,
                                int running = kRunningKeyBlocks) {
@@ -97,6 +97,20 @@ constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t b
   const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
   const int64_t width = filling < heads ? filling : heads;
   return width < 1 ? 1 : static_cast<int>(width);
+}
+
+// `block_n`: keys of a thread block.
+inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
+                        int running = kRunningKeyBlocks) {
+  BwdGrid grid;
+  grid.blocks = heads_k * row_blocks(is_varlen, batch, seqlen_k, block_n);
+  if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch refuses the second
+  const int64_t heads = bwd_heads(is_varlen, batch, heads_k);
+  const int64_t blocks_per_head = grid.blocks / heads;
+  grid.order = HeadOrder(static_cast<int>(heads), static_cast<int>(blocks_per_head),
+                         interleave_width(resident_blocks, heads, blocks_per_head, running));
+  grid.heads_k = FastDiv(heads_k);
+  return grid;
 }
 
 // Rows of softmax_d for one head: padded to the gap for dense batches, a gap of spare rows per sequence for packed

@@ -185,8 +185,6 @@ struct Sm90BwdTile {
   int block_m;  // query rows per step; with 64 the consumers share dQ by columns, with 128 by rows
   int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
   int stages;   // shared memory buffers of Q and of dO
-
-  constexpr int turns() const { return block_n == 64 ? 2 : 1; }  // counters of a dQ tile in deterministic mode
 };
 
 constexpr int kNumSm90BwdTiles = 3;

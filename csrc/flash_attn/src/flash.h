@@ -119,7 +119,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order
   int64_t dq_accum_size = 0;                     // floats
-  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far, see DqTile; zeroed
+  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be

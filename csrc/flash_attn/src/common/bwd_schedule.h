@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/block_range.h"
+#include "common/fast_div.h"
 #include "common/host_device.h"
 
 namespace flash {
@@ -19,15 +20,32 @@ struct HeadBlock {
   int block;
 };
 
-// Thread block `index` of heads x blocks. `width` heads (1..heads) advance together, block by block; then come the next
-// `width`. Each (head, block) occurs once, and the blocks of a head ascend.
-FLASH_HOST_DEVICE constexpr HeadBlock interleaved_heads(int index, int heads, int blocks, int width) {
-  const int band = index / (width * blocks);  // fits an int: so does heads * blocks
-  const int first_head = band * width;
-  const int heads_of_band = heads - first_head < width ? heads - first_head : width;
-  const int offset = index - first_head * blocks;
-  return {first_head + offset % heads_of_band, offset / heads_of_band};
-}
+// The numbers of heads x blocks thread blocks: `width` heads (1..heads), a band, advance together, block by block; then
+// come the next `width`.
+struct HeadOrder {
+  int heads = 1;
+  FastDiv width;
+  FastDiv band_size;  // thread blocks
+
+  HeadOrder() = default;
+  HeadOrder(int heads_, int blocks, int width_) : heads(heads_), width(width_), band_size(width_ * blocks) {}
+
+  // Each (head, block) occurs once, and the blocks of a head ascend.
+  FLASH_HOST_DEVICE HeadBlock at(int index) const {
+    const int band = band_size.divide(index);
+    const int first_head = band * width.divisor, offset = index - band * band_size.divisor;
+    const int heads_left = heads - first_head;
+    const int block = heads_left < width.divisor ? offset / heads_left : width.divide(offset);
+    return {first_head + offset - block * (heads_left < width.divisor ? heads_left : width.divisor), block};
+  }
+};
+
+// The grid of the backward; dense: heads are (batch, K/V head) pairs.
+struct BwdGrid {
+  int64_t blocks = 0;
+  HeadOrder order;
+  FastDiv heads_k;
+};
 
 struct RowStep {
   int head;

@@ -148,10 +148,7 @@ struct KeyBlock {
   __device__ __forceinline__ bool empty(int block_n) const { return n_block < 0 || n_block * block_n >= seqlen_k; }
 };
 
-__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, int index,
-                                                     int width) {
-  const int slots = varlen_slot_count(params.seqlen_k, params.b, block_n);
-  const HeadBlock at = interleaved_heads(index, params.h_k, slots, width);
+__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, HeadBlock at) {
   const int* cu_seqlens_k = params.varlen.cu_seqlens_k;
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
   const int segment = find_segment(cu_seqlens_k, params.b, params.seqlen_k, at.block, block_n);
@@ -169,16 +166,15 @@ __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& par
   return block;
 }
 
-// Key block `index` of h_k * plan::row_blocks(), by all lanes of a warp together, in the order of bwd_schedule.h;
-// width: plan::interleave_width().
-__device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params, int block_n, int index, int width) {
-  if (params.is_varlen()) return varlen_key_block(params, block_n, index, width);
-  const int key_blocks = (params.seqlen_k + block_n - 1) / block_n;
-  const HeadBlock at = interleaved_heads(index, params.b * params.h_k, key_blocks, width);
+// Key block `index` of plan::bwd_grid(), by all lanes of a warp together.
+__device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params, int block_n, int index,
+                                                 const BwdGrid& grid) {
+  const HeadBlock at = grid.order.at(index);
+  if (params.is_varlen()) return varlen_key_block(params, block_n, at);
   KeyBlock block;
   block.n_block = at.block;
-  block.head_k = at.head % params.h_k;
-  block.batch = at.head / params.h_k;
+  block.batch = grid.heads_k.divide(at.head);
+  block.head_k = at.head - block.batch * params.h_k;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   return block;
@@ -207,6 +203,12 @@ __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params,
   }
   const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
   return (static_cast<int64_t>(batch) * params.h + head) * row_blocks;
+}
+
+// The dQ tile of a step of a key block.
+__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const KeyBlock& block,
+                                                 const RowStep& at, int block_m) {
+  return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, block_m) + at.row_block;
 }
 
 // Element offset of (sequence, head) in Q or O. Packed tensors have a batch stride of 0.

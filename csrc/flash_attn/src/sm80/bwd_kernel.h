@@ -40,14 +40,14 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& 
 
 struct BwdLaunch {
   Flash_bwd_params params;
-  int stages;  // buffers of Q and of dO
-  int width;   // plan::interleave_width() of the main kernel
+  int stages;    // buffers of Q and of dO
+  BwdGrid grid;  // of the main kernel
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.width);
+  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
   if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
 }
 

@@ -21,11 +21,10 @@ template <class Config>
 cudaError_t run_flash_bwd(BwdLaunch arguments, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = arguments.params;
-  const int64_t heads = plan::bwd_heads(params.is_varlen(), params.b, params.h_k);
-  const int64_t blocks = params.h_k * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_k, Config::kBlockN);
-  if (blocks == 0) return cudaSuccess;
-  arguments.width = plan::interleave_width(params.multiprocessors * Config::kBlocksPerSm, heads, blocks / heads);
-  return launch(flash_bwd_kernel<Config>, blocks, Config::kThreads,
+  arguments.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
+                                  params.multiprocessors * Config::kBlocksPerSm);
+  if (arguments.grid.blocks == 0) return cudaSuccess;
+  return launch(flash_bwd_kernel<Config>, arguments.grid.blocks, Config::kThreads,
                 plan::bwd_smem_bytes(Config::kTile, arguments.stages), arguments, params.device, stream,
                 configured_devices);
 }
@@ -43,7 +42,7 @@ cudaError_t run_flash_bwd_convert_dq(const BwdLaunch& arguments, cudaStream_t st
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, cudaStream_t stream) {
   using Plain = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain>;
-  BwdLaunch arguments{params, 2, 1};
+  BwdLaunch arguments{params, 2, {}};
   cudaError_t status = choose_stages(Plain::kTile, params.device, arguments.stages);
   if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
   if (status != cudaSuccess) return status;

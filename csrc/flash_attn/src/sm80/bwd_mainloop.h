@@ -207,7 +207,7 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
-    return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
+    return flash::dq_tile_index(params, block, at, Config::kBlockM);
   }
 
   // Deterministic: at this block's turn; `seen` is the counter before the product.

@@ -11,7 +11,7 @@
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1 };
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2 };
 
 // This warp's 16 rows of dK or dV, this warpgroup's columns, through shared memory in the place of K or V, which nobody
 // reads any more.
@@ -59,7 +59,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
-  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.width);
+  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
   if (block.empty(Config::kBlockN)) return;
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage, block).run();
     if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block);
+    if (warp == kTurnWarp) pass_turns<Config>(launch.params, storage, block);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     compute_dk_dv_1colblock<Config>(launch, storage, block, warp_group - 1);

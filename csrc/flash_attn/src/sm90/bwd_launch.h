@@ -41,13 +41,12 @@ template <class Config>
 cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = launch.params;
-  const int64_t heads = plan::bwd_heads(params.is_varlen(), params.b, params.h_k);
-  const int64_t blocks = params.h_k * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_k, Config::kBlockN);
   const int64_t rows = params.is_varlen() && params.b > 0 ? params.seqlen_q / params.b : params.seqlen_q;
   const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM);
-  launch.width = plan::interleave_width(params.multiprocessors, heads, blocks / heads, running);
-  return flash::launch(flash_bwd_kernel<Config>, blocks, Config::kThreads, static_cast<int>(sizeof(BwdStorage<Config>)),
-                       launch, params.device, stream, configured_devices);
+  launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
+                               params.multiprocessors, running);
+  return flash::launch(flash_bwd_kernel<Config>, launch.grid.blocks, Config::kThreads,
+                       static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
 }
 
 template <class Config>

@@ -146,7 +146,7 @@ struct BwdMainloop {
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
-    if (is_deterministic()) complete_additions();
+    if (Config::kDqStaged > 0 && i > 0) announce_additions(i - 1);
     if constexpr (Config::kSplitsKeys) {
       wait_for_consumers();
     } else {
@@ -155,10 +155,7 @@ struct BwdMainloop {
     return buffer;
   }
 
-  __device__ __forceinline__ void release(Barrier* empty) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[place.stage].arrive();
-  }
+  __device__ __forceinline__ void release(Barrier* empty) const { empty[place.stage].arrive(); }
 
   // One row block of one query head.
   __device__ __forceinline__ void step(const RowStep& at, int i) {
@@ -196,12 +193,11 @@ struct BwdMainloop {
   __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
     const int buffer = exchange_ds(ds, i);
-    if (i > 0) pass_turn_of(walk.before(at));
     AccDq acc_dq;
     start_dq(buffer, 0, acc_dq);
     start_dkv(ds, storage.q[place.stage], acc_dk);
-    const int64_t tile = dq_tile_index(at);
-    const int seen = is_deterministic() ? peek_turn(turns_at(tile)) : 0;
+    const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
+    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
@@ -212,6 +208,7 @@ struct BwdMainloop {
       release(storage.q_empty);
       wait_for<0>(acc_dq);
       add_dq(at, tile, 1, seen, acc_dq);
+      announce_additions(i);
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
@@ -220,15 +217,6 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
-
-  // One counter a tile, or one for each half of its columns.
-  __device__ __forceinline__ int* turns_at(int64_t tile) const {
-    return params.dq_turns_ptr + tile * Config::kTile.turns() + column_share();
-  }
-
-  __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
-    return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, Config::kBlockM) + at.row_block;
-  }
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
   __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen,
@@ -257,23 +245,22 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
-    wait_for_turn(turns_at(tile), dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
-                  seen);
+    wait_for_turn(params.dq_turns_ptr + tile,
+                  dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  // Before the barrier that precedes pass_turn_of(): what the bulk copy engine adds for this warp is in its place.
-  __device__ __forceinline__ void complete_additions() const {
-    if (is_first_lane()) wait_for_additions();
-    __syncwarp();
-  }
-
-  // After the barrier of exchange_ds() that follows the step: all who share the counter have added. The step after it
-  // hides the way to memory.
-  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
+  // Deterministic: tells pass_turns() that this warp has added in step i (the bulk copy engine: that it is done). A
+  // warp of its own passes the turn, because that waits until memory has taken all additions.
+  __device__ __forceinline__ void announce_additions(int i) const {
     if (!is_deterministic()) return;
-    if (key_share() == 0 && thread == 0) pass_turn(turns_at(dq_tile_index(at)));
+    __syncwarp();
+    if (is_first_lane()) {
+      if (Config::kDqStaged > 0) wait_for_additions();
+      storage.turn_passed[i % 2].wait((i / 2 % 2) ^ 1);
+      storage.turn_added[i % 2].arrive();
+    }
     __syncwarp();
   }
 
@@ -284,15 +271,12 @@ struct BwdMainloop {
     storage.k_full.wait(0);
     storage.v_full.wait(0);
     RowStep at = walk.start();
-    RowStep last = at;
     for (int i = 0; i < count; ++i) {
       step(at, i);
-      last = at;
       walk.advance(at);
     }
-    if (is_deterministic()) complete_additions();
+    if (Config::kDqStaged > 0) announce_additions(count - 1);
     wait_for_consumers();
-    pass_turn_of(last);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/bwd_schedule.h"
+#include "common/dq_turns.h"
 #include "common/score_mod.h"
 #include "sm90/bwd_storage.h"
 #include "sm90/tensor_map.h"
@@ -13,7 +14,7 @@ namespace sm90 {
 
 struct BwdLaunch {
   Flash_bwd_params params;
-  int width;  // plan::interleave_width()
+  BwdGrid grid;
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
 };
 
@@ -105,6 +106,27 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.softmax_d[place.stage][32 * j + lane] = softmax_d[j];
     storage.do_full[place.stage].arrive();
+    place.advance();
+    walk.advance(at);
+  }
+}
+
+// Deterministic mode: passes the turn at a tile of dQ when all consumers have added to it.
+template <class Config>
+__device__ __forceinline__ void pass_turns(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                           const KeyBlock& block) {
+  if (params.dq_turns_ptr == nullptr) return;
+  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+  RowStep at = walk.start();
+  RingIndex<2> place;
+  const int count = walk.count();
+  for (int i = 0; i < count; ++i) {
+    storage.turn_added[place.stage].wait(place.phase);
+    if (threadIdx.x % 32 == 0) {
+      pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
+      storage.turn_passed[place.stage].arrive();
+    }
+    __syncwarp();
     place.advance();
     walk.advance(at);
   }
