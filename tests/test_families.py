@@ -109,7 +109,7 @@ def test_packed(hopper, run_family, head_dim, features, kind):
     check_both(make_problem(case, hopper), run_family)
 
 
-@pytest.mark.parametrize("page_size", (1, 16, 48, 256))
+@pytest.mark.parametrize("page_size", (1, 8, 16, 48, 256))
 @pytest.mark.parametrize("kind", ("packed", "seqused", "leftpad"))
 @pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 192, 256))
 def test_pages(hopper, run_family, head_dim, kind, page_size):

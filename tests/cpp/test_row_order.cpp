@@ -41,9 +41,23 @@ void check_sections() {
   check::that(section_heads(5, 96, 132) == 5 && section_heads(5, 0, 132) == 1 && section_heads(0, 9, 3) == 1, "bounds");
 }
 
+void check_page_boxes() {
+  using flash::plan::page_box_rows;
+  for (int block_n : {64, 96, 128}) {
+    for (int page_size = 1; page_size <= 1100; ++page_size) {
+      int expected = 0;
+      for (int rows = 8; rows <= block_n; rows += 8) {
+        if (page_size % rows == 0 && block_n % rows == 0) expected = rows;
+      }
+      check::that(page_box_rows(page_size, block_n) == expected, "rows of a page's boxes", page_size, block_n);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_page_boxes();
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
       for (int section = 1; section <= heads; ++section) check_order(heads, tiles_of_head, section);

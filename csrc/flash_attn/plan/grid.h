@@ -27,6 +27,18 @@ constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_ri
   return rows_per_sequence <= (masked_right ? 2 : 1) * kSm90ShortRows;
 }
 
+// Rows of a TMA box that never leaves its page, where blocks of `block_n` keys begin at multiples of it: their greatest
+// common divisor, if whole groups of 8 rows, the period of the swizzle, fit it; else 0.
+constexpr int page_box_rows(int page_size, int block_n) {
+  int rows = block_n, rest = page_size % block_n;
+  while (rest > 0) {
+    const int next = rows % rest;
+    rows = rest;
+    rest = next;
+  }
+  return rows % 8 == 0 ? rows : 0;
+}
+
 // Heads that are worked on together, so that the L2 cache holds their keys and values (cached_heads) and a few of the
 // running row blocks read the same ones at the same time.
 constexpr int kRunningTilesOfHead = 4;

@@ -91,9 +91,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
     if constexpr (Config::kHasPages) {
-      if (launch.params.is_paged() && role >= kPagedKWarp) {
-        PagedLoader<Config>(launch.params, storages[team], role == kPagedVWarp).run(TileQueue<Config>(storages[team]));
-      }
+      if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();
+      if (launch.params.is_paged() && role == kPagedVWarp) PagedLoader<Config, kV>(launch, storages[team]).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

@@ -15,6 +15,21 @@ constexpr int64_t kSectionBytes = 24 << 20;
 // Indices of row blocks are ints, with room for the draws of all thread blocks beyond the last one.
 constexpr int64_t kMaxTiles = 1 << 30;
 
+// Where there are no boxes, rows are copied one by one.
+template <class Config>
+void make_page_maps(FwdLaunch& launch, Dtype dtype) {
+  const Flash_fwd_params& params = launch.params;
+  launch.page_box_rows = plan::page_box_rows(params.paged.page_size.divisor, Config::kBlockN);
+  auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides) {
+    const TensorMapSource pool{data,       strides, false, params.paged.num_pages, params.paged.page_size.divisor,
+                               params.h_k, params.d};
+    return make_tensor_map(map, pool, dtype, {Config::kChunkCols, launch.page_box_rows}) == cudaSuccess;
+  };
+  const bool made = launch.page_box_rows > 0 && make(launch.k_map, params.k_ptr, params.k_strides) &&
+                    make(launch.v_map, params.v_ptr, params.v_strides);
+  if (!made) launch.page_box_rows = 0;
+}
+
 template <class Config>
 cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   const Flash_fwd_params& params = launch.params;
@@ -23,7 +38,11 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   };
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64);
   if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16);
-  if (status != cudaSuccess || params.is_paged() || params.seqlen_k == 0) return status;  // no box of keys is loaded
+  if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
+  if (params.is_paged()) {
+    make_page_maps<Config>(launch, dtype);
+    return cudaSuccess;
+  }
   status = make(launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN);
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN) : status;
 }

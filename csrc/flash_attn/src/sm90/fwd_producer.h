@@ -14,6 +14,7 @@ namespace sm90 {
 struct FwdLaunch {
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
+  int page_box_rows;  // of K and V in pages; 0: no boxes
   int tiles;          // row blocks of all heads
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
