@@ -65,6 +65,25 @@ def test_left_padding(device, page_size):
     check_attention(problem, out, lse)
 
 
+@pytest.mark.parametrize("options", ({}, {"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True}), ids=str)
+@pytest.mark.parametrize("page_size", (3, 16))
+@pytest.mark.parametrize("seqlen_q,seqlen_new", ((1, None), (1, 1), (64, None), (130, 2)))
+def test_pages_before_the_window(device, page_size, seqlen_q, seqlen_new, options):
+    """Pages that no query sees are not needed, also where a kernel's first step of keys begins in them."""
+    lengths, left = (1000, 700, 333), 200
+    case = KvCase(lengths, seqlen_q, seqlen_new, capacity=1010, page_size=page_size, window=(left, 0))
+    problem = make_problem(case, device)
+    before, whole_table = problem.clone(), problem.table.clone()
+    dead = [max(0, n + (seqlen_new or 0) - seqlen_q - left) // page_size for n in lengths]
+    for i, pages in enumerate(dead):
+        problem.table[i, :pages] = NO_PAGE[i % 2]
+    out, lse = run(problem, **options)
+    problem.table.copy_(whole_table)
+    if seqlen_new:
+        check_append(problem, before)
+    check_attention(problem, out, lse)
+
+
 @pytest.mark.parametrize("page_size", (16, 17))
 def test_pages_shared_between_sequences(device, page_size):
     """Sequences with a common beginning list the same pages."""

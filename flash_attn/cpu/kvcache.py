@@ -144,7 +144,7 @@ def fwd_kvcache(
         checks.check_like_query("out", out, q, q.shape)
     cache = Cache(kcache, vcache, block_table)
     _check_new_keys(q, cache, k, v, seqlens_k)
-    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k)
+    entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     shared_angle = not is_causal and window_left < 0 and window_right < 0
     _check_rotary(q, k, entries, rotary_cos, rotary_sin)
     if plan is not None:
@@ -196,7 +196,7 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
     checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
 
 
-def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k) -> list:
+def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
     """Resolve every batch entry to its cache row and lengths, and check that they fit."""
     batch, paged = q.shape[0], cache.block_table is not None
     checks.check_block_table(cache.block_table, batch)
@@ -216,13 +216,13 @@ def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k) ->
         total = cached + new
         entry = CacheEntry(i, row, min(max(padding[i], 0), max(total, 0)), cached, total)
         if not entry.skipped:
-            _check_entry(entry, cache, new)
+            _check_entry(entry, cache, new, q.shape[1], window_left)
         entries.append(entry)
     return entries
 
 
-def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
-    """A length that the cache holds, and a cache row or pages that exist."""
+def _check_entry(entry: CacheEntry, cache: Cache, new: int, queries: int, window_left: int) -> None:
+    """A length that the cache holds, and a cache row, or pages of the rows that some query sees or the call writes."""
     known = f"lengths >= 0, or {PADDING_REQUEST} for a request that takes no part"
     checks.require(entry.cached >= 0, "cache_seqlens", known, entry.cached)
     fits = f"cache length plus {new} new rows of at most {cache.capacity}"
@@ -231,7 +231,10 @@ def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
     if cache.block_table is None:
         checks.require(0 <= entry.row < count, "cache_batch_idx", f"entries in [0, {count})", entry.row)
     else:
-        check_pages(cache.block_table, entry.row, min(entry.start, entry.cached), entry.total, rows, count)
+        first = entry.start
+        if window_left >= 0:
+            first = max(first, entry.total - queries - window_left)
+        check_pages(cache.block_table, entry.row, min(first, entry.cached) if new else first, entry.total, rows, count)
 
 
 def _check_rotary(q, k, entries, cos, sin) -> None:

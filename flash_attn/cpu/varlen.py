@@ -66,13 +66,18 @@ def check_pages(block_table: torch.Tensor, row: int, start: int, stop: int, page
 
 
 def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) of a sequence from its pages: (stop - start, h_k, d)."""
+    """Rows [start, stop) of a sequence from its pages: (stop - start, h_k, d). Rows of pages that do not exist are 0:
+    check_pages() says which may be missing."""
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
-    return cache[pages].flatten(0, 1)[start - first * page_size : stop - first * page_size]
+    missing = (pages < 0) | (pages >= cache.shape[0])
+    rows = cache[pages.masked_fill(missing, 0)]
+    if missing.any():
+        rows[missing] = 0
+    return rows.flatten(0, 1)[start - first * page_size : stop - first * page_size]
 
 
 def _sequence_keys(x: torch.Tensor, block_table: torch.Tensor | None, sequence: Sequence) -> torch.Tensor:

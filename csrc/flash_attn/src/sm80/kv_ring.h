@@ -203,6 +203,12 @@ struct KvRing {
     }
   }
 
+  // Keys before it, which no query of the request sees, share a step with it: they need no page.
+  __device__ __forceinline__ int first_needed_key() const {
+    const KvRequest& request = walk.part.request;
+    return kv_needed_rows(params, request).begin - request.first_row;
+  }
+
   // All rows of the step are neighbours.
   __device__ __forceinline__ void load_whole_step(int keys, Element* k_to, Element* v_to) {
     int row = key_begin(), at = 0;
@@ -210,7 +216,7 @@ struct KvRing {
       at = __shfl_sync(0xffffffffu, page, block - pages_from);
       row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
       if (static_cast<unsigned>(at) >= static_cast<unsigned>(params.paged.num_pages)) {
-        missing_bits |= keys > 0 ? 1 : 0;
+        missing_bits |= keys > 0 && key_begin() + Config::kStep > first_needed_key() ? 1 : 0;
         at = keys = 0;
       }
     }
@@ -230,8 +236,11 @@ struct KvRing {
     int found = page;  // -1: nowhere
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
-      const bool missing = lane() % Config::kStep < keys && !in_pool && !params.is_varlen();  // there: zeros
-      missing_bits |= __any_sync(0xffffffffu, missing) ? 1 : 0;
+      const int at = lane() % Config::kStep;
+      const bool missing = !in_pool && at < keys && !params.is_varlen();  // there: zeros
+      if (__any_sync(0xffffffffu, missing)) {
+        missing_bits |= __any_sync(0xffffffffu, missing && key_begin() + at >= first_needed_key()) ? 1 : 0;
+      }
       if (!in_pool) found = -1;
     }
     if (params.kv_bytes == 16 && step_is_strided()) {
