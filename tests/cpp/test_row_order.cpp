@@ -35,10 +35,19 @@ void check_order(int heads, int tiles_of_head, int section) {
               tiles_of_head, section);
 }
 
+// Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
 void check_sections() {
-  check::that(section_heads(512, 96, 132) == 33, "a few row blocks of each head run at a time");
-  check::that(section_heads(512, 12, 132) == 12, "the cache holds them");
-  check::that(section_heads(5, 96, 132) == 5 && section_heads(5, 0, 132) == 1 && section_heads(0, 9, 3) == 1, "bounds");
+  const auto section = [](int head_dim, int seqlen, int block_m, int teams) {
+    const int64_t heads = 16384 / seqlen * (2048 / head_dim);
+    return section_heads(heads, (seqlen + block_m - 1) / block_m, int64_t{4} * seqlen * head_dim, teams);
+  };
+  check::that(section(128, 512, 128, 132) == 64 && section(128, 1024, 128, 132) == 33, "short",
+              section(128, 512, 128, 132));
+  check::that(section(128, 4096, 128, 132) == 16 && section(128, 16384, 128, 132) == 4, "long");
+  check::that(section(64, 512, 128, 264) == 128 && section(64, 4096, 128, 264) == 33, "two teams");
+  check::that(section(256, 512, 128, 132) == 33 && section(256, 8192, 128, 132) == 8, "head dim 256");
+  check::that(section_heads(5, 4, 1, 132) == 5 && section_heads(9, 100000, 1, 132) == 1, "at most all, at least one");
+  check::that(section_heads(0, 0, 0, 132) == 1, "nothing to do");
 }
 
 void check_page_boxes() {

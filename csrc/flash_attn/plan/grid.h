@@ -20,11 +20,12 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
 constexpr int kShortRows = 512;
 
-constexpr int kSm90ShortRows = 2048;
+constexpr int kSm90ShortRows = 1024;
 
-// The wgmma family: under a causal mask row blocks stay short in longer sequences too.
+// The wgmma family at head dim 64: two teams of consumers, whose row blocks begin and end beside each other's. Under a
+// causal mask row blocks are short in longer sequences too.
 constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_right) {
-  return rows_per_sequence <= (masked_right ? 2 : 1) * kSm90ShortRows;
+  return rows_per_sequence <= (masked_right ? 4 : 1) * kSm90ShortRows;
 }
 
 // Rows of a TMA box that never leaves its page, where blocks of `block_n` keys begin at multiples of it: their greatest
@@ -39,13 +40,18 @@ constexpr int page_box_rows(int page_size, int block_n) {
   return rows % 8 == 0 ? rows : 0;
 }
 
-// Heads that are worked on together, so that the L2 cache holds their keys and values (cached_heads) and a few of the
-// running row blocks read the same ones at the same time.
-constexpr int kRunningTilesOfHead = 4;
+// Heads that are worked on together. A section should hold several row blocks for each of the teams that run at a time,
+// so that short ones even out the long ones at its end; beyond that it should be small: few heads are read by many
+// teams at the same time, and their keys and values stay in the L2 cache (docs/tuning.md).
+constexpr int kTilesPerTeam = 4;
+constexpr int64_t kSectionBytes = 16 << 20;
 
-constexpr int section_heads(int64_t heads, int64_t cached_heads, int running_tiles) {
-  int64_t section = running_tiles / kRunningTilesOfHead;
-  if (cached_heads < section) section = cached_heads;
+constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_bytes, int teams) {
+  const int64_t evening = kTilesPerTeam * teams / (tiles_of_head > 0 ? tiles_of_head : 1);
+  const int64_t cached = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  const int64_t shared = teams / kTilesPerTeam;
+  const int64_t small = cached > shared ? cached : shared;
+  int64_t section = evening < small ? evening : small;
   if (heads < section) section = heads;
   return section < 1 ? 1 : static_cast<int>(section);
 }

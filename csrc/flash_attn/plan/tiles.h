@@ -121,6 +121,12 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
+// Least head dim of the family that holds one of the other family: 64 serves 32 too, columns that do not exist are
+// never read or written.
+constexpr int sm90_head_dim(int head_dim) {
+  return head_dim < kFwdTiles[0][kSm90FirstHeadDim].head_dim ? kFwdTiles[0][kSm90FirstHeadDim].head_dim : head_dim;
+}
+
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_KV_STAGES)
   if (variant == FwdVariant::kPlain) {

@@ -20,7 +20,8 @@ template <class Config>
 struct FwdConsumer {
   using Tile = FwdTile<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
-  static constexpr bool kFreesLate = Config::kQStages > 1;  // nobody waits for the buffer yet
+  static constexpr bool kFreesLate = Config::kQStages > 1;             // nobody waits for the buffer yet
+  static constexpr bool kStartsEarly = kFreesLate && !kOverlapsTiles;  // S of the next tile, beside the LSE of this one
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -42,17 +43,31 @@ struct FwdConsumer {
     mainloop.run(tile, q_stage);
     mainloop.pass_key(tile);
     q_place.advance();
+    if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     const Tile next = next_tile();
-    if (kOverlapsTiles && next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
-    mainloop.template end<kOverlapsTiles>(tile, q_place.stage);
+    if constexpr (kOverlapsTiles) {
+      start_next(next);
+      mainloop.start_last(tile);
+    }
+    mainloop.finish();
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     mainloop.pass_value(tile);
     stored_stage = q_stage;
+    if constexpr (kStartsEarly) start_next(next);
+    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    if constexpr (kStartsEarly) mainloop.wait_for_scores();
     if constexpr (!kFreesLate) free_stored_buffer();
-    if (!kOverlapsTiles && next.exists()) begin();
+    if constexpr (!kFreesLate && !kOverlapsTiles) {
+      if (next.exists()) begin();
+    }
     return next;
+  }
+
+  // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
+  __device__ __forceinline__ void start_next(const Tile& next) {
+    if (next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
+    mainloop.start_qk(q_place.stage);
   }
 
   // Q may be loaded where the last output was staged.
@@ -62,7 +77,8 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void begin() {
     mainloop.wait_for_tile(q_place.stage, q_place.phase);
-    mainloop.begin(q_place.stage);
+    mainloop.start_qk(q_place.stage);
+    mainloop.wait_for_scores();
   }
 
   __device__ __forceinline__ void run() {

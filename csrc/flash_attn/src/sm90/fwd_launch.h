@@ -9,9 +9,6 @@
 namespace flash {
 namespace sm90 {
 
-// Half of the L2 cache for the keys and values that are in use.
-constexpr int64_t kSectionBytes = 24 << 20;
-
 // Indices of row blocks are ints, with room for the draws of all thread blocks beyond the last one.
 constexpr int64_t kMaxTiles = 1 << 30;
 
@@ -66,10 +63,9 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   launch.tiles = static_cast<int>(tiles_of_head * all_heads);
   // Query heads of one K/V head share its keys and values.
   const int64_t head_bytes = 4 * keys_of_head(params) * params.d / params.h_h_k_ratio;
-  const int64_t cached_heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int teams = params.multiprocessors * Config::kTeams;
-  launch.section = uneven ? plan::section_heads(all_heads, cached_heads, teams) : 1;
+  launch.section = uneven ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
   launch.counter = launch.tiles > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }

@@ -188,11 +188,7 @@ struct FwdMainloop {
     wait_for_k();
   }
 
-  // S of the first block of a tile.
-  __device__ __forceinline__ void begin(int q_stage) {
-    start_qk(q_stage);
-    wait_for<0>(acc_s);
-  }
+  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
   // All blocks of keys that the warpgroup sees after first_step(), but for P V of the last.
   __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
@@ -203,8 +199,8 @@ struct FwdMainloop {
     for (; i < count; ++i) step<true>(tile, i, q_stage);
   }
 
-  // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for end(),
-  // because V of the first would take the buffer of the V that end() reads.
+  // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for finish(),
+  // because V of the first would take the buffer of the V that the last product reads.
   __device__ __forceinline__ static void pass(const Barrier* full, Barrier* empty, KvPlace& place) {
     full[place.stage].wait(place.phase);
     release(empty, place);
@@ -216,15 +212,14 @@ struct FwdMainloop {
     if (tile.passes) pass(storage.v_full, storage.v_empty, v_place);
   }
 
-  // O is complete. With kBegins S of the first block of the next tile is computed beside it; where there is none, S is
-  // never looked at.
-  template <bool kBegins>
-  __device__ __forceinline__ void end(const Tile& tile, int next_q_stage) {
-    if constexpr (kBegins) start_qk(next_q_stage);
-    start_pv(tile.count() == 1);
+  // P V of the last block: started, not waited for.
+  __device__ __forceinline__ void start_last(const Tile& tile) { start_pv(tile.count() == 1); }
+
+  // O is complete, and so is S of the next tile if it was started before.
+  __device__ __forceinline__ void finish() {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
-    if constexpr (kBegins) cute::warpgroup_fence_operand(acc_s);
+    if constexpr (Config::kTile.overlaps) cute::warpgroup_fence_operand(acc_s);
     release(storage.v_empty, v_place);
   }
 };
