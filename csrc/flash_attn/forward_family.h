@@ -59,9 +59,11 @@ inline plan::Family choose_family(const Flash_fwd_params& params) {
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
-  if (family == plan::Family::kWgmma) {
-    const cudaError_t status = run_mha_fwd_wgmma_<kDtype, plan::sm90_head_dim(kHeadDim)>(params, stream);
-    if (status != cudaErrorNotSupported) return status;
+  if constexpr (kHeadDim > 32) {
+    if (family == plan::Family::kWgmma) {
+      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
+      if (status != cudaErrorNotSupported) return status;
+    }
   }
   return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
 }

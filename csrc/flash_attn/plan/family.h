@@ -30,7 +30,9 @@ struct FamilyQuery {
   int64_t seen_keys;    // at most so many by a tile of rows
 };
 
-constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
+constexpr bool wgmma_serves(const FamilyQuery& query) {
+  return query.capability == kWgmmaCapability && query.head_dim > 32;
+}
 
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
 constexpr int kSmallKeys = 512;
@@ -73,10 +75,10 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   return wgmma_serves(query) && !is_small(query) ? Family::kWgmma : Family::kMmaSync;
 }
 
-// Of the backward, the deterministic one too, for head dims above 32.
+// Of the backward, the deterministic one too.
 inline Family choose_backward_family(const FamilyQuery& query, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return wgmma_serves(query) && query.head_dim > 32 && !declined ? Family::kWgmma : Family::kMmaSync;
+  return wgmma_serves(query) && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.

@@ -91,7 +91,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     {
         {64, 192, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
-        {128, 128, 128, 2, 2, false, 1},
+        {128, 192, 64, 3, 2, false, 1},
         {192, 128, 96, 2, 1, false, 1},
         {256, 128, 64, 2, 1, false, 1},
     },
@@ -107,7 +107,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
-        {128, 128, 128, 2, 2, false, 1},
+        {128, 192, 64, 2, 2, false, 1},
         {192, 128, 96, 2, 1, false, 1},
         {256, 128, 64, 2, 1, false, 1},
     },
@@ -120,12 +120,6 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
         {256, 128, 64, 2, 1, false, 1},
     },
 };
-
-// Least head dim of the family that holds one of the other family: 64 serves 32 too, columns that do not exist are
-// never read or written.
-constexpr int sm90_head_dim(int head_dim) {
-  return head_dim < kFwdTiles[0][kSm90FirstHeadDim].head_dim ? kFwdTiles[0][kSm90FirstHeadDim].head_dim : head_dim;
-}
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_KV_STAGES)

@@ -127,7 +127,7 @@ struct Flash_bwd_params : Flash_fwd_params {
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
-// The same by the wgmma family, for GPUs of compute capability 9.0; 64 serves 32 too. cudaErrorNotSupported: it
+// The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
 // does not serve this call, or is not in this build; nothing was launched.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
