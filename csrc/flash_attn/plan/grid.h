@@ -22,8 +22,8 @@ constexpr int kShortRows = 512;
 
 constexpr int kSm90ShortRows = 1024;
 
-// The wgmma family at head dims 64 and 128: 128 rows to a tile instead of 192; at 64 two teams of consumers, whose row
-// blocks begin and end beside each other's. Under a causal mask row blocks are short in longer sequences too.
+// The wgmma family at head dim 64: two teams of consumers, whose row blocks begin and end beside each other's. Under a
+// causal mask row blocks are short in longer sequences too.
 constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_right) {
   return rows_per_sequence <= (masked_right ? 4 : 1) * kSm90ShortRows;
 }
