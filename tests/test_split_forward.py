@@ -7,7 +7,7 @@ import torch
 from cases import Case
 from harness import check_forward, make_problem, run
 from reference import Varlen
-from test_cuda_runtime import captured
+from test_cuda_runtime import captured, check_replays_with_changed_inputs
 from test_dropout import forward_with_state
 
 from flash_attn import flash_attn_func
@@ -145,13 +145,7 @@ def test_gradients(device, run_family, monkeypatch):
 
 
 def test_graph(device):
-    problem = make_problem(SPLIT, device)
-    graph, (out, lse, _) = captured(lambda: run(problem))
-    for _ in range(3):
-        for x in (problem.q, problem.k, problem.v):
-            x.normal_()
-        graph.replay()
-        check_forward(problem, out, lse)
+    check_replays_with_changed_inputs(make_problem(SPLIT, device))
 
 
 def test_graph_with_changed_lengths(device, monkeypatch):

@@ -132,7 +132,8 @@ cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const
 }
 
 void run_mha_bwd(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
-  const plan::Family family = plan::choose_backward_family(family_query(params), forced_family());
+  const plan::Family family =
+      plan::choose_backward_family(compute_capability(params.device), params.d, forced_family());
   cudaError_t status = launch_backward(family, params, q, deterministic);
   if (status == cudaErrorNotSupported && family == plan::Family::kWgmma) {
     status = launch_backward(plan::Family::kMmaSync, params, q, deterministic);

@@ -75,12 +75,12 @@ void check_split() {
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
-      const FamilyQuery query{capability, head_dim, 1, 1, 132, false, 1, 1, 1};
       const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
-      check::that(choose_backward_family(query, nullptr) == expected, "backward", capability, head_dim);
-      check::that(choose_backward_family(query, "wgmma") == expected, "backward, wgmma", capability, head_dim);
-      check::that(choose_backward_family(query, "mma_sync") == Family::kMmaSync, "backward, mma_sync", capability,
+      check::that(choose_backward_family(capability, head_dim, nullptr) == expected, "backward", capability, head_dim);
+      check::that(choose_backward_family(capability, head_dim, "wgmma") == expected, "backward, wgmma", capability,
                   head_dim);
+      check::that(choose_backward_family(capability, head_dim, "mma_sync") == Family::kMmaSync, "backward, mma_sync",
+                  capability, head_dim);
       const auto tile = flash::plan::dq_tile(expected, head_dim);
       check::that(tile.head_dim >= head_dim && (tile.block_m == 64 || tile.block_m == 128), "dQ tile", head_dim,
                   tile.block_m);

@@ -30,9 +30,9 @@ struct FamilyQuery {
   int64_t seen_keys;    // at most so many by a tile of rows
 };
 
-constexpr bool wgmma_serves(const FamilyQuery& query) {
-  return query.capability == kWgmmaCapability && query.head_dim > 32;
-}
+constexpr bool wgmma_serves(int capability, int head_dim) { return capability == kWgmmaCapability && head_dim > 32; }
+
+constexpr bool wgmma_serves(const FamilyQuery& query) { return wgmma_serves(query.capability, query.head_dim); }
 
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
 constexpr int kSmallKeys = 512;
@@ -76,9 +76,9 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
 }
 
 // Of the backward, the deterministic one too.
-inline Family choose_backward_family(const FamilyQuery& query, const char* forced) {
+inline Family choose_backward_family(int capability, int head_dim, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return wgmma_serves(query) && !declined ? Family::kWgmma : Family::kMmaSync;
+  return wgmma_serves(capability, head_dim) && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.

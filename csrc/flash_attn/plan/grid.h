@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "common/bwd_schedule.h"
 
@@ -31,12 +32,7 @@ constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_ri
 // Rows of a TMA box that never leaves its page, where blocks of `block_n` keys begin at multiples of it: their greatest
 // common divisor, if whole groups of 8 rows, the period of the swizzle, fit it; else 0.
 constexpr int page_box_rows(int page_size, int block_n) {
-  int rows = block_n, rest = page_size % block_n;
-  while (rest > 0) {
-    const int next = rows % rest;
-    rows = rest;
-    rest = next;
-  }
+  const int rows = std::gcd(page_size, block_n);
   return rows % 8 == 0 ? rows : 0;
 }
 
