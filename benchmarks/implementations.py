@@ -19,8 +19,8 @@ DEFAULT_PEERS = ("sdpa_flash", "sdpa_cudnn")
 # What a row may need of an implementation (the names appear in the report).
 CPU, BACKWARD, GQA, PACKED, WINDOW = "CPU tensors", "backward", "GQA", "packed sequences", "window"
 SOFTCAP, ALIBI, DROPOUT, RECTANGULAR = "softcap", "ALiBi", "dropout", "causal with sq != sk"
-SINKS, MAX_LOGIT = "sinks", "largest logits"
-COMMON = frozenset({CPU, BACKWARD, GQA, PACKED, WINDOW, SOFTCAP, ALIBI, DROPOUT, RECTANGULAR})
+SINKS, MAX_LOGIT, VALUE_DIM = "sinks", "largest logits", "head dim of V"
+COMMON = frozenset({CPU, BACKWARD, GQA, PACKED, WINDOW, SOFTCAP, ALIBI, DROPOUT, RECTANGULAR, VALUE_DIM})
 EVERYTHING = COMMON | {SINKS, MAX_LOGIT}
 
 
@@ -47,11 +47,11 @@ def make_inputs(row, device, requires_grad=False, seed=0):
     leading_q = (sum(row.seqlens),) if row.seqlens else (case.batch, case.seqlen_q)
     leading_k = leading_q if row.seqlens else (case.batch, case.seqlen_k)
 
-    def randn(leading, heads):
-        return torch.randn(*leading, heads, case.head_dim, device=device, dtype=dtype, generator=generator)
+    def randn(leading, heads, head_dim=case.head_dim):
+        return torch.randn(*leading, heads, head_dim, device=device, dtype=dtype, generator=generator)
 
-    q, k, v = randn(leading_q, case.nheads), randn(leading_k, case.nheads_k), randn(leading_k, case.nheads_k)
-    dout = randn(leading_q, case.nheads)
+    q, k = randn(leading_q, case.nheads), randn(leading_k, case.nheads_k)
+    v, dout = randn(leading_k, case.nheads_k, case.value_dim), randn(leading_q, case.nheads, case.value_dim)
     cu_seqlens = None
     if row.seqlens:
         cu_seqlens = torch.tensor((0,) + row.seqlens, device=device).cumsum(0).to(torch.int32)
@@ -93,6 +93,7 @@ def needs(row, mode):
         RECTANGULAR: case.causal and case.seqlen_q != case.seqlen_k,
         SINKS: case.sinks,
         MAX_LOGIT: case.max_logit,
+        VALUE_DIM: case.value_dim != case.head_dim,
     }
     return [name for name, wanted in asked.items() if wanted]
 
@@ -194,10 +195,13 @@ IMPLEMENTATIONS = {
             frozenset({BACKWARD, GQA, DROPOUT, PACKED, WINDOW}), deterministic_flash_limits, deterministic_flash,
             groups=("deterministic",),
         ),
-        sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION),
-        sdpa_peer("sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION),
+        sdpa_peer("sdpa_cudnn", "cuDNN backend", SDPBackend.CUDNN_ATTENTION, more=frozenset({VALUE_DIM})),
         sdpa_peer(
-            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU}), limits=torch_peers.score_matrix_limits
+            "sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION, more=frozenset({VALUE_DIM})
+        ),
+        sdpa_peer(
+            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU, VALUE_DIM}),
+            limits=torch_peers.score_matrix_limits,
         ),
         Implementation(
             "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT},

@@ -57,7 +57,10 @@ class Row:
     @property
     def label(self):
         case = self.case
-        parts = [f"d{case.head_dim}", "causal" if case.causal else "full"]
+        parts = [
+            f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim_v > 0),
+            "causal" if case.causal else "full",
+        ]
         parts += [f"h{case.nheads}/{case.nheads_k}"] if case.nheads != case.nheads_k else []
         parts += [f"h{case.nheads}"] if self.timing != "event" else []
         parts += [f"window {case.window[0]}"] if case.window[0] >= 0 else []
@@ -89,16 +92,17 @@ class Row:
         return 2 * case.batch * keys * case.nheads_k * case.head_dim * (4 if case.dtype == "float32" else 2)
 
     def flops(self, mode="fwd"):
-        """4·h·d per visible (query, key) pair, ×2.5 for bwd, ×3.5 for both.
+        """2·h·(d + d_v) per visible (query, key) pair, ×2.5 for bwd, ×3.5 for both.
 
         Causal counts as half of the square (the convention), a window by its exact number of pairs.
         """
         case = self.case
         if case.seqlens:
             pairs = sum(n * n for n in case.seqlens) * (0.5 if case.causal else 1.0)
-            forward = 4.0 * case.nheads * case.head_dim * pairs
+            forward = 2.0 * case.nheads * (case.head_dim + case.value_dim) * pairs
         elif case.window != (-1, -1) or self.over_cache:
-            forward = 4.0 * case.batch * case.nheads * case.head_dim * visible_pairs(case)
+            pairs = case.batch * visible_pairs(case)
+            forward = 2.0 * case.nheads * (case.head_dim + case.value_dim) * pairs
         else:
             forward = case.flops
         return forward * MODE_FLOPS[mode]

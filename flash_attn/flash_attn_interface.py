@@ -10,6 +10,8 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
+head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA pads the
+             narrower of q, k and v with zeros: that costs a copy, and the time of the larger head dim for both.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
 masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
@@ -83,7 +85,7 @@ def _documented(out, lse):
     return fill
 
 
-@_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
+@_documented(out="(batch, seqlen_q, nheads, head_dim_v)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_func(
     q,
     k,
@@ -105,7 +107,7 @@ def flash_attn_func(
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim)
         k: (batch, seqlen_k, nheads_k, head_dim)
-        v: (batch, seqlen_k, nheads_k, head_dim)
+        v: (batch, seqlen_k, nheads_k, head_dim_v)
         <options>
 
     <result>
@@ -178,7 +180,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
+@_documented(out="(total_q, nheads, head_dim_v)", lse="(nheads, total_q)")
 def flash_attn_varlen_func(
     q,
     k,
@@ -210,7 +212,7 @@ def flash_attn_varlen_func(
     Arguments:
         q: (total_q, nheads, head_dim), total_q the number of queries of all sequences.
         k: (total_k, nheads_k, head_dim), or (num_pages, page_size, nheads_k, head_dim) with block_table.
-        v: like k.
+        v: like k, its last axis head_dim_v.
         cu_seqlens_q: int32 or int64 (batch + 1,). Sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q.
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q: int, or integer tensor of one element: an upper bound of the query lengths. It sizes S_dmask;
@@ -327,7 +329,10 @@ def _attend(
     want_dmask = bool(return_attn_probs) and dropout_p > 0
     padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
     if padded:
-        inputs = tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in inputs)
+        value_dim = arguments.head_dim(inputs[-1])  # another one is the backend's matter
+        inputs = tuple(
+            torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
+        )  # fmt: skip
     lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
     out, lse, dmask, _, *max_logit = library.attention(
         *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
@@ -335,7 +340,7 @@ def _attend(
         left, right, float(softcap), bool(deterministic), want_dmask, bool(return_max_logit),
     )  # fmt: skip
     if padded:
-        out = out[..., :head_dim].contiguous()
+        out = out[..., :value_dim].contiguous()
     if not return_max_logit:
         return (out, lse, dmask) if return_attn_probs else out
     return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

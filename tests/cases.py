@@ -27,7 +27,7 @@ class Case:
     (unused rows before the keys). ``page_size`` 0 means K/V are not paged. ``alibi``: ``none``, ``heads`` for
     slopes (nheads) or ``batch`` for slopes (batch, nheads). Window values below 0 are unbounded. ``seqlens`` states
     the lengths of packed sequences where they matter (benchmarks), of queries and keys alike. ``max_logit``, in
-    benchmarks: the call returns the largest logits too.
+    benchmarks: the call returns the largest logits too. ``head_dim_v`` 0 means that v has the head dim of q and k.
 
     ``cache``, in benchmarks: the keys lie in a KV cache. ``append`` of them are new, rotated and written by the call;
     ``invariant`` asks for the batch-invariant mode.
@@ -52,12 +52,17 @@ class Case:
     seqlens: tuple[int, ...] = ()
     append: int = 0
     invariant: bool = False
+    head_dim_v: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def id(self) -> str:
         """Short unique text of the case, used as the pytest parameter name."""
         parts = [f"b{self.batch}", f"q{self.seqlen_q}", f"k{self.seqlen_k}", f"h{self.nheads}x{self.nheads_k}"]
-        parts += [f"d{self.head_dim}", self.dtype]
+        parts += [f"d{self.head_dim}" + f"x{self.head_dim_v}" * (self.head_dim_v > 0), self.dtype]
         parts += ["causal"] * self.causal
         parts += [f"w{self.window[0]}x{self.window[1]}"] * (self.window != (-1, -1))
         parts += [f"cap{self.softcap:g}"] * (self.softcap > 0)
@@ -74,8 +79,8 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward pass: 4 * b * h * sq * sk * d, half of it when causal."""
-        full = 4 * self.batch * self.nheads * self.seqlen_q * self.seqlen_k * self.head_dim
+        """Floating-point operations of the forward pass: 2 * b * h * sq * sk * (d + d_v), half of it when causal."""
+        full = 2 * self.batch * self.nheads * self.seqlen_q * self.seqlen_k * (self.head_dim + self.value_dim)
         return full // 2 if self.causal else full
 
 
@@ -117,6 +122,8 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
                 {"dropout": 0.1},
                 {"sinks": True},
                 {"max_logit": True},
+                {"head_dim": 192, "head_dim_v": 128},
+                {"head_dim": 192, "head_dim_v": 128, "causal": False},
             )
         ],
         "deterministic": [
@@ -208,6 +215,23 @@ FULL_FEATURES: dict[str, tuple] = {
 }
 
 
+# Head dims of q and k, and of v: every pair of values of two of these features occurs in some value_dim_cases() case.
+VALUE_DIM_FEATURES: dict[str, tuple] = {
+    "head_dims": ((192, 128), (128, 192), (64, 32), (40, 256), (256, 24), (100, 37), (37, 100), (8, 1), (1, 250)),
+    "lengths": ((1, 257), (65, 129), (129, 127), (128, 300), (200, 73)),
+    "heads": ((2, 2), (8, 2), (5, 1)),
+    "kind": ("dense", "packed", "padded", "seqused", "leftpad"),
+    "page_size": (0, 7, 16),
+    "window": ((-1, -1), (17, -1), (30, 40)),
+    "dtype": DTYPES["cuda"],
+    "alibi": ("none", "batch"),
+    "causal": (False, True),
+    "softcap": (0.0, 15.0),
+    "sinks": (False, True),
+    "dropout": (0.0, 0.17),
+}
+
+
 def _allowed(row: dict) -> bool:
     """Pages exist only for K/V of sequences that are addressed one by one."""
     return not (row.get("kind") == "dense" and row.get("page_size", 0) > 0)
@@ -252,14 +276,25 @@ def pairwise(features: dict[str, tuple], allowed=_allowed) -> list[dict]:
 
 
 def _case(row: dict, batch: int = 4) -> Case:
-    rest = {key: value for key, value in row.items() if key not in ("lengths", "heads")}
+    rest = {key: value for key, value in row.items() if key not in ("lengths", "heads", "head_dims")}
     (sq, sk), (h, h_k) = row["lengths"], row["heads"]
+    if "head_dims" in row:
+        rest["head_dim"], rest["head_dim_v"] = row["head_dims"]
     return Case(batch=batch, seqlen_q=sq, seqlen_k=sk, nheads=h, nheads_k=h_k, **rest)
 
 
 def pairwise_cases(device: str) -> list[Case]:
     """Cases that hold every pair of feature values, for ``cpu`` or ``cuda`` (which differ in dtypes)."""
     return [_case(row) for row in pairwise({**FEATURES, "dtype": DTYPES[device]})]
+
+
+def value_dim_cases(training=False) -> list[Case]:
+    """Pairwise combinations where v has another head dim than q and k. training: of what has a backward."""
+    features = VALUE_DIM_FEATURES
+    if training:
+        features = {key: values for key, values in features.items() if key != "page_size"}
+        features["kind"] = ("dense", "packed", "padded")
+    return [_case(row) for row in pairwise(features)]
 
 
 def full_cases() -> list[Case]:

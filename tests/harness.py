@@ -87,8 +87,9 @@ def make_problem(case: Case, device: str, lengths=None) -> Problem:
     dtype = getattr(torch, case.dtype)
     if case.kind == "dense":
         q = torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, device=device, dtype=dtype)
-        shape = (case.batch, case.seqlen_k, case.nheads_k, case.head_dim)
-        k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in "kv")
+        k, v = (
+            torch.randn(case.batch, case.seqlen_k, case.nheads_k, d, device=device, dtype=dtype) for d in key_dims(case)
+        )
         return Problem(case, q, k, v, alibi_slopes(case, device), make_sinks(case, device))
     return _concatenated(case, device, dtype, default_lengths(case) if lengths is None else lengths)
 
@@ -98,6 +99,11 @@ def default_lengths(case: Case) -> list[tuple[int, int]]:
     sq, sk = case.seqlen_q, case.seqlen_k
     turn = [(sq, sk), (0, sk // 2), (sq // 2 + 1, 0), (sq // 3 + 1, sk // 2 + 1)]
     return [turn[i % 4] for i in range(case.batch)]
+
+
+def key_dims(case: Case) -> tuple[int, int]:
+    """Head dims of k and v."""
+    return case.head_dim, case.value_dim
 
 
 def _int32(values, device):
@@ -130,11 +136,11 @@ def _concatenated(case: Case, device, dtype, lengths) -> Problem:
     if case.page_size:
         _page_keys(problem, leftpad, used)
     else:
-        shape = (cu_k[-1] + 9, case.nheads_k, case.head_dim)
-        problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for _ in "kv")
+        shapes = [(cu_k[-1] + 9, case.nheads_k, d) for d in key_dims(case)]
+        problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for shape in shapes)
         for start, n in zip(problem.layout.starts_k, lens_k):
-            problem.k[start : start + n] = torch.randn(n, *shape[1:], device=device, dtype=dtype)
-            problem.v[start : start + n] = torch.randn(n, *shape[1:], device=device, dtype=dtype)
+            for x, shape in zip((problem.k, problem.v), shapes):
+                x[start : start + n] = torch.randn(n, *shape[1:], device=device, dtype=dtype)
     return problem
 
 
@@ -143,8 +149,8 @@ def _page_keys(problem: Problem, leftpad, used):
     case, page_size, device, dtype = problem.case, problem.case.page_size, problem.q.device, problem.q.dtype
     counts = [-(-n // page_size) for n in used]
     pool = torch.randperm(sum(counts) + 2)
-    shape = (len(pool), page_size, case.nheads_k, case.head_dim)
-    problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for _ in "kv")
+    shapes = [(len(pool), page_size, case.nheads_k, d) for d in key_dims(case)]
+    problem.k, problem.v = (torch.full(shape, NAN, device=device, dtype=dtype) for shape in shapes)
     table = torch.full((len(used), max(counts, default=0) + 2), -1, dtype=torch.int32)
     table[:, 1::2] = 10**6
     taken = 0
@@ -152,7 +158,7 @@ def _page_keys(problem: Problem, leftpad, used):
         pages = pool[taken : taken + count]
         taken += count
         table[i, :count] = pages.int()
-        for pages_of in (problem.k, problem.v):
+        for pages_of, shape in zip((problem.k, problem.v), shapes):
             rows = torch.full((count * page_size, *shape[2:]), NAN, device=device, dtype=dtype)
             rows[pad:n] = torch.randn(n - pad, *shape[2:], device=device, dtype=dtype)
             pages_of[pages.to(device)] = rows.view(count, *shape[1:])

@@ -15,7 +15,7 @@ import torch
 
 @dataclass
 class Attention:
-    """out (b, sq, h, d), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout, max_logit (h)."""
+    """out (b, sq, h, d_v), lse (b, h, sq), probs (b, h, sq, sk): the softmax before dropout, max_logit (h)."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -53,8 +53,8 @@ def attention(
     rp_dropout=1.0,
     dtype=torch.float64,
 ) -> Attention:
-    """Dense attention. q (b, sq, h, d), k/v (b, sk, h_k, d), alibi_slopes (h) or (b, h), finite sinks (h), keep bool
-    (b, h, sq, sk)."""
+    """Dense attention. q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v), alibi_slopes (h) or (b, h), finite
+    sinks (h), keep bool (b, h, sq, sk)."""
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -106,12 +106,12 @@ class Varlen:
 def attention_varlen(
     q, k, v, layout: Varlen, *, block_table=None, alibi_slopes=None, keep=None, **options
 ) -> Attention:
-    """Concatenated sequences, one at a time: out (total_q, h, d), lse (h, total_q); probs is None.
+    """Concatenated sequences, one at a time: out (total_q, h, d_v), lse (h, total_q); probs is None.
 
     Rows of no sequence have out 0 and LSE +inf. keep: bool (b, h, >= sq, >= sk).
     """
     dtype = options.get("dtype", torch.float64)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=dtype, device=q.device)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=dtype, device=q.device)
     for i, (sq0, sq, sk0, sk) in enumerate(zip(layout.starts_q, layout.lens_q, layout.starts_k, layout.lens_k)):

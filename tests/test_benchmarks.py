@@ -80,6 +80,7 @@ def test_flops_follow_the_convention():
     assert rows.Row("window", window).flops("fwd+bwd") == 3.5 * 4 * (1 + 2 + 2 + 2)
     packed = Case(2, 3, 3, 1, 1, 1, "bfloat16", kind="packed", seqlens=(1, 3))
     assert rows.Row("varlen", packed).flops() == 4 * (1 + 9)
+    assert rows.Row("features", dataclasses.replace(square, head_dim_v=8)).flops() == 2 * 2 * 3 * 8 * 8 * (4 + 8)
     assert sum(VARLEN_SEQLENS) == 28788
 
 

@@ -111,7 +111,16 @@ inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
   length("q", q.size(-3));
 }
 
-// `expected`: the shape of k, with -1 on the axes that k itself decides; v follows k.
+// v follows k in all axes but the last.
+inline void value(const at::Tensor& v, const at::Tensor& k) {
+  at::DimVector expected(k.sizes().begin(), k.sizes().end());
+  if (v.dim() == k.dim() && !expected.empty()) expected.back() = v.size(-1);
+  shape("v", v, expected);
+  const int64_t head_dim = v.size(-1);
+  if (head_dim < 1 || head_dim > 256) fail("v", "expected a head dim from 1 to 256, got ", head_dim);
+}
+
+// `expected`: the shape of k, with -1 on the axes that k itself decides.
 inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
                       const char* axes) {
   at::DimVector expected(expected_.begin(), expected_.end());
@@ -126,7 +135,7 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   last_stride("k", k);
   length("k", k.size(-3));
   dtype_of_q("v", v, q);
-  shape("v", v, k.sizes());
+  if (v.sizes() != k.sizes()) value(v, k);
   last_stride("v", v);
   const int64_t heads = q.size(-2), heads_k = k.size(-2);
   if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
@@ -134,11 +143,17 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   }
 }
 
-inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q) {
+inline at::DimVector output_shape(const at::Tensor& q, const at::Tensor& v) {
+  at::DimVector result(q.sizes().begin(), q.sizes().end());
+  result.back() = v.size(-1);
+  return result;
+}
+
+inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at::IntArrayRef expected) {
   if (!out.has_value()) return;
   device("out", *out, q);
   dtype_of_q("out", *out, q);
-  shape("out", *out, q.sizes());
+  shape("out", *out, expected);
   last_stride("out", *out);
 }
 
@@ -205,10 +220,10 @@ inline void max_seqlen(const char* name, int64_t value) {
 }
 
 // A tensor of the backward that has q's dtype and the shape of a forward tensor; any strides.
-inline void like(const char* name, const at::Tensor& tensor, const at::Tensor& forward, const at::Tensor& q) {
+inline void like(const char* name, const at::Tensor& tensor, at::IntArrayRef expected, const at::Tensor& q) {
   device(name, tensor, q);
   dtype_of_q(name, tensor, q);
-  shape(name, tensor, forward.sizes());
+  shape(name, tensor, expected);
 }
 
 // The LSE or its gradient.

@@ -1,5 +1,6 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -7,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
@@ -31,6 +33,26 @@ constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of 
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// ---- V of another head dim than Q and K ----
+
+// Columns that both are given. Zeros there add nothing to Q K^T, and make columns of O that nobody wants.
+int64_t common_head_dim(const at::Tensor& q, const at::Tensor& v) {
+  return round_up(std::max(q.size(-1), v.size(-1)), 8);
+}
+
+at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
+  return tensor.size(-1) == head_dim ? tensor : at::constant_pad_nd(tensor, {0, head_dim - tensor.size(-1)});
+}
+
+// The first columns of a widened result, in the tensor that the caller gave or in a new one.
+at::Tensor narrowed(const at::Tensor& wide, int64_t head_dim, const OptionalTensor& given) {
+  if (wide.size(-1) == head_dim) return wide;
+  const at::Tensor columns = wide.narrow(-1, 0, head_dim);
+  if (!given.has_value()) return columns.contiguous();
+  given->copy_(columns);
+  return *given;
+}
+
 // ---- forward ----
 
 // The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
@@ -46,6 +68,15 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
                                 const OptionalTensor& out_, at::IntArrayRef lse_shape, const Scores& scores,
                                 double p_dropout, bool return_softmax, const OptionalGenerator& gen,
                                 bool return_max_logit) {
+  if (v.size(-1) != q.size(-1)) {
+    const int64_t wide = common_head_dim(q, v);
+    const bool direct = v.size(-1) == wide;
+    std::vector<at::Tensor> results =
+        forward(params, widened(q, wide), widened(k, wide), widened(v, wide), direct ? out_ : std::nullopt, lse_shape,
+                scores, p_dropout, return_softmax, gen, return_max_logit);
+    results[0] = narrowed(results[0], v.size(-1), out_);
+    return results;
+  }
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
   at::Tensor out = direct ? *out_ : new_empty(q, q.sizes(), q.scalar_type());
@@ -161,11 +192,12 @@ struct Gradients {
 
 void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
-  checks::like("dout", gradients.dout, q, q);
-  checks::like("out", out, q, q);
-  if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q, q);
-  if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k, q);
-  if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v, q);
+  const at::DimVector out_shape = checks::output_shape(q, v);
+  checks::like("dout", gradients.dout, out_shape, q);
+  checks::like("out", out, out_shape, q);
+  if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q.sizes(), q);
+  if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k.sizes(), q);
+  if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v.sizes(), q);
   checks::lse("softmax_lse", softmax_lse, q, lse_shape);
   if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
@@ -174,6 +206,21 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                  const Scores& scores, double p_dropout, bool deterministic,
                                  const OptionalTensor& rng_state) {
+  if (v.size(-1) != q.size(-1)) {
+    const int64_t wide = common_head_dim(q, v);
+    auto direct = [wide](const OptionalTensor& given, const at::Tensor& forward) {
+      return forward.size(-1) == wide ? given : std::nullopt;
+    };
+    const at::Tensor dout = widened(gradients.dout, wide);
+    const OptionalTensor dq = direct(gradients.dq, q), dk = direct(gradients.dk, k), dv = direct(gradients.dv, v);
+    std::vector<at::Tensor> results =
+        backward(params, {dout, gradients.dlse, dq, dk, dv}, widened(q, wide), widened(k, wide), widened(v, wide),
+                 widened(out, wide), lse, scores, p_dropout, deterministic, rng_state);
+    results[0] = narrowed(results[0], q.size(-1), gradients.dq);
+    results[1] = narrowed(results[1], k.size(-1), gradients.dk);
+    results[2] = narrowed(results[2], v.size(-1), gradients.dv);
+    return results;
+  }
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
                    dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous(),
                    dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
@@ -216,7 +263,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
   checks::query(q, 4, axes);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
-  checks::output(out, q);
+  checks::output(out, q, checks::output_shape(q, v));
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
   checks::sinks(sinks, q);
@@ -266,7 +313,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
   } else {
     checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
   }
-  checks::output(out, q);
+  checks::output(out, q, checks::output_shape(q, v));
   checks::lengths("seqused_k", seqused_k, q, batch);
   checks::lengths("leftpad_k", leftpad_k, q, batch);
   checks::block_table(block_table, q, batch);

@@ -258,7 +258,7 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   checks::numbers(0.0, softmax_scale, softcap);
   checks::num_splits(num_splits);
   checks::alibi(alibi_slopes, q, q.size(0));
-  checks::output(out_, q);
+  checks::output(out_, q, q.sizes());
   checks::new_rows(q, kcache, k, v, seqlens_k);
   checks::cache_places(q, kcache, cache_batch_idx, leftpad_k, block_table);
   checks::rotary(q, k, rotary_cos, rotary_sin);

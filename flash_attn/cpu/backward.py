@@ -135,7 +135,7 @@ def bwd(
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
     Arguments:
-        dout, out: (b, sq, h, d), any strides; softmax_lse: (b, h, sq), any strides. out and softmax_lse may be merged
+        dout, out: (b, sq, h, d_v), any strides; softmax_lse: (b, h, sq), any strides. out and softmax_lse may be merged
             from several calls.
         dq, dk, dv: None, or tensors like q, k, v (any strides) that are written and returned.
         rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
@@ -150,7 +150,7 @@ def bwd(
     """
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
-    checks.check_gradients(dout, q, k, out, dq, dk, dv)
+    checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     batch, sq, heads, _ = q.shape
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
     checks.check_sinks(sinks, q)

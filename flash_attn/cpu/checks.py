@@ -64,7 +64,9 @@ def check_like_query(name: str, tensor: torch.Tensor, q: torch.Tensor, shape, an
 
 
 def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, batch=None, names=("k", "v")) -> None:
-    """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k."""
+    """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k. v follows k, but
+    for a head dim of its own.
+    """
     k_name, v_name = names
     check_device(k_name, k)
     check_device(v_name, v)
@@ -75,7 +77,10 @@ def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str
     if batch is not None:
         leading[0] = batch
     check_like_query(k_name, k, q, [*leading, q.shape[-1]])
-    check_like_query(v_name, v, q, k.shape)
+    value_dim = v.shape[-1] if v.dim() == k.dim() else q.shape[-1]
+    check_like_query(v_name, v, q, [*k.shape[:-1], value_dim])
+    in_range = value_dim == q.shape[-1] or 1 <= value_dim <= MAX_HEAD_DIM
+    require(in_range, v_name, f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
     h, h_k = q.shape[-2], k.shape[-2]
     divisible = h % h_k == 0 if h_k > 0 else h == 0
     require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)
@@ -142,11 +147,17 @@ def check_max_seqlen(name: str, value: int) -> None:
     require(value >= 0, name, "a value >= 0", value)
 
 
-def check_gradients(dout, q, k, out, dq, dk, dv) -> None:
-    """The backward's tensors: those like q (dout, out, dq) and the optional ones like k (dk, dv)."""
-    for name, tensor, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, k)):
+def output_shape(q: torch.Tensor, v: torch.Tensor) -> tuple:
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def check_gradients(dout, q, k, v, out, dq, dk, dv) -> None:
+    """The backward's tensors: dout, the output, and the optional gradients."""
+    of_output = output_shape(q, v)
+    expected = {"dout": (dout, of_output), "out": (out, of_output), "dq": (dq, q.shape), "dk": (dk, k.shape)}
+    for name, (tensor, shape) in {**expected, "dv": (dv, v.shape)}.items():
         if tensor is not None:
-            check_like_query(name, tensor, q, like.shape, any_stride=True)
+            check_like_query(name, tensor, q, shape, any_stride=True)
 
 
 def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:

@@ -74,7 +74,8 @@ def new_max_logit(q: torch.Tensor, wanted: bool):
 
 
 def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
-    """Exact attention: q (b, sq, h, d), k/v (b, sk, h_k, d) -> out like q and lse (b, h, sq), written in place.
+    """Exact attention: q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v) -> out (b, sq, h, d_v) and lse
+    (b, h, sq), written in place.
 
     Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Rows that see no key: out 0, lse the
     sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), raised in place.
@@ -85,7 +86,7 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
     lse[:, :, :live] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
     if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
         return
-    if sinks is None and max_logit is None and _fused_kernel_fits(q, k, rule, dropout):
+    if sinks is None and max_logit is None and _fused_kernel_fits(q, k, v, rule, dropout):
         _attend_fused(q, k, v, out, lse, rule)
         return
     dtype = compute_dtype(q.dtype)
@@ -98,7 +99,7 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
         streams = None if dropout is None else dropout.streams(chunk)
         for row0, row1 in blocks(live, sq, rows):
             queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
-            state = _RowState(queries)
+            state = _RowState(queries, values)
             for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
                 s = torch.bmm(queries, keys[:, col0 - lo : col1 - lo].transpose(1, 2))
                 tile = chunk.tile(row0, row1, col0, col1)
@@ -119,11 +120,11 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
 class _RowState:
     """Running maximum, sum and weighted values of the online softmax for one block of rows."""
 
-    def __init__(self, queries: torch.Tensor):
+    def __init__(self, queries: torch.Tensor, values: torch.Tensor):
         column = (*queries.shape[:2], 1)
         self.maximum = queries.new_full(column, -math.inf)
         self.total = queries.new_zeros(column)
-        self.weighted = torch.zeros_like(queries)
+        self.weighted = queries.new_zeros(*queries.shape[:2], values.shape[-1])
 
     def absorb_(self, s: torch.Tensor, values: torch.Tensor, dropped: torch.Tensor | None) -> None:
         """Take in one tile of base-2 logits (n, rows, cols); s is overwritten."""
@@ -151,7 +152,7 @@ class _RowState:
         return out, lse.masked_fill_(empty, math.inf)
 
 
-def _fused_kernel_fits(q, k, rule: ScoreRule, dropout: Dropout | None) -> bool:
+def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
     """Whether torch's CPU flash kernel computes this: unmasked, or causal where its top-left alignment is ours too.
 
     Its mask is applied before the scale, so a scale of zero or below would turn -inf into NaN or +inf.
@@ -159,7 +160,7 @@ def _fused_kernel_fits(q, k, rule: ScoreRule, dropout: Dropout | None) -> bool:
     sq, sk = q.shape[1], k.shape[1]
     mask_fits = rule.sees_everything(sq, sk) or rule.is_square_causal(sq, sk)
     scores_fit = rule.scale > 0 and not rule.softcap and rule.slopes is None
-    return mask_fits and scores_fit and dropout is None and q.shape[-1] > 0
+    return mask_fits and scores_fit and dropout is None and q.shape[-1] == v.shape[-1] > 0
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -244,8 +245,9 @@ def fwd(
     """Forward attention of equally long sequences.
 
     Arguments:
-        q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 256; k, v: (b, sk, h_k, d), h divisible by h_k.
-        out: None or a tensor like q (any strides) that is written and returned.
+        q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 256; k: (b, sk, h_k, d), h divisible by h_k;
+            v: (b, sk, h_k, d_v), d_v <= 256.
+        out: None or a tensor (b, sq, h, d_v) (any strides) that is written and returned.
         alibi_slopes: None or float32 (h) or (b, h): bias -slope * |i + sk - sq - j|.
         p_dropout: drop probability in [0, 1); gen: None or the CPU generator that the seed is drawn from.
         softmax_scale: factor of q·k; softcap: 0 for none, else logits are softcap * tanh(scaled / softcap).
@@ -253,10 +255,11 @@ def fwd(
         return_softmax: return S_dmask (only with dropout).
         sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
 
-    Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d); lse (b, h, sq), natural log, float32 (float64 for float64
-        inputs), for a row that sees no key the sink, or +inf without one; S_dmask empty or (b, h, sq, sk) rounded up to
-        128, see write_s_dmask; rng_state int64 (2,). With return_max_logit also the largest logit of each head (h), in
-        the dtype of lse: over all rows and visible keys, after softcap and ALiBi, without the sink; -inf for none.
+    Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
+        float64 inputs), for a row that sees no key the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
+        rounded up to 128, see write_s_dmask; rng_state int64 (2,). With return_max_logit also the largest logit of each
+        head (h), in the dtype of lse: over all rows and visible keys, after softcap and ALiBi, without the sink; -inf
+        for none.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
@@ -266,7 +269,7 @@ def fwd(
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dropout = new_dropout(p_dropout, gen)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(checks.output_shape(q, v), dtype=q.dtype)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
     attend(q, k, v, out, lse, rule, dropout, sinks, max_logit)
@@ -280,6 +283,6 @@ def _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap) ->
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     if out is not None:
-        checks.check_like_query("out", out, q, q.shape)
+        checks.check_like_query("out", out, q, checks.output_shape(q, v))
     checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
     checks.check_numbers(p_dropout, softmax_scale, softcap)

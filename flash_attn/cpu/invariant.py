@@ -31,7 +31,8 @@ def attend_invariant(q, k, v, out, lse, rule: ScoreRule) -> None:
             lse[:, :, row].fill_(math.inf)
             continue
         queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_factor)
-        state = _RowState(queries.view(k.shape[2], heads // k.shape[2], q.shape[3]))
+        rows = queries.view(k.shape[2], heads // k.shape[2], q.shape[3])
+        state = _RowState(rows, rows)
         for block in range(lo // BLOCK_KEYS, -(-hi // BLOCK_KEYS)):
             _absorb_block(state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule)
         row_out, row_lse = state.finish(1.0)

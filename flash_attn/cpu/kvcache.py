@@ -137,6 +137,7 @@ def fwd_kvcache(
     checks.check_query(q, DENSE_Q_AXES)
     cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
     checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
+    checks.check_shape("v_cache", vcache, kcache.shape)
     checks.check_numbers(0.0, softmax_scale, softcap)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
@@ -194,6 +195,7 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
     checks.require(seqlens_k is not None, "cache_seqlens", "cache lengths when k is given", None)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
+    checks.check_shape("v", v, k.shape)
 
 
 def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:

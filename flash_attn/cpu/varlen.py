@@ -117,7 +117,8 @@ def varlen_fwd(
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
     Arguments:
-        q: (total_q, h, d); k, v: (total_k, h_k, d), or (blocks, page_size, h_k, d) with a block_table.
+        q: (total_q, h, d); k: (total_k, h_k, d), or (blocks, page_size, h_k, d) with a block_table; v: like k, or with
+            a head dim d_v of its own.
         cu_seqlens_q, cu_seqlens_k: int32 (b + 1), cumulative lengths.
         seqused_k: None or int32 (b): key rows in use of each sequence; leftpad_k: None or int32 (b): key rows to skip
             at its start. The keys are rows leftpad .. seqused. Lengths are clamped to the rows that exist.
@@ -125,8 +126,8 @@ def varlen_fwd(
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
         zero_tensors, num_splits: accepted and without effect (padding rows are always written; there are no splits).
 
-    Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d), lse (h, total_q), S_dmask as in `fwd` with b sequences
-        of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
+    Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d_v), lse (h, total_q), S_dmask as in `fwd` with b
+        sequences of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
@@ -136,7 +137,7 @@ def varlen_fwd(
     checks.check_numbers(p_dropout, softmax_scale, softcap)
     checks.check_sinks(sinks, q)
     if out is not None:
-        checks.check_like_query("out", out, q, q.shape)
+        checks.check_like_query("out", out, q, checks.output_shape(q, v))
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     if block_table is not None:
         for sequence in layout:
@@ -145,7 +146,7 @@ def varlen_fwd(
     total_q, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dropout = new_dropout(p_dropout, gen)
-    out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out.zero_()
+    out = torch.zeros(checks.output_shape(q, v), dtype=q.dtype) if out is None else out.zero_()
     lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
     s_dmask = new_s_dmask(q, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
@@ -206,12 +207,12 @@ def varlen_bwd(
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
-    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq like q, dk and dv like k; rows that belong to
-        no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
+    Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq, dk and dv like q, k and v; rows that belong
+        to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
     batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
-    checks.check_gradients(dout, q, k, out, dq, dk, dv)
+    checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     checks.check_sinks(sinks, q)
     checks.check_numbers(p_dropout, softmax_scale, softcap)

@@ -2,7 +2,7 @@
 
 Dense and varlen attention share each function: `cu_seqlens_q is None` means dense.
 Packed inputs share them too: (qkv, None, None) with qkv (..., 3, heads, head_dim), or (q, kv, None) with
-kv (..., 2, heads_k, head_dim). Gradients come back in the packing of the inputs.
+kv (..., 2, heads_k, head_dim). Gradients come back in the packing of the inputs. The output has v's head dim.
 """
 
 import torch
@@ -82,7 +82,7 @@ def forward_fake(
     if return_softmax and dropout_p > 0:
         dmask_shape = (batch, heads, round_up(max_seqlen_q, _BLOCK), round_up(max_seqlen_k, _BLOCK))
     return (
-        q.new_empty(q.shape),
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
         q.new_empty(lse_shape, dtype=_accumulator(q)),
         q.new_empty(dmask_shape),
         q.new_empty((2,), dtype=torch.int64),
