@@ -176,12 +176,15 @@ def test_the_tree_has_every_instantiation():
     assert {(f.head_dim, f.dtype) for f in files} == {
         (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
     }
+    assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
+        (f"flash_fwd_hdim192_128_{t}_sm90", f"Dtype::{name}, 192, 128") for t, name in kernel_manifest.DTYPES.items()
+    }
 
 
 def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
     hopper = [f for f in files if f.family == "sm90"]
-    assert {(f.direction, f.head_dim, f.dtype) for f in hopper} == {
+    assert {(f.direction, f.head_dim, f.dtype) for f in hopper if f.head_dim_v is None} == {
         (direction, d, t)
         for direction, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("bwd", (64, 128, 256)))
         for d in head_dims
@@ -204,6 +207,7 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
         text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
         stub = "cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>(const Flash_fwd_params&, cudaStream_t)"
         assert (stub in text) == ("90" not in archs)
+        assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
         assert text.count("return cudaErrorNotSupported;") == len(left_out)
 
 

@@ -14,7 +14,8 @@ SUPPORTED_ARCHS = ("80", "90")
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache"}  # of a direction: Flash_<...>_params
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 INSTANTIATION = re.compile(
-    r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)_(?P<dtype>fp16|bf16)_(?P<family>sm80|sm90)"
+    r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
+    r"_(?P<dtype>fp16|bf16)_(?P<family>sm80|sm90)"
 )
 # Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
 FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
@@ -27,11 +28,18 @@ class KernelFile:
     head_dim: int
     dtype: str
     family: str = "sm80"
+    head_dim_v: str | None = None  # of V and the output, where it is another
 
     @property
     def function(self) -> str:
         """The template of flash.h that the file specialises."""
         return f"run_mha_{self.direction}_{FAMILIES[self.family][0]}"
+
+    @property
+    def arguments(self) -> str:
+        """Of the template."""
+        head_dims = f"{self.head_dim}, {self.head_dim_v}" if self.head_dim_v else self.head_dim
+        return f"Dtype::{DTYPES[self.dtype]}, {head_dims}"
 
     @property
     def only_arch(self) -> str | None:
@@ -63,10 +71,11 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
         name = INSTANTIATION.fullmatch(path.stem)
         if name is None:
             raise BuildError(f"{path}: expected a name like flash_fwd_hdim128_bf16_sm80.cu")
-        files.append(KernelFile(path, name["direction"], int(name["head_dim"]), name["dtype"], name["family"]))
+        head_dims = {"head_dim": int(name["head_dim"]), "head_dim_v": name["head_dim_v"]}
+        files.append(KernelFile(path, name["direction"], dtype=name["dtype"], family=name["family"], **head_dims))
     if not files:
         raise BuildError(f"{source_dir}: expected .cu files in src/instantiations, found none")
-    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family))
+    return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family, f.head_dim_v or ""))
 
 
 def select(
@@ -122,7 +131,7 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
     instantiation that a subset leaves out, so that the binding links against any archive."""
     stubs = "".join(
         f"template <>\n"
-        f"cudaError_t {f.function}<Dtype::{DTYPES[f.dtype]}, {f.head_dim}>("
+        f"cudaError_t {f.function}<{f.arguments}>("
         f"const Flash_{PARAMETERS[f.direction]}_params&, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"

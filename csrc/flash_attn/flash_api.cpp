@@ -63,23 +63,42 @@ at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions&
   return max_logit;
 }
 
-// The outputs of a forward and the launch that fills them; dense and variable-length calls differ only in `params`.
-std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const OptionalTensor& out_, at::IntArrayRef lse_shape, const Scores& scores,
-                                double p_dropout, bool return_softmax, const OptionalGenerator& gen,
-                                bool return_max_logit) {
-  if (v.size(-1) != q.size(-1)) {
-    const int64_t wide = common_head_dim(q, v);
-    const bool direct = v.size(-1) == wide;
-    std::vector<at::Tensor> results =
-        forward(params, widened(q, wide), widened(k, wide), widened(v, wide), direct ? out_ : std::nullopt, lse_shape,
-                scores, p_dropout, return_softmax, gen, return_max_logit);
-    results[0] = narrowed(results[0], v.size(-1), out_);
-    return results;
+std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Tensor& q, const at::Tensor& k,
+                                const at::Tensor& v, const OptionalTensor& out_, at::IntArrayRef lse_shape,
+                                const Scores& scores, double p_dropout, bool return_softmax,
+                                const OptionalGenerator& gen, bool return_max_logit);
+
+// The same with q, k and v of one head dim.
+std::vector<at::Tensor> widened_forward(const Flash_fwd_params& sequences, const at::Tensor& q, const at::Tensor& k,
+                                        const at::Tensor& v, const OptionalTensor& out, at::IntArrayRef lse_shape,
+                                        const Scores& scores, double p_dropout, bool return_softmax,
+                                        const OptionalGenerator& gen, bool return_max_logit) {
+  const int64_t wide = common_head_dim(q, v);
+  std::vector<at::Tensor> results =
+      forward(sequences, widened(q, wide), widened(k, wide), widened(v, wide), v.size(-1) == wide ? out : std::nullopt,
+              lse_shape, scores, p_dropout, return_softmax, gen, return_max_logit);
+  results[0] = narrowed(results[0], v.size(-1), out);
+  return results;
+}
+
+// The outputs of a forward and the launch that fills them; dense and variable-length calls differ in `sequences`, whose
+// tensors and scores are set here.
+std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Tensor& q, const at::Tensor& k,
+                                const at::Tensor& v, const OptionalTensor& out_, at::IntArrayRef lse_shape,
+                                const Scores& scores, double p_dropout, bool return_softmax,
+                                const OptionalGenerator& gen, bool return_max_logit) {
+  const bool one_head_dim = v.size(-1) == q.size(-1);
+  auto widened_call = [&] {
+    return widened_forward(sequences, q, k, v, out_, lse_shape, scores, p_dropout, return_softmax, gen,
+                           return_max_logit);
+  };
+  if (!one_head_dim && (p_dropout > 0.0 || !plan::wgmma_serves_value_dim(q.size(-1), v.size(-1)))) {
+    return widened_call();
   }
+  Flash_fwd_params params = sequences;
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
-  at::Tensor out = direct ? *out_ : new_empty(q, q.sizes(), q.scalar_type());
+  at::Tensor out = direct ? *out_ : new_empty(q, checks::output_shape(q, v), q.scalar_type());
   at::Tensor lse = new_empty(q, lse_shape, at::kFloat);
   const bool returns_probabilities = return_softmax && p_dropout > 0.0;
   const bool launches = q.numel() > 0;
@@ -105,7 +124,11 @@ std::vector<at::Tensor> forward(Flash_fwd_params params, const at::Tensor& q, co
     const bool uneven = params.window.right != kUnbounded || params.is_varlen();
     const plan::Family family = choose_family(params);
     if (uneven && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
-    if (family == plan::Family::kSplitKv) {
+    if (!one_head_dim) {
+      const cudaError_t status = run_mha_fwd_value_dim(family, params, q);
+      if (status == cudaErrorNotSupported) return widened_call();
+      check_launch(status, "flash_fwd_kernel", q);
+    } else if (family == plan::Family::kSplitKv) {
       check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
     } else {
       run_mha_fwd(family, params, q);

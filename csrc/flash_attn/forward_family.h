@@ -57,6 +57,15 @@ inline plan::Family choose_family(const Flash_fwd_params& params) {
   return plan::choose_family(family_query(params), forced_family());
 }
 
+// Where V and O have another head dim than Q and K. cudaErrorNotSupported: no kernel for that, nothing was launched.
+inline cudaError_t run_mha_fwd_value_dim(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
+  if (family != plan::Family::kWgmma || params.has_score_mod) return cudaErrorNotSupported;
+  constexpr plan::Sm90FwdTile kTile = plan::kSm90ValueDimTile;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  return FP16_SWITCH(q.scalar_type() == at::kHalf,
+                     [&] { return run_mha_fwd_wgmma_<kDtype, kTile.head_dim, kTile.value_dim()>(params, stream); });
+}
+
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
   if constexpr (kHeadDim > 32) {

@@ -125,6 +125,10 @@ int main() {
     int index = flash::plan::kSm90FirstHeadDim;
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
   }
+  check_tile(flash::plan::kSm90ValueDimTile, 192);
+  check::that(flash::plan::wgmma_serves_value_dim(192, 128), "a kernel of its own");
+  check::that(!flash::plan::wgmma_serves_value_dim(192, 192) && !flash::plan::wgmma_serves_value_dim(128, 192),
+              "the others are widened");
   for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
     const auto tile = flash::plan::sm90_fwd_tile(head_dim, flash::plan::FwdVariant::kPlain);
     check::that(tile.head_dim == flash::plan::fwd_tile(head_dim, flash::plan::FwdVariant::kPlain).head_dim,

@@ -76,12 +76,15 @@ constexpr int fwd_smem_bytes(const FwdTile& tile) { return 2 * tile.head_dim * (
 // wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
 struct Sm90FwdTile {
   int head_dim;
-  int block_m;    // query rows per tile; 64 for each consumer warpgroup
-  int block_n;    // keys per step
-  int kv_stages;  // shared memory buffers of K and of V
-  int q_stages;   // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
-  bool overlaps;  // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
-  int teams;      // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
+  int block_m;         // query rows per tile; 64 for each consumer warpgroup
+  int block_n;         // keys per step
+  int kv_stages;       // shared memory buffers of K and of V
+  int q_stages;        // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
+  bool overlaps;       // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
+  int teams;           // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
+  int head_dim_v = 0;  // of V and O; 0: head_dim
+
+  constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
@@ -121,6 +124,9 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
+// The one pair of head dims of Q and K, and of V and O, that has a kernel of its own, kPlain (docs/tuning.md).
+constexpr Sm90FwdTile kSm90ValueDimTile = {192, 128, 128, 2, 1, false, 1, 128};
+
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_KV_STAGES)
   if (variant == FwdVariant::kPlain) {
@@ -138,7 +144,8 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 
 // Q and O, then K and V, of one team. 16-bit elements.
 constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
-  return 2 * tile.head_dim * (tile.q_stages * tile.block_m + 2 * tile.kv_stages * tile.block_n);
+  return 2 * tile.head_dim * (tile.q_stages * tile.block_m + tile.kv_stages * tile.block_n) +
+         2 * tile.value_dim() * tile.kv_stages * tile.block_n;
 }
 
 struct BwdTile {

@@ -128,8 +128,9 @@ template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
 // The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
-// does not serve this call, or is not in this build; nothing was launched.
-template <Dtype kDtype, int kHeadDim>
+// does not serve this call, or is not in this build; nothing was launched. V and O have kHeadDimV columns where that is
+// not kHeadDim, and Q and K exactly kHeadDim; without dropout and has_score_mod.
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>

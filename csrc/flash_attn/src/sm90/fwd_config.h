@@ -1,4 +1,4 @@
-// Everything the wgmma forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, registers.
+// Everything the wgmma forward derives from (dtype, head dims, variant): tile, MMA, shared layouts, registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -13,17 +13,22 @@ namespace sm90 {
 
 using plan::FwdVariant;
 
-template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
+template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_ = kHeadDim_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
-  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fwd_tile(kHeadDim_, kVariant);
+  static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
+  static constexpr plan::Sm90FwdTile kTile =
+      kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kHeadDimV = kTile.value_dim();  // of V and O
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kKvStages = kTile.kv_stages;
   static constexpr int kQStages = kTile.q_stages;
-  static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(kHeadDim == kHeadDim_ && kHeadDimV == kHeadDimV_,
+                "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
@@ -54,26 +59,32 @@ struct FwdConfig {
                        decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
                                                            cute::GMMA::Major::K, cute::GMMA::Major::K>())>::Mma;
   using MmaPv =
-      typename Checked<kHeadDim,
-                       decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDim>,
+      typename Checked<kHeadDimV,
+                       decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDimV>,
                                                            cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 
   // A tile is a row of chunks of kChunkCols columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled.
   static constexpr int kChunkCols = kHeadDim % 64 == 0 ? 64 : 32;
-  static constexpr int kChunks = kHeadDim / kChunkCols;
+  static constexpr int kChunks = kHeadDim / kChunkCols, kChunksV = kHeadDimV / kChunkCols;
+  static_assert(kHeadDimV % kChunkCols == 0, "Q, K, V and O have chunks of one width");
   using KMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
   using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                          cute::GMMA::Layout_MN_SW64_Atom<Element>>;
-  template <int kRows>
-  using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
-  using SmemLayoutQ = Tile<64>;  // of one warpgroup, and O
+  template <int kRows, int kCols = kHeadDim>
+  using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
+  using SmemLayoutQ = Tile<64>;  // of one warpgroup
+  using SmemLayoutO = Tile<64, kHeadDimV>;
   using SmemLayoutK = Tile<kBlockN>;
   // V of the same bytes as (D, N), which the second product reads.
   using SmemLayoutVt = decltype(cute::tile_to_shape(
-      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
+      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
   static constexpr int kSmemQ = 64 * kHeadDim;  // elements
-  static constexpr int kSmemKv = kBlockN * kHeadDim;
+  static constexpr int kSmemK = kBlockN * kHeadDim;
+  static constexpr int kSmemV = kBlockN * kHeadDimV;
+
+  // Columns of V and O in memory.
+  FLASH_HOST_DEVICE static int value_dim(const Flash_fwd_params& params) { return kHasValueDim ? kHeadDimV : params.d; }
 };
 
 }  // namespace sm90

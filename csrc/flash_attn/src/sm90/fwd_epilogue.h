@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   const RowBlock& block = tile.block;
   normalize(mainloop.softmax, mainloop.acc_o, params, block);
   Element* const buffer = mainloop.storage.q[q_stage][mainloop.group];
-  auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutQ{});
+  auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutO{});
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaPv{}).get_thread_slice(threadIdx.x % 128);
   const auto values = convert<Element>(mainloop.acc_o);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   const int warp_row = threadIdx.x % 128 / 32 * 16;
   const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
-  for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+  for (int chunk = 0; chunk < Config::kChunksV; ++chunk) {
     SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
                             mainloop.row_begin(tile) + warp_row + rows.shift, block.head, rows.outer, rows.origin);
   }

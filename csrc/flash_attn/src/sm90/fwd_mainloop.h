@@ -51,7 +51,7 @@ struct FwdMainloop {
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccO = decltype(cute::partition_fragment_C(
-      MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDim>>{}));  // ((2, 2, D / 8), 1, 1)
+      MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kHeadDimV>>{}));  // ((2, 2, D / 8), 1, 1)
   using LayoutP = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1,
                                            cute::Int<Config::kBlockN / 16>>>;  // P as the A operand: the same registers
   using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));

@@ -40,12 +40,15 @@ __device__ __forceinline__ int next_index(const FwdLaunch& launch, int index, in
 }
 
 // Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
-template <class Element>
+template <class Config>
 __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& params, const RowBlock& block) {
+  using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
   for (int row = block.row_begin; row < block.row_end; ++row) {
-    if (8 * lane < params.d) *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+    if (8 * lane < Config::value_dim(params)) {
+      *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
+    }
   }
   const float lse = keyless_lse(params, block);
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) {
@@ -67,7 +70,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
     if (block.empty()) continue;
     if (key_blocks(launch.params, block, Config::kBlockN).count() == 0) {
-      store_nothing_seen<typename Config::Element>(launch.params, block);
+      store_nothing_seen<Config>(launch.params, block);
       continue;
     }
     queue.push(block);
@@ -81,7 +84,6 @@ template <class Config>
 struct FwdProducer {
   using Storage = FwdStorage<Config>;
   using Element = typename Config::Element;
-  static constexpr int kKvBytes = Config::kSmemKv * static_cast<int>(sizeof(Element));
   static constexpr int kQBytes = Config::kSmemQ * static_cast<int>(sizeof(Element));
 
   const FwdLaunch& launch;
@@ -94,11 +96,11 @@ struct FwdProducer {
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
   // A tile of kRows rows from coordinate `row` on, chunk by chunk.
-  template <int kRows>
+  template <int kRows, int kChunks>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
 #pragma unroll
-    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
                                    smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
                                    row + rows.shift, head, rows.outer, rows.origin);
@@ -106,14 +108,16 @@ struct FwdProducer {
   }
 
   // Waits until every consumer is done with the buffer.
+  template <int kChunks>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           RingIndex<Config::kKvStages>& place, int n_block, const TmaRows& rows,
                                           int head) {
+    constexpr int kElements = Config::kBlockN * kChunks * Config::kChunkCols;
     empty[place.stage].wait(place.phase ^ 1);
     if (issues) {
-      full[place.stage].arrive_and_expect(kKvBytes);
-      load<Config::kBlockN>(map, full[place.stage], smem + place.stage * Config::kSmemKv, rows,
-                            n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
+      full[place.stage].arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
+      load<Config::kBlockN, kChunks>(map, full[place.stage], smem + place.stage * kElements, rows,
+                                     n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     place.advance();
   }
@@ -128,8 +132,8 @@ struct FwdProducer {
       if (issues) {
         Barrier& full = storage.q_full[q_place.stage][group];
         full.arrive_and_expect(kQBytes);
-        load<64>(launch.q_map, full, storage.q[q_place.stage][group], rows, block.row_begin + 64 * group, block.head,
-                 cute::TMA::CacheHintSm90::EVICT_FIRST);
+        load<64, Config::kChunks>(launch.q_map, full, storage.q[q_place.stage][group], rows,
+                                  block.row_begin + 64 * group, block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
       }
     }
     q_place.advance();
@@ -151,13 +155,13 @@ struct FwdProducer {
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
-    load_kv(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
-            tile.range.block_interior_first(i), tile.rows, tile.head_k);
+    load_kv<Config::kChunks>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
+                             tile.range.block_interior_first(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
-    load_kv(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
-            tile.range.block_interior_first(i), tile.rows, tile.head_k);
+    load_kv<Config::kChunksV>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
+                              tile.range.block_interior_first(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {

@@ -14,8 +14,8 @@ struct FwdStorage {
   using Element = typename Config::Element;
 
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
-  alignas(1024) Element k[Config::kKvStages][Config::kSmemKv];
-  alignas(1024) Element v[Config::kKvStages][Config::kSmemKv];
+  alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
+  alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
   // warp that read it; of tile_empty, of each lane.

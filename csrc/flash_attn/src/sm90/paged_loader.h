@@ -27,6 +27,7 @@ enum KvOperand { kK, kV };
 template <class Config, KvOperand kOperand>
 struct PagedLoader {
   using Element = typename Config::Element;
+  static constexpr int kChunks = kOperand == kV ? Config::kChunksV : Config::kChunks;
   static constexpr int kPieces = Config::kChunkCols / kPieceCols;  // of a row of a chunk, a lane each
   static constexpr int kRowsPerPass = 32 / kPieces;
   static constexpr int kGroups = Config::kBlockN / 32;  // of rows: a lane looks up the page of one row of each
@@ -46,13 +47,16 @@ struct PagedLoader {
   __device__ __forceinline__ const MatrixStrides& strides() const {
     return kOperand == kV ? params.v_strides : params.k_strides;
   }
+  __device__ __forceinline__ int head_dim() const { return kOperand == kV ? Config::value_dim(params) : params.d; }
   __device__ __forceinline__ const Element* pool() const {
     return static_cast<const Element*>(kOperand == kV ? params.v_ptr : params.k_ptr);
   }
   __device__ __forceinline__ Barrier& landed() const {
     return (kOperand == kV ? storage.v_full : storage.k_full)[place.stage];
   }
-  __device__ __forceinline__ Element* buffer() const { return (kOperand == kV ? storage.v : storage.k)[place.stage]; }
+  __device__ __forceinline__ Element* buffer() const {
+    return kOperand == kV ? &storage.v[place.stage][0] : &storage.k[place.stage][0];
+  }
   __device__ __forceinline__ void wait_for_buffer() const {
     (kOperand == kV ? storage.v_empty : storage.k_empty)[place.stage].wait(place.phase ^ 1);
   }
@@ -65,12 +69,12 @@ struct PagedLoader {
   // The keys from `key` on, all of them in the sequence, by boxes of page_box_rows rows: no box leaves its page. A page
   // that does not exist lies outside the tensor map and reads as zeros.
   __device__ __forceinline__ void load_boxes(const RowBlock& block, int head, int key) {
-    const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * Config::kChunks;
+    const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kChunks;
     const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kChunkCols);
     wait_for_buffer();
     landed().arrive_and_expect((boxes - lane + 31) / 32 * box_bytes);
     for (int box = lane; box < boxes; box += 32) {
-      const int row = box / Config::kChunks * box_rows, col = box % Config::kChunks * Config::kChunkCols;
+      const int row = box / kChunks * box_rows, col = box % kChunks * Config::kChunkCols;
       const PageRow at = find(block, key + row);
       cute::SM90_TMA_LOAD_5D::copy(&map(), &landed().state, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
                                    buffer() + col * Config::kBlockN + row * Config::kChunkCols, col, at.row, head,
@@ -115,9 +119,9 @@ struct PagedLoader {
       const int row = first_row + pass + row_of_pass;
       const uint32_t target = tile + bytes(piece_place(Config::kChunkCols, row, piece));
 #pragma unroll
-      for (int col = 0; col < Config::kHeadDim; col += Config::kChunkCols) {
+      for (int col = 0; col < kChunks * Config::kChunkCols; col += Config::kChunkCols) {
         copy_piece(target + bytes(col * Config::kBlockN), source + col,
-                   offset >= 0 && col + piece * kPieceCols < params.d);
+                   offset >= 0 && col + piece * kPieceCols < head_dim());
       }
     }
   }
