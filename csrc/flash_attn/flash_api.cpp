@@ -1,6 +1,5 @@
 // The pybind11 module flash_attn_2_cuda: check -> describe -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -41,7 +40,14 @@ int64_t common_head_dim(const at::Tensor& q, const at::Tensor& v) {
 }
 
 at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
-  return tensor.size(-1) == head_dim ? tensor : at::constant_pad_nd(tensor, {0, head_dim - tensor.size(-1)});
+  const int64_t own = tensor.size(-1);
+  if (own == head_dim) return tensor;
+  at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.back() = head_dim;
+  at::Tensor wide = new_empty(tensor, shape, tensor.scalar_type());
+  wide.narrow(-1, 0, own).copy_(tensor);
+  wide.narrow(-1, own, head_dim - own).zero_();
+  return wide;
 }
 
 // The first columns of a widened result, in the tensor that the caller gave or in a new one.
