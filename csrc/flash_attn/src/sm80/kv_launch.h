@@ -23,18 +23,21 @@ inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step)
          params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
 }
 
+template <Dtype kDtype, int kHeadDim, int kSize>
+cudaError_t run_flash_fwd_split_variant(const Flash_kvcache_params& params, cudaStream_t stream) {
+  if (is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, kSize).step)) {
+    return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
+  }
+  return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kAll>>(params, stream);
+}
+
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& params, cudaStream_t stream) {
-  constexpr KvVariant kAll = KvVariant::kAll, kPlain = KvVariant::kPlain;
-  const bool plain = is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, 0).step);
   cudaError_t status = cudaErrorInvalidValue;
-  if (params.tile_size == 0) {
-    status = plain ? run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kPlain>>(params, stream)
-                   : run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kAll>>(params, stream);
-  }
-  if (params.tile_size == 1) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 1, kAll>>(params, stream);
+  if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
+  if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);
   if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
-    if (params.tile_size == 2) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 2, kAll>>(params, stream);
+    if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
   return run_kvcache_merge_<kDtype>(params, stream);
