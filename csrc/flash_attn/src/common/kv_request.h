@@ -22,10 +22,15 @@ struct KvRequest {
   __device__ __forceinline__ bool served() const { return fits && !refused; }
 };
 
-__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index) {
+// Rows cached before the call.
+__device__ __forceinline__ int kv_cached(const Flash_kvcache_params& params, int index) {
+  return params.seqlens_k != nullptr ? params.seqlens_k[index] : params.capacity - params.seqlen_new;
+}
+
+__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index, int cached) {
   KvRequest request;
   request.index = index;
-  request.cached = params.seqlens_k != nullptr ? params.seqlens_k[index] : params.capacity - params.seqlen_new;
+  request.cached = cached;
   const int leftpad = params.leftpad_k != nullptr ? params.leftpad_k[index] : 0;
   const KvLengths lengths = kv_lengths(request.cached, leftpad, params.seqlen_new, params.capacity);
   request.first_row = lengths.first_row;
@@ -41,6 +46,10 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
     request.refused |= rows > params.rotary.rows;
   }
   return request;
+}
+
+__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index) {
+  return kv_request(params, index, kv_cached(params, index));
 }
 
 // A segment of a packed batch; those before the first and after the last sequence have queries but no keys.

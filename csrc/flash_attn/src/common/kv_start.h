@@ -8,7 +8,8 @@ namespace flash {
 struct KvStart {
   int64_t share = 1;
   int64_t item_begin = 0;
-  int item = 0;  // kv_items(): nothing to do
+  int item = 0;    // kv_items(): nothing to do
+  int cached = 0;  // share == 0: kv_cached() of the only request, asked for ahead of everything else
 };
 
 __device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.items; }
@@ -57,6 +58,7 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
   KvStart start;
   if (params.schedule == nullptr && items == 1) {
     start.share = 0;
+    if (!params.is_varlen()) start.cached = kv_cached(params, 0);
     return start;
   }
   start.item = items;

@@ -76,7 +76,9 @@ struct KvWalk {
       load_packed_item();
       if (done()) return;
     } else {
-      part.request = kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
+      part.request = start.share == 0
+                         ? kv_request(params, 0, start.cached)
+                         : kv_request(params, params.row_tiles == 1 ? start.item : start.item / params.row_tiles);
       part.row_tile = start.item - part.request.index * params.row_tiles;
     }
     const KvQueries queries = kv_queries<!kPlain>(params, part.request.index);
