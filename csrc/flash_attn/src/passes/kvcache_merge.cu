@@ -169,27 +169,22 @@ __device__ void load_rows(const Flash_kvcache_params& params, int slot, int row,
   }
 }
 
-// Every `step`-th part of a tile from `begin` on, one to a lane: the first 32 of them are looked up ahead of the
-// results.
+// The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
 struct PartsOfLane {
   int index;
-  int step;
   int slot;
 
-  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile, int begin, int step_)
-      : index(begin + static_cast<int>(threadIdx.x % 32) * step_), step(step_) {
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile)
+      : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
   }
 
   __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
-    index += 32 * step;
+    index += 32;
     look_up(params, tile);
   }
 
-  __device__ void drop(const CutTile& tile) {
-    index = tile.last;
-    slot = -1;
-  }
+  __device__ void drop() { slot = -1; }
 
  private:
   __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
@@ -197,20 +192,30 @@ struct PartsOfLane {
   }
 };
 
-// Partial results of a row, by one warp; the first rows are asked for before their weights are known.
+// The warps that share a row, and which of them this one is: each adds up a stretch of every 32 parts.
+struct RowWarps {
+  int count;
+  int index;
+
+  __device__ int parts() const { return 32 / count; }
+  __device__ int first_part() const { return parts() * index; }
+};
+
+// This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
+// row works out for itself. The first rows are asked for before their weights are known.
 template <int kQuads>
-__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, PartsOfLane parts,
-                              RowValue<kQuads>& sum) {
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
+                              PartsOfLane parts, RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool refused = false;
   sum.clear();
 #pragma unroll 1
-  for (;;) {
+  for (int left = tile.last - tile.first + 1;;) {
     RowStats own{-INFINITY, 0.0f};
     if (parts.slot >= 0) own = load_stats(params, parts.slot, row);
     RowValue<kQuads> values[kBatchedLoads];
-    load_rows(params, parts.slot, row, 0, values);
+    load_rows(params, parts.slot, row, warps.first_part(), values);
     refused |= own.refused();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
@@ -219,9 +224,9 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     stats.max = top;
 #pragma unroll
     for (float4& quad : sum.quads) quad = scaled(correction, quad);
-    const int count = 32 - __clz(__ballot_sync(0xffffffffu, parts.slot >= 0));
+    const int end = min(warps.first_part() + warps.parts(), left);
 #pragma unroll 1
-    for (int j = 0;;) {
+    for (int j = warps.first_part();;) {
 #pragma unroll
       for (int i = 0; i < kBatchedLoads; ++i) {
         const float row_weight = __shfl_sync(0xffffffffu, weight, j + i);
@@ -231,11 +236,12 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
         }
       }
       j += kBatchedLoads;
-      if (j >= count) break;
+      if (j >= end) break;
       load_rows(params, parts.slot, row, j, values);
     }
+    left -= 32;
+    if (left <= 0) break;
     parts.next(params, tile);
-    if (!__any_sync(0xffffffffu, parts.index <= tile.last)) break;
   }
   if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
   return stats;
@@ -303,23 +309,23 @@ __host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
   return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
 }
 
-// The first of the `helpers` warps of a row adds up what they found.
+// All warps have a share of one row; on return the first one has the sum.
 template <int kQuads>
-__device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers, const RowStats* shared_stats,
-                                const float4* shared_quads, RowStats stats, RowValue<kQuads>& sum) {
+__device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int end = warp % helpers == 0 ? warp + helpers : warp;
-  for (int other = warp + 1; other < end; ++other) {
-    RowStats merged = stats;
+  if (warp > 0) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) shared[((warp - 1) * kQuads + i) * 32 + lane] = sum.quads[i];
+  }
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 0; other < kWarps - 1; ++other) {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      merged = stats;
-      merge_partials(merged, sum.quads[i], shared_stats[other], shared_quads[(other * kQuads + i) * 32 + lane],
-                     params.softmax_scale_log2);
+      sum.quads[i] = add_scaled(sum.quads[i], 1.0f, shared[(other * kQuads + i) * 32 + lane]);
     }
-    stats = merged;
   }
-  return stats;
 }
 
 // Tiles that were cut anywhere.
@@ -328,8 +334,6 @@ __global__ void __launch_bounds__(kThreads, 4)
     kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
-  RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
-  float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kQuads, 32)
   const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
   const int index = static_cast<int>(blockIdx.x) / blocks;
   int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
@@ -339,22 +343,19 @@ __global__ void __launch_bounds__(kThreads, 4)
   const bool idle = begin >= end;
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int helpers = rows == 1 ? kWarps : 1;
-  const int row = begin + warp / helpers, helper = warp % helpers;
-  PartsOfLane parts(params, tile, tile.first + helper, helpers);
-  if (row >= end) parts.drop(tile);
+  const int warp = threadIdx.x / 32;
+  const bool shares_row = rows == 1;
+  const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
+  const int row = shares_row ? begin : begin + warp;
+  PartsOfLane parts(params, tile);
+  if (row >= end) parts.drop();
+  if (shares_row) __syncthreads();  // the scratch is done with
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
-  const RowStats stats = sum_parts(params, tile, row, parts, sum);
-  __syncthreads();  // the scratch is done with
-  if (lane == 0) shared_stats[warp] = stats;
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) shared_quads[(warp * kQuads + i) * 32 + lane] = sum.quads[i];
-  __syncthreads();
-  const RowStats total = sum_helpers(params, helpers, shared_stats, shared_quads, stats, sum);
-  if (row < end && helper == 0) write_row<Element, kQuads>(params, tile, row, total, sum);
+  const RowStats stats = sum_parts(params, tile, row, warps, parts, sum);
+  if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
+  if (row < end && warps.index == 0) write_row<Element, kQuads>(params, tile, row, stats, sum);
 }
 
 // Tiles that were cut between their runs.
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_con
 template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kQuads * 32 * sizeof(float4));
+  constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
   const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
   if (params.cuts.rule == CutRule::kChunks) {
     return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
