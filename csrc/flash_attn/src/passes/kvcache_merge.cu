@@ -157,18 +157,6 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// Partial results of a row, one after the other: those of the lanes from `first` on.
-template <int kQuads>
-__device__ void load_rows(const Flash_kvcache_params& params, int slot, int row, int first,
-                          RowValue<kQuads> (&values)[kBatchedLoads]) {
-#pragma unroll
-  for (int i = 0; i < kBatchedLoads; ++i) {
-    const int other = __shfl_sync(0xffffffffu, slot, (first + i) % 32);
-    values[i].clear();
-    if (other >= 0) load_row(params, other, row, values[i]);
-  }
-}
-
 // The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
 struct PartsOfLane {
   int index;
@@ -183,8 +171,6 @@ struct PartsOfLane {
     index += 32;
     look_up(params, tile);
   }
-
-  __device__ void drop() { slot = -1; }
 
  private:
   __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
@@ -201,21 +187,85 @@ struct RowWarps {
   __device__ int first_part() const { return parts() * index; }
 };
 
+// Where the statistics of each lane's part lie, and a row of the parts from `first_part` on: for the first ones known
+// before the attention has ended, so that nothing but loads stands between its end and theirs. A part that does not
+// exist, which weighs nothing, is read as the one of lane 0, which does.
+template <int kQuads>
+struct RowLoads {
+  const float2* stats;
+  const float4* rows;
+  int stats_at;
+  int row_at[kBatchedLoads];
+  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not written
+
+  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_part)
+      : stats(reinterpret_cast<const float2*>(params.partial_stats)),
+        rows(reinterpret_cast<const float4*>(params.partial_o)) {
+    const int present = max(__shfl_sync(0xffffffffu, slot, 0), 0);
+    stats_at = (slot >= 0 ? slot : present) * params.slot_rows + row;
+    const int quads = params.padded_dim / 4;
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+      const int other = __shfl_sync(0xffffffffu, slot, first_part + i);
+      row_at[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const int quad = threadIdx.x % 32 + 32 * i;
+      quad_at[i] = quad < quads ? quad : 0;
+    }
+  }
+
+  // Keeps the compiler from putting the arithmetic off until the loads.
+  __device__ void settle() {
+    asm volatile("" : "+r"(stats_at));
+#pragma unroll
+    for (int& at : row_at) asm volatile("" : "+r"(at));
+  }
+
+  __device__ RowStats load_stats() const {
+    const float2 pair = stats[stats_at];
+    return {pair.x, pair.y};
+  }
+
+  __device__ void load_rows(RowValue<kQuads> (&values)[kBatchedLoads]) const {
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) values[i].quads[quad] = rows[row_at[i] + quad_at[quad]];
+    }
+  }
+};
+
+// Sum of the partial results that a warp has read so far, of 32 parts at a time. `weight` is that of the lane's part.
+template <int kQuads>
+__device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
+                         const RowValue<kQuads> (&values)[kBatchedLoads]) {
+#pragma unroll
+  for (int i = 0; i < kBatchedLoads; ++i) {
+    const float row_weight = __shfl_sync(0xffffffffu, weight, first_part + i);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
+    }
+  }
+}
+
 // This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
-// row works out for itself. The first rows are asked for before their weights are known.
+// row works out for itself.
 template <int kQuads>
 __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
-                              PartsOfLane parts, RowValue<kQuads>& sum) {
+                              PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool refused = false;
   sum.clear();
+  RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
   for (int left = tile.last - tile.first + 1;;) {
-    RowStats own{-INFINITY, 0.0f};
-    if (parts.slot >= 0) own = load_stats(params, parts.slot, row);
-    RowValue<kQuads> values[kBatchedLoads];
-    load_rows(params, parts.slot, row, warps.first_part(), values);
+    RowStats own = loads.load_stats();
+    loads.load_rows(values);
+    if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
     refused |= own.refused();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
@@ -227,21 +277,15 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     const int end = min(warps.first_part() + warps.parts(), left);
 #pragma unroll 1
     for (int j = warps.first_part();;) {
-#pragma unroll
-      for (int i = 0; i < kBatchedLoads; ++i) {
-        const float row_weight = __shfl_sync(0xffffffffu, weight, j + i);
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) {
-          sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
-        }
-      }
+      add_rows(sum, weight, j, values);
       j += kBatchedLoads;
       if (j >= end) break;
-      load_rows(params, parts.slot, row, j, values);
+      RowLoads<kQuads>(params, parts.slot, row, j).load_rows(values);
     }
     left -= 32;
     if (left <= 0) break;
     parts.next(params, tile);
+    loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
   }
   if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
   return stats;
@@ -281,18 +325,25 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
   return stats;
 }
 
+// Where a row of the result goes.
 template <class Element, int kQuads>
-__device__ void write_row(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowStats& stats,
-                          const RowValue<kQuads>& value) {
-  const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
+struct RowPlace {
+  OutputPlace<Element> quads[kQuads];
+
+  __device__ RowPlace(const Flash_kvcache_params& params, const CutTile& tile, int row) {
+    const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int col = (threadIdx.x % 32 + 32 * i) * 4;
-    if (col < params.padded_dim) {
-      write_output_row<Element>(params, tile.queries, at, col, stats, value.quads[i]);
+    for (int i = 0; i < kQuads; ++i) {
+      quads[i] = output_place<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
     }
   }
-}
+
+  __device__ void store(const Flash_kvcache_params& params, const RowStats& stats,
+                        const RowValue<kQuads>& value) const {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) store_output(quads[i], params.softmax_scale_log2, stats, value.quads[i]);
+  }
+};
 
 // Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
 __host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
@@ -346,16 +397,19 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int warp = threadIdx.x / 32;
   const bool shares_row = rows == 1;
   const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
-  const int row = shares_row ? begin : begin + warp;
-  PartsOfLane parts(params, tile);
-  if (row >= end) parts.drop();
+  const int row = min(shares_row ? begin : begin + warp, max(end - 1, 0));
+  const bool writes = warps.index == 0 && (shares_row || begin + warp < end);
+  const PartsOfLane parts(params, tile);
+  RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
+  loads.settle();
+  const RowPlace<Element, kQuads> place(params, tile, row);
   if (shares_row) __syncthreads();  // the scratch is done with
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
-  const RowStats stats = sum_parts(params, tile, row, warps, parts, sum);
+  const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
   if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
-  if (row < end && warps.index == 0) write_row<Element, kQuads>(params, tile, row, stats, sum);
+  if (writes) place.store(params, stats, sum);
 }
 
 // Tiles that were cut between their runs.
@@ -367,7 +421,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_con
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
     const RowStats stats = fold_runs(params, tile, row, sum);
-    write_row<Element, kQuads>(params, tile, row, stats, sum);
+    RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
   }
 }
 
