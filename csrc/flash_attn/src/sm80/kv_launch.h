@@ -18,9 +18,11 @@ cudaError_t run_flash_fwd_split(const Flash_kvcache_params& params, cudaStream_t
 inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
   const bool whole_steps = params.paged.block_table == nullptr ||
                            (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
+  const double line = static_cast<double>(params.items) * params.h_k * (params.capacity / params.block_n + 1);
   const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
   return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
-         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
+         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded &&
+         line < kMostPlainPlaces;
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>
