@@ -73,6 +73,18 @@ def test_chunks_of_a_prompt(device, seqlen_q, features):
     check_call(KvCase(lengths, seqlen_q, seqlen_q, capacity=333, rotary_dim=64, **features), device)
 
 
+@pytest.mark.parametrize("length", (5000, 0, -1))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("seqlen_q", (1, 5, 13))
+@pytest.mark.parametrize("page_size", (0, 32))
+def test_one_sequence(device, length, head_dim, seqlen_q, page_size):
+    """Few tiles, of 16, 32 and 64 packed rows, with up to 79 parts each: more than the merge looks at together."""
+    case = KvCase(
+        (length,), seqlen_q, capacity=5024, nheads=8, head_dim=head_dim, causal=seqlen_q > 1, page_size=page_size
+    )
+    check_call(case, device)
+
+
 @pytest.mark.parametrize("num_splits", (0, 1, 2, 3, 7, 64, 1000))
 def test_splits(device, num_splits):
     """Parts without keys, sequences without keys, more parts than keys, several queries of several heads."""

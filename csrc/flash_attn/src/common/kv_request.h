@@ -22,10 +22,16 @@ struct KvRequest {
   __device__ __forceinline__ bool served() const { return fits && !refused; }
 };
 
-__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index) {
+// Rows cached before the call.
+__device__ __forceinline__ int kv_cached(const Flash_kvcache_params& params, int index) {
+  return params.seqlens_k != nullptr ? params.seqlens_k[index] : params.capacity - params.seqlen_new;
+}
+
+template <bool kMayRotate = true>
+__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index, int cached) {
   KvRequest request;
   request.index = index;
-  request.cached = params.seqlens_k != nullptr ? params.seqlens_k[index] : params.capacity - params.seqlen_new;
+  request.cached = cached;
   const int leftpad = params.leftpad_k != nullptr ? params.leftpad_k[index] : 0;
   const KvLengths lengths = kv_lengths(request.cached, leftpad, params.seqlen_new, params.capacity);
   request.first_row = lengths.first_row;
@@ -36,11 +42,15 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
     request.refused = static_cast<unsigned>(row) >= static_cast<unsigned>(params.cache_batch);
     request.cache_row = request.refused ? 0 : row;
   }
-  if (params.rotary.cos_ptr != nullptr && request.fits) {
+  if (kMayRotate && params.rotary.cos_ptr != nullptr && request.fits) {
     const int64_t rows = static_cast<int64_t>(request.cached) + max(params.seqlen_q, params.seqlen_new);
     request.refused |= rows > params.rotary.rows;
   }
   return request;
+}
+
+__device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& params, int index) {
+  return kv_request(params, index, kv_cached(params, index));
 }
 
 // A segment of a packed batch; those before the first and after the last sequence have queries but no keys.
@@ -87,10 +97,14 @@ __device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params
 // Key blocks of a tile in the line of work, without regard to its interior; they depend on lengths and sizes alone.
 __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvQueries& queries,
                                                int row_tile, int seqlen_k) {
-  const KvTokens tokens = kv_tokens(params, queries, row_tile);
-  const Visibility visibility{queries.count, seqlen_k, params.window};
   const int shift = __ffs(params.block_n) - 1;  // a power of two
   BlockRange range;
+  if (queries.count == 1 && params.window.left == kUnbounded) {  // most of decoding, and little code
+    range.end = (seqlen_k + params.block_n - 1) >> shift;
+    return range;
+  }
+  const KvTokens tokens = kv_tokens(params, queries, row_tile);
+  const Visibility visibility{queries.count, seqlen_k, params.window};
   range.begin = visibility.key_begin(tokens.begin) >> shift;
   range.end = (visibility.key_end(tokens.end - 1) + params.block_n - 1) >> shift;
   return range.end > range.begin ? range : BlockRange{};

@@ -8,7 +8,8 @@ namespace flash {
 struct KvStart {
   int64_t share = 1;
   int64_t item_begin = 0;
-  int item = 0;  // kv_items(): nothing to do
+  int item = 0;    // kv_items(): nothing to do
+  int cached = 0;  // share == 0: kv_cached() of the only request, asked for ahead of everything else
 };
 
 __device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.items; }
@@ -50,6 +51,25 @@ struct KvItems {
   }
 };
 
+// Where stretch `index` begins, as every warp finds out for itself: at most 32 items, one to a lane.
+__device__ __forceinline__ KvStart find_kv_start_of_few(const Flash_kvcache_params& params, int index) {
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  const int items = kv_items(params), lane = threadIdx.x % 32;
+  const int64_t work = lane < items ? kv_item_work(params, lane) : 0;
+  int64_t end = work;  // of the lane's item in the line
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64_t below = __shfl_up_sync(kAllLanes, end, distance);
+    if (lane >= distance) end += below;
+  }
+  KvStart start;
+  start.share = kv_share(__shfl_sync(kAllLanes, end, 31), params.thread_blocks, params.least_share);
+  const unsigned beyond = __ballot_sync(kAllLanes, end > index * start.share);
+  start.item = beyond != 0 ? __ffs(beyond) - 1 : items;
+  start.item_begin = __shfl_sync(kAllLanes, end - work, start.item % 32);
+  return start;
+}
+
 // Thread block `index` of the attention; all threads together. scratch: 8-byte words, one for each warp and two more.
 // With one item and no plan the share is left at 0: whoever loads the item knows its work.
 __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& params, int index, int64_t* scratch) {
@@ -57,6 +77,7 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
   KvStart start;
   if (params.schedule == nullptr && items == 1) {
     start.share = 0;
+    if (!params.is_varlen()) start.cached = kv_cached(params, 0);
     return start;
   }
   start.item = items;
@@ -67,6 +88,7 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
     start.item = min(max(record.item, 0), items);
     return start;
   }
+  if (items <= 32) return find_kv_start_of_few(params, index);
   const KvItems own(items, threadIdx.x, blockDim.x);
   int64_t work = 0;
   for (int item = own.begin; item < own.end; ++item) work += kv_item_work(params, item);

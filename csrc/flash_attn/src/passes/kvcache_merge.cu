@@ -157,38 +157,19 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// Partial results of a row, one after the other: those of the lanes from `first` on.
-template <int kQuads>
-__device__ void load_rows(const Flash_kvcache_params& params, int slot, int row, int first,
-                          RowValue<kQuads> (&values)[kBatchedLoads]) {
-#pragma unroll
-  for (int i = 0; i < kBatchedLoads; ++i) {
-    const int other = __shfl_sync(0xffffffffu, slot, (first + i) % 32);
-    values[i].clear();
-    if (other >= 0) load_row(params, other, row, values[i]);
-  }
-}
-
-// Every `step`-th part of a tile from `begin` on, one to a lane: the first 32 of them are looked up ahead of the
-// results.
+// The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
 struct PartsOfLane {
   int index;
-  int step;
   int slot;
 
-  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile, int begin, int step_)
-      : index(begin + static_cast<int>(threadIdx.x % 32) * step_), step(step_) {
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile)
+      : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
   }
 
   __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
-    index += 32 * step;
+    index += 32;
     look_up(params, tile);
-  }
-
-  __device__ void drop(const CutTile& tile) {
-    index = tile.last;
-    slot = -1;
   }
 
  private:
@@ -197,20 +178,94 @@ struct PartsOfLane {
   }
 };
 
-// Partial results of a row, by one warp; the first rows are asked for before their weights are known.
+// The warps that share a row, and which of them this one is: each adds up a stretch of every 32 parts.
+struct RowWarps {
+  int count;
+  int index;
+
+  __device__ int parts() const { return 32 / count; }
+  __device__ int first_part() const { return parts() * index; }
+};
+
+// Where the statistics of each lane's part lie, and a row of the parts from `first_part` on: for the first ones known
+// before the attention has ended, so that nothing but loads stands between its end and theirs. A part that does not
+// exist, which weighs nothing, is read as the one of lane 0, which does.
 template <int kQuads>
-__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, PartsOfLane parts,
-                              RowValue<kQuads>& sum) {
+struct RowLoads {
+  const float2* stats;
+  const float4* rows;
+  int stats_at;
+  int row_at[kBatchedLoads];
+  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not written
+
+  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_part)
+      : stats(reinterpret_cast<const float2*>(params.partial_stats)),
+        rows(reinterpret_cast<const float4*>(params.partial_o)) {
+    const int present = max(__shfl_sync(0xffffffffu, slot, 0), 0);
+    stats_at = (slot >= 0 ? slot : present) * params.slot_rows + row;
+    const int quads = params.padded_dim / 4;
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+      const int other = __shfl_sync(0xffffffffu, slot, first_part + i);
+      row_at[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const int quad = threadIdx.x % 32 + 32 * i;
+      quad_at[i] = quad < quads ? quad : 0;
+    }
+  }
+
+  // Keeps the compiler from putting the arithmetic off until the loads.
+  __device__ void settle() {
+    asm volatile("" : "+r"(stats_at));
+#pragma unroll
+    for (int& at : row_at) asm volatile("" : "+r"(at));
+  }
+
+  __device__ RowStats load_stats() const {
+    const float2 pair = stats[stats_at];
+    return {pair.x, pair.y};
+  }
+
+  __device__ void load_rows(RowValue<kQuads> (&values)[kBatchedLoads]) const {
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) values[i].quads[quad] = rows[row_at[i] + quad_at[quad]];
+    }
+  }
+};
+
+// Sum of the partial results that a warp has read so far, of 32 parts at a time. `weight` is that of the lane's part.
+template <int kQuads>
+__device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
+                         const RowValue<kQuads> (&values)[kBatchedLoads]) {
+#pragma unroll
+  for (int i = 0; i < kBatchedLoads; ++i) {
+    const float row_weight = __shfl_sync(0xffffffffu, weight, first_part + i);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
+    }
+  }
+}
+
+// This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
+// row works out for itself.
+template <int kQuads>
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
+                              PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool refused = false;
   sum.clear();
+  RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
-  for (;;) {
-    RowStats own{-INFINITY, 0.0f};
-    if (parts.slot >= 0) own = load_stats(params, parts.slot, row);
-    RowValue<kQuads> values[kBatchedLoads];
-    load_rows(params, parts.slot, row, 0, values);
+  for (int left = tile.last - tile.first + 1;;) {
+    RowStats own = loads.load_stats();
+    loads.load_rows(values);
+    if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
     refused |= own.refused();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
@@ -219,23 +274,18 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     stats.max = top;
 #pragma unroll
     for (float4& quad : sum.quads) quad = scaled(correction, quad);
-    const int count = 32 - __clz(__ballot_sync(0xffffffffu, parts.slot >= 0));
+    const int end = min(warps.first_part() + warps.parts(), left);
 #pragma unroll 1
-    for (int j = 0;;) {
-#pragma unroll
-      for (int i = 0; i < kBatchedLoads; ++i) {
-        const float row_weight = __shfl_sync(0xffffffffu, weight, j + i);
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) {
-          sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
-        }
-      }
+    for (int j = warps.first_part();;) {
+      add_rows(sum, weight, j, values);
       j += kBatchedLoads;
-      if (j >= count) break;
-      load_rows(params, parts.slot, row, j, values);
+      if (j >= end) break;
+      RowLoads<kQuads>(params, parts.slot, row, j).load_rows(values);
     }
+    left -= 32;
+    if (left <= 0) break;
     parts.next(params, tile);
-    if (!__any_sync(0xffffffffu, parts.index <= tile.last)) break;
+    loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
   }
   if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
   return stats;
@@ -275,18 +325,25 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
   return stats;
 }
 
+// Where a row of the result goes.
 template <class Element, int kQuads>
-__device__ void write_row(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowStats& stats,
-                          const RowValue<kQuads>& value) {
-  const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
+struct RowPlace {
+  OutputPlace<Element> quads[kQuads];
+
+  __device__ RowPlace(const Flash_kvcache_params& params, const CutTile& tile, int row) {
+    const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int col = (threadIdx.x % 32 + 32 * i) * 4;
-    if (col < params.padded_dim) {
-      write_output_row<Element>(params, tile.queries, at, col, stats, value.quads[i]);
+    for (int i = 0; i < kQuads; ++i) {
+      quads[i] = output_place<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
     }
   }
-}
+
+  __device__ void store(const Flash_kvcache_params& params, const RowStats& stats,
+                        const RowValue<kQuads>& value) const {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) store_output(quads[i], params.softmax_scale_log2, stats, value.quads[i]);
+  }
+};
 
 // Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
 __host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
@@ -303,23 +360,23 @@ __host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
   return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
 }
 
-// The first of the `helpers` warps of a row adds up what they found.
+// All warps have a share of one row; on return the first one has the sum.
 template <int kQuads>
-__device__ RowStats sum_helpers(const Flash_kvcache_params& params, int helpers, const RowStats* shared_stats,
-                                const float4* shared_quads, RowStats stats, RowValue<kQuads>& sum) {
+__device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int end = warp % helpers == 0 ? warp + helpers : warp;
-  for (int other = warp + 1; other < end; ++other) {
-    RowStats merged = stats;
+  if (warp > 0) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) shared[((warp - 1) * kQuads + i) * 32 + lane] = sum.quads[i];
+  }
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 0; other < kWarps - 1; ++other) {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      merged = stats;
-      merge_partials(merged, sum.quads[i], shared_stats[other], shared_quads[(other * kQuads + i) * 32 + lane],
-                     params.softmax_scale_log2);
+      sum.quads[i] = add_scaled(sum.quads[i], 1.0f, shared[(other * kQuads + i) * 32 + lane]);
     }
-    stats = merged;
   }
-  return stats;
 }
 
 // Tiles that were cut anywhere.
@@ -328,8 +385,6 @@ __global__ void __launch_bounds__(kThreads, 4)
     kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
-  RowStats* const shared_stats = reinterpret_cast<RowStats*>(smem);
-  float4* const shared_quads = reinterpret_cast<float4*>(shared_stats + kWarps);  // (kWarps, kQuads, 32)
   const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
   const int index = static_cast<int>(blockIdx.x) / blocks;
   int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
@@ -339,22 +394,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   const bool idle = begin >= end;
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int helpers = rows == 1 ? kWarps : 1;
-  const int row = begin + warp / helpers, helper = warp % helpers;
-  PartsOfLane parts(params, tile, tile.first + helper, helpers);
-  if (row >= end) parts.drop(tile);
+  const int warp = threadIdx.x / 32;
+  const bool shares_row = rows == 1;
+  const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
+  const int row = min(shares_row ? begin : begin + warp, max(end - 1, 0));
+  const bool writes = warps.index == 0 && (shares_row || begin + warp < end);
+  const PartsOfLane parts(params, tile);
+  RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
+  loads.settle();
+  const RowPlace<Element, kQuads> place(params, tile, row);
+  if (shares_row) __syncthreads();  // the scratch is done with
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
-  const RowStats stats = sum_parts(params, tile, row, parts, sum);
-  __syncthreads();  // the scratch is done with
-  if (lane == 0) shared_stats[warp] = stats;
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) shared_quads[(warp * kQuads + i) * 32 + lane] = sum.quads[i];
-  __syncthreads();
-  const RowStats total = sum_helpers(params, helpers, shared_stats, shared_quads, stats, sum);
-  if (row < end && helper == 0) write_row<Element, kQuads>(params, tile, row, total, sum);
+  const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
+  if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
+  if (writes) place.store(params, stats, sum);
 }
 
 // Tiles that were cut between their runs.
@@ -366,14 +421,14 @@ __global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_con
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
     const RowStats stats = fold_runs(params, tile, row, sum);
-    write_row<Element, kQuads>(params, tile, row, stats, sum);
+    RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
   }
 }
 
 template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  constexpr int kSmemBytes = kWarps * (sizeof(RowStats) + kQuads * 32 * sizeof(float4));
+  constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
   const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
   if (params.cuts.rule == CutRule::kChunks) {
     return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,

@@ -34,7 +34,7 @@ struct KvEpilogue {
       for (int mi = 0; mi < Config::kRowTiles; ++mi) {
         const int first = (row_warp * Config::kRowTiles + mi) * 16;
         if (first >= rows) break;
-        if (row_warp == ring.row_warp()) show(mainloop, mi);
+        if (row_warp == ring.row_warp()) show(mainloop, mi, rows - first);
         if (carries_in && threadIdx.x < min(rows - first, 16)) {
           stats[Config::kGroups * 16 + threadIdx.x] = carried_stats(slot, first + threadIdx.x);
         }
@@ -51,12 +51,13 @@ struct KvEpilogue {
     return row * kHeadDim + (col / 8 ^ (row & kKeyMask)) * 8 + col % 8;
   }
 
-  // MMA tile mi of this warp to its group's spare stage.
-  __device__ __forceinline__ void show(Mainloop& mainloop, int mi) const {
+  // MMA tile mi of this warp to its group's spare stage, as far as it has rows.
+  __device__ __forceinline__ void show(Mainloop& mainloop, int mi, int rows) const {
     const int lane = threadIdx.x % 32;
     float* const to = ring.spare_stage(ring.group());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (8 * half >= rows) break;
       const int row = lane / 4 + 8 * half;
 #pragma unroll
       for (int ni = 0; ni < kHeadDim / 8; ++ni) {

@@ -18,23 +18,28 @@ cudaError_t run_flash_fwd_split(const Flash_kvcache_params& params, cudaStream_t
 inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
   const bool whole_steps = params.paged.block_table == nullptr ||
                            (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
+  const double line = static_cast<double>(params.items) * params.h_k * (params.capacity / params.block_n + 1);
   const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
   return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
-         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded;
+         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded &&
+         line < kMostPlainPlaces;
+}
+
+template <Dtype kDtype, int kHeadDim, int kSize>
+cudaError_t run_flash_fwd_split_variant(const Flash_kvcache_params& params, cudaStream_t stream) {
+  if (is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, kSize).step)) {
+    return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
+  }
+  return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kAll>>(params, stream);
 }
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& params, cudaStream_t stream) {
-  constexpr KvVariant kAll = KvVariant::kAll, kPlain = KvVariant::kPlain;
-  const bool plain = is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, 0).step);
   cudaError_t status = cudaErrorInvalidValue;
-  if (params.tile_size == 0) {
-    status = plain ? run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kPlain>>(params, stream)
-                   : run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 0, kAll>>(params, stream);
-  }
-  if (params.tile_size == 1) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 1, kAll>>(params, stream);
+  if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
+  if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);
   if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
-    if (params.tile_size == 2) status = run_flash_fwd_split<KvConfig<kDtype, kHeadDim, 2, kAll>>(params, stream);
+    if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
   return run_kvcache_merge_<kDtype>(params, stream);

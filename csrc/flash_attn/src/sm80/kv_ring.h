@@ -119,9 +119,10 @@ struct KvRing {
     if (walk.done()) {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
+      load_step();
+      // Behind the first keys, which take as long to come as the arithmetic on the places of the queries.
       if (Config::kPlain && taken == 0 && vacant == params.stages)
         KvQuery<Config>{params, walk.part, q_rows}.copy_async();
-      load_step();
       ++block;
       ++pending;
     }
