@@ -40,6 +40,19 @@ __device__ __forceinline__ void stage_dq(const Accumulator& acc_dq, float* buffe
   }
 }
 
+// And adds what is there.
+template <class Accumulator>
+__device__ __forceinline__ void add_staged_dq(Accumulator& acc_dq, const float* buffer, int lane) {
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += 4) {
+    const float4 sums = *reinterpret_cast<const float4*>(buffer + i * 32 + lane * 4);
+    acc_dq(i) += sums.x;
+    acc_dq(i + 1) += sums.y;
+    acc_dq(i + 2) += sums.z;
+    acc_dq(i + 3) += sums.w;
+  }
+}
+
 template <int kThreads, class Accumulator>
 __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, int thread) {
   const float* const mine = tile + thread * kDqVector;

@@ -15,11 +15,20 @@ namespace sm90 {
 // kGeneral: dropout, softcap, ALiBi and scales that are not positive, at run time.
 enum class BwdVariant { kPlain, kGeneral };
 
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_>
+// Where dQ is summed up. kGlobal: in fp32 tiles in global memory, to which each block of keys adds. kShared: in shared
+// memory, by a thread block that walks all blocks of keys of a head, and of which each consumer has dQ of its own keys:
+// they share rows, and nothing else.
+enum class DqPlace { kGlobal, kShared };
+
+constexpr int kSharedDqRows = 512;
+constexpr plan::Sm90BwdTile kSharedDqTile = {64, 64, 128, 2};
+
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
-  static constexpr plan::Sm90BwdTile kTile = plan::sm90_bwd_tile(kHeadDim_);
+  static constexpr bool kKeepsDq = kDqPlace == DqPlace::kShared;
+  static constexpr plan::Sm90BwdTile kTile = kKeepsDq ? kSharedDqTile : plan::sm90_bwd_tile(kHeadDim_);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -48,9 +57,11 @@ struct BwdConfig {
   static constexpr int kDkvCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
   using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kDkvCols>, kK, kMn>())>;
   // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns, a slice at a time.
+  // With dQ in shared memory: all rows and columns, of its own keys.
   static constexpr bool kSplitsDqRows = kBlockM == 128;
   static constexpr int kDqSlices = kSplitsKeys ? 1 : 2;
-  static constexpr int kDqCols = (kSplitsDqRows ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
+  static constexpr int kDqCols = (kSplitsDqRows || kKeepsDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
+  static constexpr int kDqKeys = kKeepsDq ? 64 : kBlockN;
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a row of chunks of 64 columns, as a TMA box writes them: rows of 128 bytes, swizzled.
@@ -73,18 +84,21 @@ struct BwdConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kDqTile = kBlockM * kHeadDim;                       // floats
-  static constexpr int kDqOfSlice = kDqTile / kConsumerWarps / kDqSlices;  // of one warp
+  static constexpr int kKeyParts = kKeepsDq ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
+  static constexpr int kDqTile = kBlockM * kHeadDim;            // floats
+  static constexpr int kDqOfSlice = kDqTile / (kKeepsDq ? 4 : kConsumerWarps) / kDqSlices;  // of one warp
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
-  static constexpr int kDqStaged = kSplitsKeys ? kDqOfSlice : 0;
+  static constexpr int kDqStaged = kSplitsKeys && !kKeepsDq ? kDqOfSlice : 0;
+  static constexpr int kDqInShared = kKeepsDq ? kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;  // floats
+  static_assert(!kKeepsDq || kSmemDs >= kSmemKv, "dK and dV leave through the buffers of dS");
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
 
   // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer
   // warp's floats of it stand in the fp32 tile.
   CUTE_HOST_DEVICE static constexpr int dq_row_share(int group) { return kSplitsDqRows ? group : 0; }
   CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) {
-    return kSplitsDqRows ? 0 : group * kDqSlices + slice;
+    return kSplitsDqRows || kKeepsDq ? 0 : group * kDqSlices + slice;
   }
   CUTE_HOST_DEVICE static constexpr int dq_place(int warp, int slice) {
     return (warp * kDqSlices + slice) * kDqOfSlice;

@@ -13,8 +13,7 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2 };
 
-// This warp's 16 rows of dK or dV, this warpgroup's columns, through shared memory in the place of K or V, which nobody
-// reads any more.
+// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any more.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
                                           const CUtensorMap& map, typename Config::Element* tile) {
@@ -48,11 +47,11 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
 template <class Config>
 __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdLaunch& launch, BwdStorage<Config>& storage,
                                                         const KeyBlock& block, int group) {
-  BwdMainloop<Config> mainloop(launch.params, storage, block, group);
+  BwdMainloop<Config> mainloop(launch, storage, block, group);
   mainloop.run();
-  store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.v);
-  store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.k);
-  if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the stores' reading of it
+  store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
+  store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
+  mainloop.wait_for_own_stores();  // shared memory outlives their reading of it
 }
 
 template <class Config>
@@ -67,12 +66,73 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage, block).run();
-    if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block);
+    RingIndex<Config::kStages> place;
+    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run(block);
+    if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block, place);
     if (!Config::kSplitsKeys && warp == kTurnWarp) pass_turns<Config>(launch.params, storage, block);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     compute_dk_dv_1colblock<Config>(launch, storage, block, warp_group - 1);
+  }
+}
+
+// The blocks of keys of a thread block that sums up dQ in shared memory: whole (sequence, head) pairs of a dense batch,
+// one after the other.
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, const Visit& visit) {
+  const Flash_bwd_params& params = launch.params;
+  for (int index = blockIdx.x; index < params.b * params.h_k; index += gridDim.x) {
+    KeyBlock block;
+    block.batch = launch.grid.heads_k.divide(index);
+    block.head_k = index - block.batch * params.h_k;
+    block.seqlen_q = params.seqlen_q;
+    block.seqlen_k = params.seqlen_k;
+    for (; !block.empty(Config::kBlockN); ++block.n_block) visit(block);
+  }
+}
+
+// All gradients of whole heads: one consumer warpgroup.
+template <class Config>
+__device__ __forceinline__ void compute_heads(const BwdLaunch& launch, BwdStorage<Config>& storage, int group) {
+  RingIndex<Config::kStages> place;
+  uint32_t kv_phase = 0;
+  for_each_key_block<Config>(launch, [&](const KeyBlock& block) {
+    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_phase);
+    if (block.n_block == 0) mainloop.start_head();
+    mainloop.run();
+    if (mainloop.walk.count() == 0) mainloop.wait_for_own_stores();  // else the first step has
+    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
+    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
+    __syncwarp();
+    place = mainloop.place;
+    if (mainloop.walk.count() > 0) kv_phase ^= 1;
+  });
+  if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+}
+
+// The backward of short dense batches, dQ summed up in shared memory.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == kLoadWarp) {
+      BwdLoader<Config> loader(launch, storage);
+      for_each_key_block<Config>(launch, [&](const KeyBlock& block) { loader.run(block); });
+    } else if (warp == kStatisticsWarp) {
+      RingIndex<Config::kStages> place;
+      for_each_key_block<Config>(
+          launch, [&](const KeyBlock& block) { load_statistics<Config>(launch.params, storage, block, place); });
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    compute_heads<Config>(launch, storage, warp_group - 1);
   }
 }
 

@@ -23,8 +23,8 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   const Matrix matrices[] = {
       {launch.q_map, params.q_ptr, params.q_strides, true, Config::kBlockM},
       {launch.do_map, params.do_ptr, params.do_strides, true, Config::kBlockM},
-      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN},
-      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN},
+      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN / Config::kKeyParts},
+      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN / Config::kKeyParts},
       {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows},
       {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows},
   };
@@ -34,7 +34,37 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
                         {Config::kChunkCols, matrix.rows});
     if (status != cudaSuccess) return status;
   }
+  if constexpr (Config::kKeepsDq) {
+    return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true), dtype,
+                           {Config::kDqCols, kStoredRows});
+  }
   return cudaSuccess;
+}
+
+// Whether thread blocks that take whole heads and sum up dQ in shared memory are faster than some for each block of
+// keys, which take half as long again with their passes before and after, but balance better.
+template <class Config>
+bool prefers_shared_dq(const Flash_bwd_params& params) {
+  if (params.is_varlen() || params.h != params.h_k || params.seqlen_q > kSharedDqRows) return false;
+  if (params.has_dropout || params.has_score_mod) return false;
+  const int64_t heads = static_cast<int64_t>(params.b) * params.h, multiprocessors = params.multiprocessors;
+  const int64_t key_blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+  const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
+  const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
+  return heads <= plan::kMaxGridBlocks && 2 * rounds * key_blocks <= 3 * waves;
+}
+
+// softmax_d, and the kernel that computes all gradients of whole heads.
+template <class Config>
+cudaError_t run_flash_bwd_heads(BwdLaunch& launch, Dtype dtype, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const Flash_bwd_params& params = launch.params;
+  const cudaError_t status = make_tensor_maps<Config>(launch, dtype);
+  if (status != cudaSuccess) return status;
+  launch.grid.heads_k = FastDiv(params.h_k);
+  launch.grid.blocks = std::min<int64_t>(static_cast<int64_t>(params.b) * params.h_k, params.multiprocessors);
+  return flash::launch(flash_bwd_heads_kernel<Config>, launch.grid.blocks, Config::kThreads,
+                       static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
 }
 
 template <class Config>
@@ -68,6 +98,14 @@ cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream
   if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
   sm90::BwdLaunch launch{};
   launch.params = params;
+  if constexpr (kHeadDim == sm90::kSharedDqTile.head_dim) {
+    using Short = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqPlace::kShared>;
+    if (sm90::prefers_shared_dq<Short>(params)) {
+      launch.params.dq_accum_size = 0;
+      const cudaError_t status = run_softmax_d_<kDtype>(launch.params, stream);
+      return status == cudaSuccess ? sm90::run_flash_bwd_heads<Short>(launch, kDtype, stream) : status;
+    }
+  }
   cudaError_t status = sm90::make_tensor_maps<Plain>(launch, kDtype);
   if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
   if (status != cudaSuccess) return status;

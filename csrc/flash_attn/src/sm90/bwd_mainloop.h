@@ -16,6 +16,7 @@
 #include "sm90/bulk_reduce.h"
 #include "sm90/bwd_storage.h"
 #include "sm90/gemm.h"
+#include "sm90/tile_place.h"
 
 namespace flash {
 namespace sm90 {
@@ -44,6 +45,7 @@ struct BwdMainloop {
     }
   };
 
+  const BwdLaunch& launch;
   const Flash_bwd_params& params;
   Storage& storage;
   const KeyBlock& block;
@@ -53,19 +55,23 @@ struct BwdMainloop {
   const RowWalk walk;
   const Coords coords;  // rows are queries of the row block, columns keys of this warpgroup
   RingIndex<Config::kStages> place;
+  uint32_t kv_phase;
 
   AccDkv acc_dk, acc_dv;
 
-  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, Storage& storage_, const KeyBlock& block_,
-                                         int group_)
-      : params(params_),
+  __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const KeyBlock& block_,
+                                         int group_, RingIndex<Config::kStages> place_ = {}, uint32_t kv_phase_ = 0)
+      : launch(launch_),
+        params(launch_.params),
         storage(storage_),
         block(block_),
         group(group_),
         thread(threadIdx.x % 128),
-        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
-        walk(row_walk(params_, block_, Config::kBlockM, Config::kBlockN)),
-        coords{AccumulatorCoords<4>(threadIdx.x % 128)} {
+        visibility{block_.seqlen_q, block_.seqlen_k, launch_.params.window},
+        walk(row_walk(launch_.params, block_, Config::kBlockM, Config::kBlockN)),
+        coords{AccumulatorCoords<4>(threadIdx.x % 128)},
+        place(place_),
+        kv_phase(kv_phase_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -114,9 +120,10 @@ struct BwdMainloop {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
     const auto k = make_tensor(make_smem_ptr(storage.k), typename Config::SmemLayoutKt{});            // (D, N)
-    const auto rows = local_tile(ds, Shape<_64, Int<Config::kBlockN>>{}, make_coord(Config::dq_row_share(group), _0{}));
-    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
-                                 make_coord(Config::dq_column_share(group, slice), _0{}));
+    const int keys = Config::kKeepsDq ? key_share() : 0;
+    const auto rows = local_tile(ds, Shape<_64, Int<Config::kDqKeys>>{}, make_coord(Config::dq_row_share(group), keys));
+    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kDqKeys>>{},
+                                 make_coord(Config::dq_column_share(group, slice), keys));
     start(typename Config::MmaDq{}, rows, cols, acc_dq);
   }
 
@@ -143,10 +150,16 @@ struct BwdMainloop {
   // keys do not wait for each other.
   template <class Values>
   __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
-    if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
+    if constexpr (Config::kKeepsDq) {
+      if (i == 0) wait_for_staged_gradients();
+    } else if constexpr (!Config::kSplitsKeys) {
+      wait_for_warpgroup();  // the last dS has been read
+    }
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
-    if constexpr (Config::kSplitsKeys) {
+    if constexpr (Config::kKeepsDq) {
+      wait_for_warpgroup();
+    } else if constexpr (Config::kSplitsKeys) {
       complete_additions();
       wait_for_consumers();
       if (i > 0) pass_turn_of(walk.before(at));
@@ -217,15 +230,102 @@ struct BwdMainloop {
     place.advance();
   }
 
-  __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
+  // With dQ in shared memory a thread block adds alone.
+  __device__ __forceinline__ bool is_deterministic() const {
+    return !Config::kKeepsDq && params.dq_turns_ptr != nullptr;
+  }
+
+  // The bulk copy engine has read what this warp gave it to store.
+  __device__ __forceinline__ void wait_for_own_stores() const {
+    if (is_first_lane()) cute::tma_store_wait<0>();
+    __syncwarp();
+  }
+
+  // dK and dV of the block of keys before this one have left this consumer's part of the buffers of dS.
+  __device__ __forceinline__ void wait_for_staged_gradients() const {
+    wait_for_own_stores();
+    wait_for_warpgroup();
+  }
+
+  __device__ __forceinline__ BlockRange key_blocks_of(int row_block) const {
+    const int row_begin = row_block * Config::kBlockM;
+    return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
+  }
+
+  __device__ __forceinline__ bool is_last_consumer() const { return group == Config::kWarpGroups - 1; }
+
+  // The floats of a tile of dQ in shared memory that this warp and the same one of the other consumer add to: 16 rows.
+  __device__ __forceinline__ float* own_dq(int row_block) const {
+    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
+  }
+
+  // Adds to dQ in shared memory, the consumers one after the other. The first one finds nothing there at the first
+  // block of keys that the rows see; the last one sends dQ off at the last. The first one adds to the same rows again
+  // two steps later at the earliest (see run()), when the last one has released a stage since.
+  __device__ __forceinline__ void keep_dq(const RowStep& at, AccDq& acc_dq) const {
+    const BlockRange keys = key_blocks_of(at.row_block);
+    float* const own = own_dq(at.row_block);
+    if (is_last_consumer()) storage.dq_added[place.stage].wait(place.phase);
+    if (is_last_consumer() || block.n_block != keys.begin) add_staged_dq(acc_dq, own, thread % 32);
+    if (is_last_consumer() && block.n_block == keys.end - 1) {
+      send_dq(at, acc_dq);
+    } else {
+      stage_dq(acc_dq, own, thread % 32);
+    }
+    if (!is_last_consumer()) storage.dq_added[place.stage].arrive();
+  }
+
+  // 16 rows of dQ as Elements, through the place of this warp's floats.
+  __device__ __forceinline__ void send_dq(const RowStep& at, AccDq& acc_dq) const {
+    using namespace cute;
+    static_assert(Config::kDqCols == Config::kChunkCols, "a row of the swizzled tile has 128 bytes");
+    const int lane = thread % 32;
+#pragma unroll
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    const auto values = convert<Element>(acc_dq);
+    const auto pairs = recast<uint32_t>(values);
+    Element* const rows = reinterpret_cast<Element*>(own_dq(at.row_block));
+    __syncwarp();  // all lanes have read their floats
+#pragma unroll
+    for (int i = 0; i < size(pairs); i += 4) {
+      Element* const piece = rows + piece_place(Config::kDqCols, lane % 16, i / 2 + lane / 16);
+      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
+                              *reinterpret_cast<uint128_t*>(piece));
+    }
+    tma_store_fence();
+    __syncwarp();
+    if (is_first_lane()) {
+      SM90_TMA_STORE_5D::copy(&launch.dq_map, rows, 0, at.row_block * Config::kBlockM + thread / 32 * 16, at.head,
+                              block.batch, 0);
+      tma_store_arrive();
+    }
+    __syncwarp();
+  }
+
+  // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
+  // keys is 0.
+  __device__ __forceinline__ void start_head() const {
+    wait_for_own_stores();
+    wait_for_consumers();
+    if (!is_last_consumer()) return;
+    const int row_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    for (int row_block = 0; row_block < row_blocks; ++row_block) {
+      if (key_blocks_of(row_block).count() > 0) continue;
+      AccDq zeros;
+      cute::clear(zeros);
+      send_dq({block.head_k, row_block}, zeros);
+    }
+  }
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
   __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen,
-                                         const AccDq& acc_dq) const {
+                                         AccDq& acc_dq) const {
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
-    if constexpr (Config::kDqStaged > 0) {
-      float* const staged = storage.dq[warp];
+    if constexpr (Config::kKeepsDq) {
+      keep_dq(at, acc_dq);
+    } else if constexpr (Config::kDqStaged > 0) {
+      float* const staged = storage.dq + warp * Config::kDqStaged;
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
       __syncwarp();
       stage_dq(acc_dq, staged, thread % 32);
@@ -280,17 +380,24 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // On return both consumers are done with shared memory.
+  // On return both consumers are done with shared memory; with dQ there, this one with its share of the rest.
   __device__ __forceinline__ void run() {
     const int count = walk.count();
     if (count == 0) return;
-    storage.k_full.wait(0);
-    storage.v_full.wait(0);
+    const int part = Config::kKeepsDq ? group : 0;
+    storage.k_full[part].wait(kv_phase);
+    storage.v_full[part].wait(kv_phase);
     RowStep at = walk.start(), last = at;
     for (int i = 0; i < count; ++i) {
       step(at, i);
       last = at;
       walk.advance(at);
+    }
+    if constexpr (Config::kKeepsDq) {
+      storage.kv_empty[part].arrive();
+      wait_for_warpgroup();
+      if (count == 1) wait_for_consumers();  // the next step may have the same rows
+      return;
     }
     if constexpr (Config::kSplitsKeys) complete_additions();
     wait_for_consumers();

@@ -12,12 +12,6 @@
 namespace flash {
 namespace sm90 {
 
-struct BwdLaunch {
-  Flash_bwd_params params;
-  BwdGrid grid;
-  CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
-};
-
 // Issued by one lane; the whole warp walks along.
 template <class Config>
 struct BwdLoader {
@@ -25,11 +19,12 @@ struct BwdLoader {
 
   const BwdLaunch& launch;
   BwdStorage<Config>& storage;
-  const KeyBlock& block;
   const bool issues;  // this lane
+  RingIndex<Config::kStages> place;
+  uint32_t kv_phase = 0;
 
-  __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_, const KeyBlock& block_)
-      : launch(launch_), storage(storage_), block(block_), issues(threadIdx.x % 32 == 0) {}
+  __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
+      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
   // kRows rows from `row` on, chunk by chunk.
   template <int kRows>
@@ -45,7 +40,34 @@ struct BwdLoader {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  // K and V of a block into the L2 cache, while the block before it still uses their buffers.
+  __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
+    if (!issues) return;
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKeyParts) {
+        for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, chunk * Config::kChunkCols, row + first + keys.shift, head,
+                                                 keys.outer, keys.origin);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int head) const {
+    constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
+    constexpr int kRows = Config::kBlockN / Config::kKeyParts;
+    static_assert(Config::kKeyParts == 1 || Config::kChunks == 1, "the rows of a part are contiguous");
+#pragma unroll
+    for (int i = 0; i < Config::kKeyParts; ++i) {
+      const int first = i * kRows, place = first * Config::kHeadDim;
+      if constexpr (Config::kKeepsDq) storage.kv_empty[i].wait(kv_phase ^ 1);
+      load<kRows>(launch.k_map, storage.k_full[i], storage.k + place, keys, row + first, head, kHint);
+      load<kRows>(launch.v_map, storage.v_full[i], storage.v + place, keys, row + first, head, kHint);
+    }
+  }
+
+  __device__ __forceinline__ void run(const KeyBlock& block) {
     using cute::TMA::CacheHintSm90;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
@@ -56,23 +78,21 @@ struct BwdLoader {
     if (count == 0) return;
     RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
-    load<Config::kBlockN>(launch.k_map, storage.k_full, storage.k, keys, key, block.head_k, CacheHintSm90::EVICT_FIRST);
-    RingIndex<Config::kStages> place;
+    if constexpr (Config::kKeepsDq) prefetch_keys(keys, key, block.head_k);
     for (int i = 0; i < count; ++i) {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
       storage.q_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row, at.head,
                             CacheHintSm90::EVICT_LAST);
-      if (i == 0) {
-        load<Config::kBlockN>(launch.v_map, storage.v_full, storage.v, keys, key, block.head_k,
-                              CacheHintSm90::EVICT_FIRST);
-      }
+      if (i == 0 && !Config::kKeepsDq) load_keys(keys, key, block.head_k);
       storage.do_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row, at.head,
                             CacheHintSm90::EVICT_LAST);
+      if (i == 0 && Config::kKeepsDq) load_keys(keys, key, block.head_k);
       place.advance();
       walk.advance(at);
     }
+    kv_phase ^= 1;
   }
 };
 
@@ -80,12 +100,11 @@ struct BwdLoader {
 // probabilities 0. A step's values are on their way while the buffers of the step are still in use.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                const KeyBlock& block) {
+                                                const KeyBlock& block, RingIndex<Config::kStages>& place) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
   const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
   RowStep at = walk.start();
-  RingIndex<Config::kStages> place;
   const int count = walk.count();
   for (int i = 0; i < count; ++i) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);

@@ -1,6 +1,8 @@
 // Shared memory of the wgmma backward: tiles, barriers, and who waits for whom at each of them.
 #pragma once
 
+#include <cuda.h>
+
 #include "common/sequence.h"
 #include "sm90/barrier.h"
 #include "sm90/bwd_config.h"
@@ -9,37 +11,54 @@
 namespace flash {
 namespace sm90 {
 
+struct BwdLaunch {
+  Flash_bwd_params params;
+  BwdGrid grid;
+  CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
+  CUtensorMap dq_map;  // for DqPlace::kShared
+};
+
 template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kSmemKv];  // in the end dK
+  alignas(1024) Element k[Config::kSmemKv];  // in the end dK, see staged_dk()
   alignas(1024) Element v[Config::kSmemKv];  // in the end dV
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
   // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
   // had finished reading it. Consumers with the same keys have one each.
   alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(128) float dq[Config::kConsumerWarps][Config::kDqStaged > 0 ? Config::kDqStaged : 1];  // of each warp
+  alignas(1024) float dq[Config::kDqInShared > 0 ? Config::kDqInShared : 1];
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
 
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  Barrier k_full, v_full;
+  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage.
+  Barrier k_full[Config::kKeyParts], v_full[Config::kKeyParts], kv_empty[Config::kKeyParts];
+  Barrier dq_added[Config::kStages];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier turn_added[2], turn_passed[2];
 
+  // Where dK and dV wait to be stored: the next K and V may arrive before they have left.
+  __device__ __forceinline__ Element* staged_dk() { return Config::kKeepsDq ? ds[1] : k; }
+  __device__ __forceinline__ Element* staged_dv() { return Config::kKeepsDq ? ds[0] : v; }
+
   __device__ __forceinline__ void init_barriers() {
-    k_full.init(1);
-    v_full.init(1);
+    for (int i = 0; i < Config::kKeyParts; ++i) {
+      k_full[i].init(1);
+      v_full[i].init(1);
+      kv_empty[i].init(Config::kConsumers / Config::kKeyParts);
+    }
     for (int i = 0; i < Config::kStages; ++i) {
       q_full[i].init(1 + 32);
       do_full[i].init(1 + 32);
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
+      dq_added[i].init(128);
     }
     for (int i = 0; i < 2; ++i) {
       turn_added[i].init(Config::kConsumerWarps);
