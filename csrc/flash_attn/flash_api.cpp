@@ -185,6 +185,8 @@ cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const
     turns = new_zeros(q, {tiles}, at::kInt);
     params.dq_turns_ptr = turns.mutable_data_ptr<int>();
   }
+  at::Tensor own_counter;
+  if (family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_family<kDtype, kHeadDim>(family, params, stream); });

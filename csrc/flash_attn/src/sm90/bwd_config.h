@@ -91,7 +91,12 @@ struct BwdConfig {
   // while they wait for the L2 cache the other consumer computes.
   static constexpr int kDqStaged = kSplitsKeys && !kKeepsDq ? kDqOfSlice : 0;
   static constexpr int kDqInShared = kKeepsDq ? kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;  // floats
-  static_assert(!kKeepsDq || kSmemDs >= kSmemKv, "dK and dV leave through the buffers of dS");
+  // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; else through those
+  // of K and V.
+  static constexpr bool kFreesKeysEarly = kSplitsKeys;
+  static constexpr bool kDkBesideDv = kSmemDs >= kSmemKv;
+  static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemKv && 2 * kDqInShared >= kSmemKv),
+                "dV has the room of both dS, dK that of dQ");
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
 
   // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer

@@ -43,23 +43,48 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   tma_store_arrive();
 }
 
-// Gradients of one block of keys and values, and its share of dQ: one consumer warpgroup.
+// A consumer warpgroup: one block of keys after the other.
 template <class Config>
-__device__ __forceinline__ void compute_dk_dv_1colblock(const BwdLaunch& launch, BwdStorage<Config>& storage,
-                                                        const KeyBlock& block, int group) {
-  BwdMainloop<Config> mainloop(launch, storage, block, group);
-  mainloop.run();
-  store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
-  store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
-  mainloop.wait_for_own_stores();  // shared memory outlives their reading of it
-}
+struct BwdConsumer {
+  const BwdLaunch& launch;
+  BwdStorage<Config>& storage;
+  const int group;
+  RingIndex<Config::kStages> place;
+  uint32_t kv_phase = 0;
+
+  __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
+      : launch(launch_), storage(storage_), group(group_) {}
+
+  // Gradients of one block of keys and values, and its share of dQ.
+  __device__ __forceinline__ void compute_dk_dv_1colblock(const KeyBlock& block) {
+    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_phase);
+    if constexpr (Config::kKeepsDq) {
+      if (block.n_block == 0) mainloop.start_head();
+    }
+    mainloop.run();
+    const bool has_rows = mainloop.walk.count() > 0;
+    if (!has_rows) mainloop.wait_for_own_stores();  // else the first step has
+    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
+    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
+    __syncwarp();
+    if constexpr (!Config::kFreesKeysEarly) {
+      mainloop.wait_for_own_stores();
+      if (has_rows) storage.kv_empty[0].arrive();
+    }
+    place = mainloop.place;
+    kv_phase ^= has_rows;
+  }
+
+  // Shared memory outlives the last stores' reading of it.
+  __device__ __forceinline__ void finish() const {
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  }
+};
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
-  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
-  if (block.empty(Config::kBlockN)) return;
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
@@ -67,12 +92,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     RingIndex<Config::kStages> place;
-    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run(block);
-    if (warp == kStatisticsWarp) load_statistics<Config>(launch.params, storage, block, place);
-    if (!Config::kSplitsKeys && warp == kTurnWarp) pass_turns<Config>(launch.params, storage, block);
+    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
+    if (warp == kStatisticsWarp) {
+      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) {
+        load_statistics<Config>(launch.params, storage, block, place);
+      });
+    }
+    if (!Config::kSplitsKeys && warp == kTurnWarp) {
+      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) {
+        pass_turns<Config>(launch.params, storage, block, place);
+      });
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    compute_dk_dv_1colblock<Config>(launch, storage, block, warp_group - 1);
+    BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
+    for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    consumer.finish();
   }
 }
 
@@ -89,25 +124,6 @@ __device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, cons
     block.seqlen_k = params.seqlen_k;
     for (; !block.empty(Config::kBlockN); ++block.n_block) visit(block);
   }
-}
-
-// All gradients of whole heads: one consumer warpgroup.
-template <class Config>
-__device__ __forceinline__ void compute_heads(const BwdLaunch& launch, BwdStorage<Config>& storage, int group) {
-  RingIndex<Config::kStages> place;
-  uint32_t kv_phase = 0;
-  for_each_key_block<Config>(launch, [&](const KeyBlock& block) {
-    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_phase);
-    if (block.n_block == 0) mainloop.start_head();
-    mainloop.run();
-    if (mainloop.walk.count() == 0) mainloop.wait_for_own_stores();  // else the first step has
-    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
-    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
-    __syncwarp();
-    place = mainloop.place;
-    if (mainloop.walk.count() > 0) kv_phase ^= 1;
-  });
-  if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
 }
 
 // The backward of short dense batches, dQ summed up in shared memory.
@@ -132,7 +148,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    compute_heads<Config>(launch, storage, warp_group - 1);
+    BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
+    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    consumer.finish();
   }
 }
 

@@ -75,7 +75,10 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
   const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM);
   launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
                                params.multiprocessors, running);
-  return flash::launch(flash_bwd_kernel<Config>, launch.grid.blocks, Config::kThreads,
+  launch.counter = launch.grid.blocks > params.multiprocessors ? params.tile_counter_ptr : nullptr;
+  if (launch.grid.blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
+  const int64_t thread_blocks = launch.counter != nullptr ? params.multiprocessors : launch.grid.blocks;
+  return flash::launch(flash_bwd_kernel<Config>, thread_blocks, Config::kThreads,
                        static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
 }
 

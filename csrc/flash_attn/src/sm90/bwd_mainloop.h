@@ -150,17 +150,16 @@ struct BwdMainloop {
   // keys do not wait for each other.
   template <class Values>
   __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
-    if constexpr (Config::kKeepsDq) {
+    if constexpr (Config::kFreesKeysEarly) {
       if (i == 0) wait_for_staged_gradients();
-    } else if constexpr (!Config::kSplitsKeys) {
-      wait_for_warpgroup();  // the last dS has been read
     }
+    if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
     if constexpr (Config::kKeepsDq) {
       wait_for_warpgroup();
     } else if constexpr (Config::kSplitsKeys) {
-      complete_additions();
+      if (i > 0) complete_additions();
       wait_for_consumers();
       if (i > 0) pass_turn_of(walk.before(at));
     } else {
@@ -222,7 +221,7 @@ struct BwdMainloop {
       release(storage.q_empty);
       wait_for<0>(acc_dq);
       add_dq(at, tile, 1, seen, acc_dq);
-      announce_additions(i);
+      announce_additions();
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
@@ -241,10 +240,14 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // dK and dV of the block of keys before this one have left this consumer's part of the buffers of dS.
+  // dK and dV of the block of keys before this one have left the buffers of dS and dQ.
   __device__ __forceinline__ void wait_for_staged_gradients() const {
     wait_for_own_stores();
-    wait_for_warpgroup();
+    if constexpr (Config::kKeepsDq) {
+      wait_for_warpgroup();
+    } else {
+      wait_for_consumers();
+    }
   }
 
   __device__ __forceinline__ BlockRange key_blocks_of(int row_block) const {
@@ -368,14 +371,14 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // Additions from registers: tells pass_turns() that this warp has added in step i. A warp of its own passes the turn,
-  // because that waits until memory has taken them.
-  __device__ __forceinline__ void announce_additions(int i) const {
+  // Additions from registers: tells pass_turns() that this warp has added in this step. A warp of its own passes the
+  // turn, because that waits until memory has taken them.
+  __device__ __forceinline__ void announce_additions() const {
     if (!is_deterministic()) return;
     __syncwarp();
     if (is_first_lane()) {
-      storage.turn_passed[i % 2].wait((i / 2 % 2) ^ 1);
-      storage.turn_added[i % 2].arrive();
+      storage.turn_passed[place.stage].wait(place.phase ^ 1);
+      storage.turn_added[place.stage].arrive();
     }
     __syncwarp();
   }
@@ -393,13 +396,14 @@ struct BwdMainloop {
       last = at;
       walk.advance(at);
     }
+    if constexpr (Config::kFreesKeysEarly) storage.kv_empty[part].arrive();
     if constexpr (Config::kKeepsDq) {
-      storage.kv_empty[part].arrive();
       wait_for_warpgroup();
       if (count == 1) wait_for_consumers();  // the next step may have the same rows
       return;
     }
     if constexpr (Config::kSplitsKeys) complete_additions();
+    if constexpr (Config::kFreesKeysEarly) wait_for_own_stores();  // the additions have left the buffer of dQ
     wait_for_consumers();
     if constexpr (Config::kSplitsKeys) pass_turn_of(last);
   }

@@ -40,6 +40,42 @@ struct BwdLoader {
     }
   }
 
+  // The next index, the same in all lanes. With a counter, thread blocks take what is left as they get free, in
+  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done. Each draws one index too
+  // many, and the last such draw leaves the counter at 0 again.
+  __device__ __forceinline__ int draw(bool first, int index) const {
+    int* const counter = launch.counter;
+    const bool is_ordered = launch.params.dq_turns_ptr != nullptr;
+    if (first && (counter == nullptr || !is_ordered)) return blockIdx.x;
+    if (counter == nullptr) return index + gridDim.x;
+    const int blocks = static_cast<int>(launch.grid.blocks), begin = is_ordered ? 0 : gridDim.x;
+    int drawn = 0;
+    if (issues) {
+      drawn = atomicAdd(counter, 1);
+      if (drawn == blocks + static_cast<int>(gridDim.x) - begin - 1) *counter = 0;
+    }
+    return begin + __shfl_sync(0xffffffffu, drawn, 0);
+  }
+
+  // Loads the blocks of this thread block, and tells the others which they are.
+  __device__ __forceinline__ void run_all() {
+    RingIndex<2> slot;
+    int index = draw(true, 0);
+    while (true) {
+      storage.work_empty[slot.stage].wait(slot.phase ^ 1);
+      if (issues) {
+        storage.work[slot.stage] = index;
+        storage.work_full[slot.stage].arrive();
+      }
+      __syncwarp();
+      slot.advance();
+      if (index >= launch.grid.blocks) return;
+      const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!block.empty(Config::kBlockN)) run(block);
+      index = draw(false, index);
+    }
+  }
+
   // K and V of a block into the L2 cache, while the block before it still uses their buffers.
   __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
     if (!issues) return;
@@ -61,7 +97,7 @@ struct BwdLoader {
 #pragma unroll
     for (int i = 0; i < Config::kKeyParts; ++i) {
       const int first = i * kRows, place = first * Config::kHeadDim;
-      if constexpr (Config::kKeepsDq) storage.kv_empty[i].wait(kv_phase ^ 1);
+      storage.kv_empty[i].wait(kv_phase ^ 1);
       load<kRows>(launch.k_map, storage.k_full[i], storage.k + place, keys, row + first, head, kHint);
       load<kRows>(launch.v_map, storage.v_full[i], storage.v + place, keys, row + first, head, kHint);
     }
@@ -78,23 +114,38 @@ struct BwdLoader {
     if (count == 0) return;
     RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
-    if constexpr (Config::kKeepsDq) prefetch_keys(keys, key, block.head_k);
+    prefetch_keys(keys, key, block.head_k);
     for (int i = 0; i < count; ++i) {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
       storage.q_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row, at.head,
                             CacheHintSm90::EVICT_LAST);
-      if (i == 0 && !Config::kKeepsDq) load_keys(keys, key, block.head_k);
       storage.do_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row, at.head,
                             CacheHintSm90::EVICT_LAST);
-      if (i == 0 && Config::kKeepsDq) load_keys(keys, key, block.head_k);
+      if (i == 0) load_keys(keys, key, block.head_k);
       place.advance();
       walk.advance(at);
     }
     kv_phase ^= 1;
   }
 };
+
+// What the other warps see of BwdLoader::run_all(): visit(KeyBlock) for each block that is not empty.
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_drawn_block(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                     const Visit& visit) {
+  RingIndex<2> slot;
+  while (true) {
+    storage.work_full[slot.stage].wait(slot.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[slot.stage], 0);
+    storage.work_empty[slot.stage].arrive();
+    slot.advance();
+    if (index >= launch.grid.blocks) return;
+    const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!block.empty(Config::kBlockN)) visit(block);
+  }
+}
 
 // The LSE and softmax_d of the rows of each step; rows beyond the sequence get an LSE of +inf, which makes their
 // probabilities 0. A step's values are on their way while the buffers of the step are still in use.
@@ -133,11 +184,10 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 // Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
 template <class Config>
 __device__ __forceinline__ void pass_turns(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                           const KeyBlock& block) {
+                                           const KeyBlock& block, RingIndex<Config::kStages>& place) {
   if (params.dq_turns_ptr == nullptr) return;
   const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
   RowStep at = walk.start();
-  RingIndex<2> place;
   const int count = walk.count();
   for (int i = 0; i < count; ++i) {
     storage.turn_added[place.stage].wait(place.phase);

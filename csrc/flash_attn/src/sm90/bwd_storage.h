@@ -14,6 +14,7 @@ namespace sm90 {
 struct BwdLaunch {
   Flash_bwd_params params;
   BwdGrid grid;
+  int* counter;  // of the blocks that were drawn, 0 between launches; null: equal shares
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;  // for DqPlace::kShared
 };
@@ -22,8 +23,8 @@ template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kSmemKv];  // in the end dK, see staged_dk()
-  alignas(1024) Element v[Config::kSmemKv];  // in the end dV
+  alignas(1024) Element k[Config::kSmemKv];
+  alignas(1024) Element v[Config::kSmemKv];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
   // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
@@ -36,16 +37,23 @@ struct BwdStorage {
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage.
+  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage. work_full: the loading
+  // warp, work_empty: all threads that read it.
   Barrier k_full[Config::kKeyParts], v_full[Config::kKeyParts], kv_empty[Config::kKeyParts];
   Barrier dq_added[Config::kStages];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
-  Barrier turn_added[2], turn_passed[2];
+  Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
+  Barrier work_full[2], work_empty[2];
 
-  // Where dK and dV wait to be stored: the next K and V may arrive before they have left.
-  __device__ __forceinline__ Element* staged_dk() { return Config::kKeepsDq ? ds[1] : k; }
-  __device__ __forceinline__ Element* staged_dv() { return Config::kKeepsDq ? ds[0] : v; }
+  int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
+
+  // Where dK and dV wait to be stored.
+  __device__ __forceinline__ Element* staged_dk() {
+    if constexpr (!Config::kFreesKeysEarly) return k;
+    return Config::kDkBesideDv ? ds[0] + Config::kSmemKv : reinterpret_cast<Element*>(dq);
+  }
+  __device__ __forceinline__ Element* staged_dv() { return Config::kFreesKeysEarly ? ds[0] : v; }
 
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < Config::kKeyParts; ++i) {
@@ -59,10 +67,12 @@ struct BwdStorage {
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
       dq_added[i].init(128);
-    }
-    for (int i = 0; i < 2; ++i) {
       turn_added[i].init(Config::kConsumerWarps);
       turn_passed[i].init(1);
+    }
+    for (int i = 0; i < 2; ++i) {
+      work_full[i].init(1);
+      work_empty[i].init(Config::kConsumers + 32 * (Config::kSplitsKeys ? 1 : 2));
     }
     Barrier::fence_init();
   }
