@@ -22,6 +22,7 @@ struct BwdLoader {
   const bool issues;  // this lane
   RingIndex<Config::kStages> place;
   uint32_t kv_phase = 0;
+  bool is_first = true;
 
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
@@ -114,7 +115,8 @@ struct BwdLoader {
     if (count == 0) return;
     RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
-    prefetch_keys(keys, key, block.head_k);
+    if (!is_first) prefetch_keys(keys, key, block.head_k);
+    is_first = false;
     for (int i = 0; i < count; ++i) {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
       storage.q_empty[stage].wait(place.phase ^ 1);
