@@ -25,11 +25,11 @@ template <class Config>
 struct BwdMainloop {
   using Element = typename Config::Element;
   using Storage = BwdStorage<Config>;
-  template <class Mma, int kCols>
-  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
+  template <class Mma, int kCols, int kRows = 64>
+  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
   using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
   using AccDkv = Accumulator<typename Config::MmaDkv, Config::kDkvCols>;  // ((2, 2, columns / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;     // a slice
+  using AccDq = Accumulator<typename Config::MmaStepDq, Config::kStepDqCols, Config::kStepDqRows>;
   // P^T and dS^T as A operands: the registers of their accumulators.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
@@ -120,11 +120,12 @@ struct BwdMainloop {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
     const auto k = make_tensor(make_smem_ptr(storage.k), typename Config::SmemLayoutKt{});            // (D, N)
-    const int keys = Config::kKeepsDq ? key_share() : 0;
-    const auto rows = local_tile(ds, Shape<_64, Int<Config::kDqKeys>>{}, make_coord(Config::dq_row_share(group), keys));
-    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kDqKeys>>{},
-                                 make_coord(Config::dq_column_share(group, slice), keys));
-    start(typename Config::MmaDq{}, rows, cols, acc_dq);
+    const int keys = Config::kOwnDq ? group : 0;
+    const auto rows = local_tile(ds, Shape<Int<Config::kStepDqRows>, Int<Config::kStepDqKeys>>{},
+                                 make_coord(Config::kOwnDq ? 0 : Config::dq_row_share(group), keys));
+    const auto cols = local_tile(k, Shape<Int<Config::kStepDqCols>, Int<Config::kStepDqKeys>>{},
+                                 make_coord(Config::kOwnDq ? slice : Config::dq_column_share(group, slice), keys));
+    start(typename Config::MmaStepDq{}, rows, cols, acc_dq);
   }
 
   template <class Values>
@@ -150,17 +151,19 @@ struct BwdMainloop {
   // keys do not wait for each other.
   template <class Values>
   __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
-    if constexpr (Config::kFreesKeysEarly) {
+    if constexpr (Config::kStagesDvInDs) {
       if (i == 0) wait_for_staged_gradients();
     }
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
-    if constexpr (Config::kKeepsDq) {
-      wait_for_warpgroup();
-    } else if constexpr (Config::kSplitsKeys) {
+    if constexpr (Config::kSplitsKeys) {
       if (i > 0) complete_additions();
-      wait_for_consumers();
+      if constexpr (Config::kOwnDq) {
+        wait_for_warpgroup();
+      } else {
+        wait_for_consumers();
+      }
       if (i > 0) pass_turn_of(walk.before(at));
     } else {
       wait_for_warpgroup();
@@ -179,6 +182,9 @@ struct BwdMainloop {
     start_scores(storage.k, storage.q[stage], acc_s);
     storage.do_full[stage].wait(place.phase);
     start_scores(storage.v, storage.dout[stage], acc_dp);
+    if constexpr (Config::kSendsOwnDq) {
+      if (i > 0) free_sent_dq(stage ^ 1);
+    }
     const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
     wait_for<1>(acc_s);
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
@@ -215,13 +221,13 @@ struct BwdMainloop {
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
     add_dq(at, tile, 0, seen, acc_dq);
-    if constexpr (Config::kDqSlices == 2) {
+    if constexpr (Config::kStepDqSlices == 2) {
       start_dq(buffer, 1, acc_dq);
       wait_for<1>(acc_dk);
       release(storage.q_empty);
       wait_for<0>(acc_dq);
       add_dq(at, tile, 1, seen, acc_dq);
-      announce_additions();
+      if constexpr (!Config::kSplitsKeys) announce_additions();
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
@@ -243,7 +249,7 @@ struct BwdMainloop {
   // dK and dV of the block of keys before this one have left the buffers of dS and dQ.
   __device__ __forceinline__ void wait_for_staged_gradients() const {
     wait_for_own_stores();
-    if constexpr (Config::kKeepsDq) {
+    if constexpr (Config::kOwnDq) {
       wait_for_warpgroup();
     } else {
       wait_for_consumers();
@@ -259,7 +265,7 @@ struct BwdMainloop {
 
   // The floats of a tile of dQ in shared memory that this warp and the same one of the other consumer add to: 16 rows.
   __device__ __forceinline__ float* own_dq(int row_block) const {
-    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
+    return storage.dq + row_block * Config::kDqTile + thread / 32 * (Config::kDqTile / 4);
   }
 
   // Adds to dQ in shared memory, the consumers one after the other. The first one finds nothing there at the first
@@ -281,7 +287,7 @@ struct BwdMainloop {
   // 16 rows of dQ as Elements, through the place of this warp's floats.
   __device__ __forceinline__ void send_dq(const RowStep& at, AccDq& acc_dq) const {
     using namespace cute;
-    static_assert(Config::kDqCols == Config::kChunkCols, "a row of the swizzled tile has 128 bytes");
+    static_assert(Config::kHeadDim == Config::kChunkCols && Config::kBlockM == 64, "rows of 128 bytes, 16 of them");
     const int lane = thread % 32;
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
@@ -291,7 +297,7 @@ struct BwdMainloop {
     __syncwarp();  // all lanes have read their floats
 #pragma unroll
     for (int i = 0; i < size(pairs); i += 4) {
-      Element* const piece = rows + piece_place(Config::kDqCols, lane % 16, i / 2 + lane / 16);
+      Element* const piece = rows + piece_place(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
       SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
                               *reinterpret_cast<uint128_t*>(piece));
     }
@@ -303,6 +309,46 @@ struct BwdMainloop {
       tma_store_arrive();
     }
     __syncwarp();
+  }
+
+  // The first consumer leaves its sums in shared memory, the last one adds its own and has the bulk copy engine add the
+  // whole to global memory: both halves of the tile.
+  __device__ __forceinline__ void send_own_dq(const RowStep& at, int64_t tile, int slice, int seen,
+                                              AccDq& acc_dq) const {
+    constexpr int kHalves = 2 / Config::kStepDqSlices;  // in a slice
+    const int warp = thread / 32, lane = thread % 32;
+    float* const staged = storage.dq + place.stage * Config::kDqTile + (2 * warp + slice) * Config::kDqOfSlice;
+    if (!is_last_consumer()) {
+      if (slice == 0) storage.dq_sent[place.stage].wait(place.phase ^ 1);
+      stage_dq(acc_dq, staged, lane);
+      if (slice == Config::kStepDqSlices - 1) storage.dq_added[place.stage].arrive();
+      return;
+    }
+    if (slice == 0) storage.dq_added[place.stage].wait(place.phase);
+    add_staged_dq(acc_dq, staged, lane);
+    stage_dq(acc_dq, staged, lane);
+    fence_buffer();
+    __syncwarp();
+    if (is_first_lane()) {
+      if (is_deterministic() && slice == 0) {
+        wait_for_turn_at(at, tile, seen);
+        fence_before_additions();
+      }
+      float* const target = params.dq_accum_ptr + tile * Config::kDqTile;
+#pragma unroll
+      for (int i = 0; i < kHalves; ++i) {
+        reduce_bulk(target + Config::dq_place(4 * (slice + i) + warp, 0), staged + i * Config::kDqOfSlice,
+                    Config::kDqOfSlice);
+      }
+    }
+    __syncwarp();
+  }
+
+  // The sum of the step at `stage` has left.
+  __device__ __forceinline__ void free_sent_dq(int stage) const {
+    if (!is_last_consumer()) return;
+    wait_for_own_stores();
+    storage.dq_sent[stage].arrive();
   }
 
   // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
@@ -327,6 +373,8 @@ struct BwdMainloop {
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if constexpr (Config::kKeepsDq) {
       keep_dq(at, acc_dq);
+    } else if constexpr (Config::kOwnDq) {
+      send_own_dq(at, tile, slice, seen, acc_dq);
     } else if constexpr (Config::kDqStaged > 0) {
       float* const staged = storage.dq + warp * Config::kDqStaged;
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
@@ -358,14 +406,14 @@ struct BwdMainloop {
   // Staged additions of a step are complete behind the barrier of the next one, which hides the way to memory: there
   // one thread passes the turn. Each warp waits for its own before the barrier.
   __device__ __forceinline__ void complete_additions() const {
-    if (!is_deterministic()) return;
+    if (!is_deterministic() || (Config::kOwnDq && !is_last_consumer())) return;
     if (is_first_lane()) wait_for_additions();
     __syncwarp();
   }
 
   __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
     if (!is_deterministic()) return;
-    if (group == 0 && thread == 0) {
+    if (group == (Config::kOwnDq ? Config::kWarpGroups - 1 : 0) && thread == 0) {
       pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
     }
     __syncwarp();
@@ -387,7 +435,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void run() {
     const int count = walk.count();
     if (count == 0) return;
-    const int part = Config::kKeepsDq ? group : 0;
+    const int part = Config::kOwnDq ? group : 0;
     storage.k_full[part].wait(kv_phase);
     storage.v_full[part].wait(kv_phase);
     RowStep at = walk.start(), last = at;
@@ -397,14 +445,15 @@ struct BwdMainloop {
       walk.advance(at);
     }
     if constexpr (Config::kFreesKeysEarly) storage.kv_empty[part].arrive();
-    if constexpr (Config::kKeepsDq) {
-      wait_for_warpgroup();
-      if (count == 1) wait_for_consumers();  // the next step may have the same rows
-      return;
-    }
     if constexpr (Config::kSplitsKeys) complete_additions();
-    if constexpr (Config::kFreesKeysEarly) wait_for_own_stores();  // the additions have left the buffer of dQ
-    wait_for_consumers();
+    if constexpr (Config::kStagesDkInDq) wait_for_own_stores();  // the additions have left the buffer of dQ
+    if constexpr (Config::kSendsOwnDq) free_sent_dq(place.stage ^ 1);
+    if constexpr (Config::kOwnDq) {
+      wait_for_warpgroup();
+      if (Config::kKeepsDq && count == 1) wait_for_consumers();  // the next step may have the same rows
+    } else {
+      wait_for_consumers();
+    }
     if constexpr (Config::kSplitsKeys) pass_turn_of(last);
   }
 };

@@ -27,8 +27,8 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows from `row` on, chunk by chunk.
-  template <int kRows>
+  // kRows rows from `row` on, chunk by chunk, of a tile of kTileRows.
+  template <int kRows, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
     if (!issues) return;
@@ -36,7 +36,7 @@ struct BwdLoader {
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                   smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
                                    row + rows.shift, head, rows.outer, rows.origin);
     }
   }
@@ -94,13 +94,12 @@ struct BwdLoader {
   __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int head) const {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKeyParts;
-    static_assert(Config::kKeyParts == 1 || Config::kChunks == 1, "the rows of a part are contiguous");
 #pragma unroll
     for (int i = 0; i < Config::kKeyParts; ++i) {
-      const int first = i * kRows, place = first * Config::kHeadDim;
+      const int first = i * kRows, place = first * Config::kChunkCols;
       storage.kv_empty[i].wait(kv_phase ^ 1);
-      load<kRows>(launch.k_map, storage.k_full[i], storage.k + place, keys, row + first, head, kHint);
-      load<kRows>(launch.v_map, storage.v_full[i], storage.v + place, keys, row + first, head, kHint);
+      load<kRows, Config::kBlockN>(launch.k_map, storage.k_full[i], storage.k + place, keys, row + first, head, kHint);
+      load<kRows, Config::kBlockN>(launch.v_map, storage.v_full[i], storage.v + place, keys, row + first, head, kHint);
     }
   }
 
