@@ -172,18 +172,27 @@ struct Gradient {
   }
 };
 
-// The launches of one family, with fp32 accumulators of dQ, one tile for each block of rows, and in deterministic mode
-// a turn counter for each tile.
+bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
+  const bool is_plain = !params.has_dropout && !params.has_score_mod;
+  return family == plan::Family::kWgmma &&
+         plan::prefers_shared_dq({params.is_varlen(), is_plain, params.b, params.h, params.h_k, params.seqlen_q,
+                                  params.seqlen_k, params.d, params.multiprocessors});
+}
+
+// The launches of one family, unless it sums up dQ in shared memory with fp32 accumulators of dQ, one tile for each
+// block of rows, and in deterministic mode a turn counter for each tile.
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
-  const plan::DqTile tile = plan::dq_tile(family, params.d);
-  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-  at::Tensor dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
-  params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
-  params.dq_accum_size = dq_accum.numel();
-  at::Tensor turns;
-  if (deterministic) {
-    turns = new_zeros(q, {tiles}, at::kInt);
-    params.dq_turns_ptr = turns.mutable_data_ptr<int>();
+  at::Tensor dq_accum, turns;
+  if (!sums_dq_in_shared(family, params)) {
+    const plan::DqTile tile = plan::dq_tile(family, params.d);
+    const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
+    dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
+    params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
+    params.dq_accum_size = dq_accum.numel();
+    if (deterministic) {
+      turns = new_zeros(q, {tiles}, at::kInt);
+      params.dq_turns_ptr = turns.mutable_data_ptr<int>();
+    }
   }
   at::Tensor own_counter;
   if (family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);

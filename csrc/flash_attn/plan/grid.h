@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "common/bwd_schedule.h"
+#include "tiles.h"
 
 namespace flash {
 namespace plan {
@@ -79,13 +80,18 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 
 // How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
 // to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
-// head with few row blocks is better off with few of them.
+// head with few row blocks is better off with few of them, as long as the rows of all heads that advance together stay
+// in the L2 cache. head_bytes: what the blocks of keys of a head share of Q, dO and the fp32 dQ.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kFewestRunningKeyBlocks = 2;
 constexpr int kStepsPerRunningKeyBlock = 4;
+constexpr int64_t kRunningBytes = 40 << 20;
 
-constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks) {
-  const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
+constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks, int64_t head_bytes,
+                                 int64_t resident_blocks) {
+  const int64_t late = row_blocks / kStepsPerRunningKeyBlock;
+  const int64_t cached = (resident_blocks * head_bytes + kRunningBytes - 1) / kRunningBytes;
+  const int64_t wanted = late > cached ? late : cached;
   return !is_deterministic || wanted > kRunningKeyBlocks ? kRunningKeyBlocks
          : wanted < kFewestRunningKeyBlocks              ? kFewestRunningKeyBlocks
                                                          : static_cast<int>(wanted);
@@ -99,6 +105,30 @@ constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t b
   const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
   const int64_t width = filling < heads ? filling : heads;
   return width < 1 ? 1 : static_cast<int>(width);
+}
+
+// A backward, as far as the choice of the kernel depends on it.
+struct BwdShape {
+  bool is_varlen;
+  bool is_plain;  // without dropout and score modifiers
+  int64_t batch, heads, heads_k, seqlen_q, seqlen_k;
+  int head_dim;
+  int multiprocessors;
+};
+
+// Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
+// enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
+// after (docs/tuning.md).
+constexpr bool prefers_shared_dq(const BwdShape& shape) {
+  if (shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
+  if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;
+  if (sm90_bwd_tile(shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
+  const int64_t heads = shape.batch * shape.heads, multiprocessors = shape.multiprocessors;
+  if (heads > kMaxGridBlocks) return false;
+  const int64_t key_blocks = (shape.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
+  const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
+  const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
+  return 2 * rounds * key_blocks <= 3 * waves;
 }
 
 // `block_n`: keys of a thread block.

@@ -201,6 +201,11 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {256, 64, 64, 2},
 };
 
+// Short dense batches of this head dim: a thread block takes whole heads and sums up dQ of all rows in shared memory
+// (prefers_shared_dq()).
+constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
+constexpr int kSharedDqRows = 512;
+
 // The tile of the smallest head dim that holds `head_dim`.
 constexpr Sm90BwdTile sm90_bwd_tile(int head_dim) {
   int index = 0;

@@ -117,7 +117,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
-  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
   int64_t dq_accum_size = 0;                     // floats
   int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
 };
@@ -136,7 +136,8 @@ cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stre
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
-// The same by the wgmma family, for head dims of plan::kSm90BwdTiles; the dQ tiles are that family's too.
+// The same by the wgmma family, for head dims of plan::kSm90BwdTiles; the dQ tiles are that family's too, or none where
+// plan::prefers_shared_dq().
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
 

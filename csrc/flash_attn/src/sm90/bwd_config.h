@@ -9,10 +9,6 @@
 #include "common/row_loader.h"
 #include "flash.h"
 
-#ifndef BWD_OWN_DQ
-#define BWD_OWN_DQ true
-#endif
-
 namespace flash {
 namespace sm90 {
 
@@ -24,15 +20,12 @@ enum class BwdVariant { kPlain, kGeneral };
 // they share rows, and nothing else.
 enum class DqPlace { kGlobal, kShared };
 
-constexpr int kSharedDqRows = 512;
-constexpr plan::Sm90BwdTile kSharedDqTile = {64, 64, 128, 2};
-
 template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
   static constexpr bool kKeepsDq = kDqPlace == DqPlace::kShared;
-  static constexpr plan::Sm90BwdTile kTile = kKeepsDq ? kSharedDqTile : plan::sm90_bwd_tile(kHeadDim_);
+  static constexpr plan::Sm90BwdTile kTile = kKeepsDq ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -60,23 +53,13 @@ struct BwdConfig {
   using MmaSdP = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockM>, kK, kK>())>;
   static constexpr int kDkvCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
   using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kDkvCols>, kK, kMn>())>;
-  // dQ = dS K, from shared memory. Its tile has a half for each consumer, of the rows or of the columns, in slices.
+  // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns, a slice at a time. With
+  // dQ in shared memory it has all of both, of its own keys, so that neither waits for the other's dS.
   static constexpr bool kSplitsDqRows = kBlockM == 128;
   static constexpr int kDqSlices = kSplitsKeys ? 1 : 2;
-  static constexpr int kDqCols = (kSplitsDqRows ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
-  template <int kCols>
-  using MmaDqOf = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kCols>, kK, kMn>())>;
-  using MmaDq = MmaDqOf<kDqCols>;
-  // Each consumer computes that half of all keys, or the whole tile of its own keys: then one adds to what the other
-  // left in shared memory, and neither waits for the other's dS.
-  static constexpr bool kOwnDq = kKeepsDq || (kSplitsKeys && BWD_OWN_DQ);
-  static constexpr bool kSendsOwnDq = kOwnDq && !kKeepsDq;
-  static_assert(!kSendsOwnDq || kStages == 2, "the stages take turns");
-  static constexpr int kStepDqRows = kOwnDq ? kBlockM : 64;
-  static constexpr int kStepDqCols = kOwnDq ? 64 : kDqCols;
-  static constexpr int kStepDqSlices = kOwnDq ? kHeadDim / 64 : kDqSlices;
-  static constexpr int kStepDqKeys = kOwnDq ? 64 : kBlockN;
-  using MmaStepDq = MmaDqOf<kStepDqCols>;
+  static constexpr int kDqCols = (kSplitsDqRows || kKeepsDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
+  static constexpr int kDqKeys = kKeepsDq ? 64 : kBlockN;
+  using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a row of chunks of 64 columns, as a TMA box writes them: rows of 128 bytes, swizzled.
   static constexpr int kChunkCols = 64;
@@ -98,22 +81,20 @@ struct BwdConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKeyParts = kOwnDq ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
-  static constexpr int kDqTile = kBlockM * kHeadDim;          // floats
-  static constexpr int kDqOfSlice = kDqTile / kConsumerWarps / kDqSlices;  // of one warp
+  static constexpr int kKeyParts = kKeepsDq ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
+  static constexpr int kDqTile = kBlockM * kHeadDim;            // floats
+  static constexpr int kDqOfSlice = kDqTile / (kKeepsDq ? 4 : kConsumerWarps) / kDqSlices;  // of one warp
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
   static constexpr int kDqStaged = kSplitsKeys && !kKeepsDq ? kDqOfSlice : 0;
   static constexpr int kDqInShared =  // floats
-      kKeepsDq ? kSharedDqRows * kHeadDim : (kOwnDq ? kStages : 1) * kConsumerWarps * kDqStaged;
-  // dV leaves through the buffers of dS, dK through them, through that of dQ, or in the place of K; so that the next K
-  // and V may arrive meanwhile. Without room there both leave in the places of K and V.
-  static constexpr bool kStagesDvInDs = kSplitsKeys;
-  static constexpr bool kStagesDkInDs = kSplitsKeys && kSmemDs >= kSmemKv;
-  static constexpr bool kStagesDkInDq = kSplitsKeys && !kStagesDkInDs && !kOwnDq;
-  static constexpr bool kFreesKeysEarly = kStagesDkInDs || kStagesDkInDq;
-  static_assert(!kStagesDvInDs || 2 * kSmemDs >= kSmemKv, "dV has the room of both dS");
-  static_assert(!kStagesDkInDq || 2 * kDqInShared >= kSmemKv, "floats");
+      kKeepsDq ? plan::kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;
+  // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have no
+  // room, through those of K and V.
+  static constexpr bool kFreesKeysEarly = kSplitsKeys;
+  static constexpr bool kDkBesideDv = kSmemDs >= kSmemKv;
+  static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemKv && 2 * kDqInShared >= kSmemKv),
+                "dV has the room of both dS, dK that of dQ");
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
 
   // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer

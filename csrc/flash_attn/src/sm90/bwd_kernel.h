@@ -64,14 +64,13 @@ struct BwdConsumer {
     mainloop.run();
     const bool has_rows = mainloop.walk.count() > 0;
     if (!has_rows) mainloop.wait_for_own_stores();  // else the first step has
-    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk(group));
+    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
     __syncwarp();
-    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv(group));
+    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
     __syncwarp();
     if constexpr (!Config::kFreesKeysEarly) {
-      if (threadIdx.x % 32 == 0) cute::tma_store_wait<Config::kStagesDvInDs ? 1 : 0>();
-      __syncwarp();
-      if (has_rows) storage.kv_empty[Config::kOwnDq ? group : 0].arrive();
+      mainloop.wait_for_own_stores();
+      if (has_rows) storage.kv_empty[0].arrive();
     }
     place = mainloop.place;
     kv_phase ^= has_rows;
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(Config::kConsumers)
   const int group = threadIdx.x / 128;
 #pragma unroll
   for (int slice = 0; slice < Config::kDqSlices; ++slice) {
-    typename BwdMainloop<Config>::template Accumulator<typename Config::MmaDq, Config::kDqCols> acc_dq;
+    typename BwdMainloop<Config>::AccDq acc_dq;
     load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;

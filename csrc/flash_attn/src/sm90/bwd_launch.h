@@ -41,25 +41,13 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   return cudaSuccess;
 }
 
-// Whether thread blocks that take whole heads and sum up dQ in shared memory are faster than some for each block of
-// keys, which take half as long again with their passes before and after, but balance better.
-template <class Config>
-bool prefers_shared_dq(const Flash_bwd_params& params) {
-  if (params.is_varlen() || params.h != params.h_k || params.seqlen_q > kSharedDqRows) return false;
-  if (params.has_dropout || params.has_score_mod) return false;
-  const int64_t heads = static_cast<int64_t>(params.b) * params.h, multiprocessors = params.multiprocessors;
-  const int64_t key_blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-  const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
-  const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
-  return heads <= plan::kMaxGridBlocks && 2 * rounds * key_blocks <= 3 * waves;
-}
-
 // softmax_d, and the kernel that computes all gradients of whole heads.
-template <class Config>
-cudaError_t run_flash_bwd_heads(BwdLaunch& launch, Dtype dtype, cudaStream_t stream) {
+template <class Config, Dtype kDtype>
+cudaError_t run_flash_bwd_heads(BwdLaunch& launch, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = launch.params;
-  const cudaError_t status = make_tensor_maps<Config>(launch, dtype);
+  cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
+  if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
   if (status != cudaSuccess) return status;
   launch.grid.heads_k = FastDiv(params.h_k);
   launch.grid.blocks = std::min<int64_t>(static_cast<int64_t>(params.b) * params.h_k, params.multiprocessors);
@@ -72,7 +60,9 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = launch.params;
   const int64_t rows = params.is_varlen() && params.b > 0 ? params.seqlen_q / params.b : params.seqlen_q;
-  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM);
+  const int64_t head_bytes = rows * params.h_h_k_ratio * params.d * (2 * sizeof(typename Config::Element) + sizeof(float));
+  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM, head_bytes,
+                                               params.multiprocessors);
   launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
                                params.multiprocessors, running);
   launch.counter = launch.grid.blocks > params.multiprocessors ? params.tile_counter_ptr : nullptr;
@@ -101,13 +91,9 @@ cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream
   if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
   sm90::BwdLaunch launch{};
   launch.params = params;
-  if constexpr (kHeadDim == sm90::kSharedDqTile.head_dim) {
+  if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
     using Short = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqPlace::kShared>;
-    if (sm90::prefers_shared_dq<Short>(params)) {
-      launch.params.dq_accum_size = 0;
-      const cudaError_t status = run_softmax_d_<kDtype>(launch.params, stream);
-      return status == cudaSuccess ? sm90::run_flash_bwd_heads<Short>(launch, kDtype, stream) : status;
-    }
+    if (params.dq_accum_ptr == nullptr) return sm90::run_flash_bwd_heads<Short, kDtype>(launch, stream);
   }
   cudaError_t status = sm90::make_tensor_maps<Plain>(launch, kDtype);
   if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);

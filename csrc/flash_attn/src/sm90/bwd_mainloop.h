@@ -25,11 +25,11 @@ template <class Config>
 struct BwdMainloop {
   using Element = typename Config::Element;
   using Storage = BwdStorage<Config>;
-  template <class Mma, int kCols, int kRows = 64>
-  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
+  template <class Mma, int kCols>
+  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
   using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
   using AccDkv = Accumulator<typename Config::MmaDkv, Config::kDkvCols>;  // ((2, 2, columns / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaStepDq, Config::kStepDqCols, Config::kStepDqRows>;
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;     // a slice
   // P^T and dS^T as A operands: the registers of their accumulators.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
@@ -120,12 +120,11 @@ struct BwdMainloop {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
     const auto k = make_tensor(make_smem_ptr(storage.k), typename Config::SmemLayoutKt{});            // (D, N)
-    const int keys = Config::kOwnDq ? group : 0;
-    const auto rows = local_tile(ds, Shape<Int<Config::kStepDqRows>, Int<Config::kStepDqKeys>>{},
-                                 make_coord(Config::kOwnDq ? 0 : Config::dq_row_share(group), keys));
-    const auto cols = local_tile(k, Shape<Int<Config::kStepDqCols>, Int<Config::kStepDqKeys>>{},
-                                 make_coord(Config::kOwnDq ? slice : Config::dq_column_share(group, slice), keys));
-    start(typename Config::MmaStepDq{}, rows, cols, acc_dq);
+    const int keys = Config::kKeepsDq ? group : 0;
+    const auto rows = local_tile(ds, Shape<_64, Int<Config::kDqKeys>>{}, make_coord(Config::dq_row_share(group), keys));
+    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kDqKeys>>{},
+                                 make_coord(Config::dq_column_share(group, slice), keys));
+    start(typename Config::MmaDq{}, rows, cols, acc_dq);
   }
 
   template <class Values>
@@ -147,11 +146,20 @@ struct BwdMainloop {
   }
   static constexpr uint32_t kConsumerBarrier = 1;  // 0 is __syncthreads()
 
+  // Waits for those whose dS this consumer reads.
+  __device__ __forceinline__ void wait_for_sharers() const {
+    if constexpr (Config::kKeepsDq) {
+      wait_for_warpgroup();
+    } else {
+      wait_for_consumers();
+    }
+  }
+
   // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
   // keys do not wait for each other.
   template <class Values>
   __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
-    if constexpr (Config::kStagesDvInDs) {
+    if constexpr (Config::kFreesKeysEarly) {
       if (i == 0) wait_for_staged_gradients();
     }
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
@@ -159,11 +167,7 @@ struct BwdMainloop {
     write_ds(values, buffer);
     if constexpr (Config::kSplitsKeys) {
       if (i > 0) complete_additions();
-      if constexpr (Config::kOwnDq) {
-        wait_for_warpgroup();
-      } else {
-        wait_for_consumers();
-      }
+      wait_for_sharers();
       if (i > 0) pass_turn_of(walk.before(at));
     } else {
       wait_for_warpgroup();
@@ -182,9 +186,6 @@ struct BwdMainloop {
     start_scores(storage.k, storage.q[stage], acc_s);
     storage.do_full[stage].wait(place.phase);
     start_scores(storage.v, storage.dout[stage], acc_dp);
-    if constexpr (Config::kSendsOwnDq) {
-      if (i > 0) free_sent_dq(stage ^ 1);
-    }
     const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
     wait_for<1>(acc_s);
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
@@ -221,13 +222,13 @@ struct BwdMainloop {
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
     add_dq(at, tile, 0, seen, acc_dq);
-    if constexpr (Config::kStepDqSlices == 2) {
+    if constexpr (Config::kDqSlices == 2) {
       start_dq(buffer, 1, acc_dq);
       wait_for<1>(acc_dk);
       release(storage.q_empty);
       wait_for<0>(acc_dq);
       add_dq(at, tile, 1, seen, acc_dq);
-      if constexpr (!Config::kSplitsKeys) announce_additions();
+      announce_additions();
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
@@ -249,11 +250,7 @@ struct BwdMainloop {
   // dK and dV of the block of keys before this one have left the buffers of dS and dQ.
   __device__ __forceinline__ void wait_for_staged_gradients() const {
     wait_for_own_stores();
-    if constexpr (Config::kOwnDq) {
-      wait_for_warpgroup();
-    } else {
-      wait_for_consumers();
-    }
+    wait_for_sharers();
   }
 
   __device__ __forceinline__ BlockRange key_blocks_of(int row_block) const {
@@ -265,7 +262,7 @@ struct BwdMainloop {
 
   // The floats of a tile of dQ in shared memory that this warp and the same one of the other consumer add to: 16 rows.
   __device__ __forceinline__ float* own_dq(int row_block) const {
-    return storage.dq + row_block * Config::kDqTile + thread / 32 * (Config::kDqTile / 4);
+    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
   }
 
   // Adds to dQ in shared memory, the consumers one after the other. The first one finds nothing there at the first
@@ -311,46 +308,6 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // The first consumer leaves its sums in shared memory, the last one adds its own and has the bulk copy engine add the
-  // whole to global memory: both halves of the tile.
-  __device__ __forceinline__ void send_own_dq(const RowStep& at, int64_t tile, int slice, int seen,
-                                              AccDq& acc_dq) const {
-    constexpr int kHalves = 2 / Config::kStepDqSlices;  // in a slice
-    const int warp = thread / 32, lane = thread % 32;
-    float* const staged = storage.dq + place.stage * Config::kDqTile + (2 * warp + slice) * Config::kDqOfSlice;
-    if (!is_last_consumer()) {
-      if (slice == 0) storage.dq_sent[place.stage].wait(place.phase ^ 1);
-      stage_dq(acc_dq, staged, lane);
-      if (slice == Config::kStepDqSlices - 1) storage.dq_added[place.stage].arrive();
-      return;
-    }
-    if (slice == 0) storage.dq_added[place.stage].wait(place.phase);
-    add_staged_dq(acc_dq, staged, lane);
-    stage_dq(acc_dq, staged, lane);
-    fence_buffer();
-    __syncwarp();
-    if (is_first_lane()) {
-      if (is_deterministic() && slice == 0) {
-        wait_for_turn_at(at, tile, seen);
-        fence_before_additions();
-      }
-      float* const target = params.dq_accum_ptr + tile * Config::kDqTile;
-#pragma unroll
-      for (int i = 0; i < kHalves; ++i) {
-        reduce_bulk(target + Config::dq_place(4 * (slice + i) + warp, 0), staged + i * Config::kDqOfSlice,
-                    Config::kDqOfSlice);
-      }
-    }
-    __syncwarp();
-  }
-
-  // The sum of the step at `stage` has left.
-  __device__ __forceinline__ void free_sent_dq(int stage) const {
-    if (!is_last_consumer()) return;
-    wait_for_own_stores();
-    storage.dq_sent[stage].arrive();
-  }
-
   // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
   // keys is 0.
   __device__ __forceinline__ void start_head() const {
@@ -373,8 +330,6 @@ struct BwdMainloop {
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if constexpr (Config::kKeepsDq) {
       keep_dq(at, acc_dq);
-    } else if constexpr (Config::kOwnDq) {
-      send_own_dq(at, tile, slice, seen, acc_dq);
     } else if constexpr (Config::kDqStaged > 0) {
       float* const staged = storage.dq + warp * Config::kDqStaged;
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
@@ -406,14 +361,14 @@ struct BwdMainloop {
   // Staged additions of a step are complete behind the barrier of the next one, which hides the way to memory: there
   // one thread passes the turn. Each warp waits for its own before the barrier.
   __device__ __forceinline__ void complete_additions() const {
-    if (!is_deterministic() || (Config::kOwnDq && !is_last_consumer())) return;
+    if (!is_deterministic()) return;
     if (is_first_lane()) wait_for_additions();
     __syncwarp();
   }
 
   __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
     if (!is_deterministic()) return;
-    if (group == (Config::kOwnDq ? Config::kWarpGroups - 1 : 0) && thread == 0) {
+    if (group == 0 && thread == 0) {
       pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
     }
     __syncwarp();
@@ -435,7 +390,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void run() {
     const int count = walk.count();
     if (count == 0) return;
-    const int part = Config::kOwnDq ? group : 0;
+    const int part = Config::kKeepsDq ? group : 0;
     storage.k_full[part].wait(kv_phase);
     storage.v_full[part].wait(kv_phase);
     RowStep at = walk.start(), last = at;
@@ -446,14 +401,9 @@ struct BwdMainloop {
     }
     if constexpr (Config::kFreesKeysEarly) storage.kv_empty[part].arrive();
     if constexpr (Config::kSplitsKeys) complete_additions();
-    if constexpr (Config::kStagesDkInDq) wait_for_own_stores();  // the additions have left the buffer of dQ
-    if constexpr (Config::kSendsOwnDq) free_sent_dq(place.stage ^ 1);
-    if constexpr (Config::kOwnDq) {
-      wait_for_warpgroup();
-      if (Config::kKeepsDq && count == 1) wait_for_consumers();  // the next step may have the same rows
-    } else {
-      wait_for_consumers();
-    }
+    if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
+    wait_for_sharers();
+    if (Config::kKeepsDq && count == 1) wait_for_consumers();  // the next step may have the same rows
     if constexpr (Config::kSplitsKeys) pass_turn_of(last);
   }
 };

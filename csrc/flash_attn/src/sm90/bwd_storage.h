@@ -37,10 +37,10 @@ struct BwdStorage {
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage, dq_sent: the last one has
-  // done so too, and the sum has left. work_full: the loading warp, work_empty: all threads that read it.
+  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage. work_full: the loading
+  // warp, work_empty: all threads that read it.
   Barrier k_full[Config::kKeyParts], v_full[Config::kKeyParts], kv_empty[Config::kKeyParts];
-  Barrier dq_added[Config::kStages], dq_sent[Config::kStages];
+  Barrier dq_added[Config::kStages];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
@@ -48,22 +48,13 @@ struct BwdStorage {
 
   int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
 
-  // Tiles in which dK and dV wait to be stored. A consumer that shares no dS with the other one finds its rows where its
-  // part of dS is: chunk by chunk in the one buffer and the other, or at the beginning of its half of a buffer.
-  __device__ __forceinline__ Element* staged_dk(int group) {
-    if constexpr (Config::kStagesDkInDq) return reinterpret_cast<Element*>(dq);
-    if constexpr (Config::kStagesDkInDs) return Config::kOwnDq ? own_ds(1, group) : ds[0] + Config::kSmemKv;
-    return k;
+  // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS.
+  static_assert(!Config::kKeepsDq || Config::kSmemDs == Config::kSmemKv, "rows of keys are where theirs of dS^T are");
+  __device__ __forceinline__ Element* staged_dk() {
+    if constexpr (!Config::kFreesKeysEarly) return k;
+    return Config::kDkBesideDv ? ds[0] + Config::kSmemKv : reinterpret_cast<Element*>(dq);
   }
-  __device__ __forceinline__ Element* staged_dv(int group) {
-    if constexpr (!Config::kStagesDvInDs) return v;
-    return Config::kOwnDq ? own_ds(0, group) : ds[0];
-  }
-  __device__ __forceinline__ Element* own_ds(int buffer, int group) {
-    static_assert(!Config::kOwnDq || Config::kChunks == 1 || Config::kSmemDs == Config::kBlockN * Config::kChunkCols,
-                  "a chunk of dV in each buffer");
-    return ds[buffer] + group * 64 * (Config::kBlockM - Config::kChunkCols);
-  }
+  __device__ __forceinline__ Element* staged_dv() { return Config::kFreesKeysEarly ? ds[0] : v; }
 
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < Config::kKeyParts; ++i) {
@@ -77,7 +68,6 @@ struct BwdStorage {
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
       dq_added[i].init(128);
-      dq_sent[i].init(128);
       turn_added[i].init(Config::kConsumerWarps);
       turn_passed[i].init(1);
     }
