@@ -117,9 +117,10 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
-  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
-  int64_t dq_accum_size = 0;                     // floats
-  int* __restrict__ dq_turns_ptr = nullptr;      // deterministic: contributions to each tile so far; zeroed
+  float* __restrict__ dq_accum_ptr =
+      nullptr;                               // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
+  int64_t dq_accum_size = 0;                 // floats
+  int* __restrict__ dq_turns_ptr = nullptr;  // deterministic: contributions to each tile so far; zeroed
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be

@@ -89,8 +89,8 @@ struct BwdConfig {
   static constexpr int kDqStaged = kSplitsKeys && !kKeepsDq ? kDqOfSlice : 0;
   static constexpr int kDqInShared =  // floats
       kKeepsDq ? plan::kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;
-  // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have no
-  // room, through those of K and V.
+  // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have
+  // no room, through those of K and V.
   static constexpr bool kFreesKeysEarly = kSplitsKeys;
   static constexpr bool kDkBesideDv = kSmemDs >= kSmemKv;
   static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemKv && 2 * kDqInShared >= kSmemKv),

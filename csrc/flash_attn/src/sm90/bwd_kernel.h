@@ -13,7 +13,8 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2 };
 
-// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any more.
+// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
+// more.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
                                           const CUtensorMap& map, typename Config::Element* tile) {
@@ -100,9 +101,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
       });
     }
     if (!Config::kSplitsKeys && warp == kTurnWarp) {
-      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) {
-        pass_turns<Config>(launch.params, storage, block, place);
-      });
+      for_each_drawn_block(launch, storage,
+                           [&](const KeyBlock& block) { pass_turns<Config>(launch.params, storage, block, place); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

@@ -295,8 +295,7 @@ struct BwdMainloop {
 #pragma unroll
     for (int i = 0; i < size(pairs); i += 4) {
       Element* const piece = rows + piece_place(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
-      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
-                              *reinterpret_cast<uint128_t*>(piece));
+      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3), *reinterpret_cast<uint128_t*>(piece));
     }
     tma_store_fence();
     __syncwarp();
@@ -324,8 +323,7 @@ struct BwdMainloop {
   }
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
-  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen,
-                                         AccDq& acc_dq) const {
+  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) const {
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if constexpr (Config::kKeepsDq) {
