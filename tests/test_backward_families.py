@@ -74,6 +74,30 @@ def test_lengths(hopper, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):  # 
     check_both(Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal), hopper, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    "features",
+    ({}, {"causal": True}, {"window": (100, 20)}, {"window": (64, 0)}, {"sinks": True, "causal": True}),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, head_dim, dtype",
+    [
+        (512, 512, 64, DTYPE),
+        (449, 300, 64, DTYPE),
+        (64, 700, 64, DTYPE),
+        (257, 129, 40, DTYPE),
+        (300, 300, 64, "float16"),
+    ],
+)
+def test_heads_with_dq_in_shared_memory(hopper, monkeypatch, seqlen_q, seqlen_k, head_dim, dtype, features):  # noqa: F811
+    """Enough heads that each thread block takes whole ones, and more than one: it adds alone, in one order."""
+    problem = make_problem(Case(2, seqlen_q, seqlen_k, 132, 132, head_dim, dtype, **features), hopper)
+    first, dout, dlse, _ = gradients(problem, monkeypatch, "wgmma")
+    check_gradients(problem, dout, first, None, dlse)
+    again = gradients(problem, monkeypatch, "wgmma")[0]
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3]))
+
+
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_deterministic_twice(hopper, monkeypatch, head_dim):  # noqa: F811
     """More blocks of keys than multiprocessors; equal bits, within the criterion of the other order."""

@@ -53,6 +53,40 @@ void check_width() {
   }
 }
 
+// What was measured on an H200 (docs/tuning.md), and the limits of the kernel.
+void check_shared_dq() {
+  using flash::plan::BwdShape;
+  using flash::plan::prefers_shared_dq;
+  const BwdShape shape{false, true, 32, 32, 32, 512, 512, 64, 132};
+  auto changed = [&](auto change) {
+    BwdShape other = shape;
+    change(other);
+    return prefers_shared_dq(other);
+  };
+  check::that(prefers_shared_dq(shape), "short sequences");
+  check::that(changed([](BwdShape& s) { s.seqlen_k = 5000; }), "as many keys as there are");
+  check::that(changed([](BwdShape& s) { s.batch = 4, s.heads = s.heads_k = 33; }), "one head each");
+  check::that(!changed([](BwdShape& s) { s.seqlen_q = 513; }), "rows");
+  check::that(!changed([](BwdShape& s) { s.seqlen_q = 0; }), "no rows");
+  check::that(!changed([](BwdShape& s) { s.seqlen_k = 0; }), "no keys");
+  check::that(!changed([](BwdShape& s) { s.heads_k = 8; }), "groups");
+  check::that(!changed([](BwdShape& s) { s.head_dim = 65; }), "head dim");
+  check::that(!changed([](BwdShape& s) { s.is_varlen = true; }), "packed");
+  check::that(!changed([](BwdShape& s) { s.is_plain = false; }), "modifiers");
+  check::that(!changed([](BwdShape& s) { s.batch = 1; }), "idle multiprocessors");
+  check::that(!changed([](BwdShape& s) { s.batch = 1, s.heads = s.heads_k = 133; }), "a second round for one head");
+}
+
+void check_running() {
+  using flash::plan::running_key_blocks;
+  constexpr int64_t kMegabyte = 1 << 20;
+  check::that(running_key_blocks(false, 8, kMegabyte, 132) == 16, "not deterministic");
+  check::that(running_key_blocks(true, 8, kMegabyte / 2, 132) == 2, "few row blocks");
+  check::that(running_key_blocks(true, 8, kMegabyte, 132) == 4, "large heads");
+  check::that(running_key_blocks(true, 32, 2 * kMegabyte, 132) == 8, "many row blocks");
+  check::that(running_key_blocks(true, 1 << 20, int64_t{1} << 40, 132) == 16, "long sequences");
+}
+
 void check_walk() {
   const int64_t row_stride = 1 << 20, head_stride = 7;
   for (int begin = 0; begin <= 3; ++begin) {
@@ -268,6 +302,8 @@ void check_simulations() {
 int main() {
   check_interleaving();
   check_width();
+  check_shared_dq();
+  check_running();
   check_walk();
   check_simulations();
   return check::report();
