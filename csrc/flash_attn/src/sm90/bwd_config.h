@@ -101,7 +101,7 @@ struct BwdConfig {
   // warp's floats of it stand in the fp32 tile.
   CUTE_HOST_DEVICE static constexpr int dq_row_share(int group) { return kSplitsDqRows ? group : 0; }
   CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) {
-    return kSplitsDqRows ? 0 : group * kDqSlices + slice;
+    return kSplitsDqRows || kKeepsDq ? 0 : group * kDqSlices + slice;
   }
   CUTE_HOST_DEVICE static constexpr int dq_place(int warp, int slice) {
     return (warp * kDqSlices + slice) * kDqOfSlice;
