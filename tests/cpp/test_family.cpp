@@ -100,6 +100,16 @@ void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
               "two consumers", tile.head_dim);
 }
 
+// The same with dQ of all rows, and no bytes to spare for the sanitizers.
+void check_shared_dq_tile() {
+  constexpr flash::plan::Sm90BwdTile tile = flash::plan::kSm90SharedDqTile;
+  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 512;
+  const int bytes = 2 * tile.head_dim * (2 * tile.block_n + 2 * tile.stages * tile.block_m) +
+                    2 * 2 * tile.block_m * tile.block_n + 4 * flash::plan::kSharedDqRows * tile.head_dim +
+                    2 * 4 * tile.stages * tile.block_m;
+  check::that(bytes + kBarrierBytes <= kSmemBytes, "shared memory of the backward with dQ", bytes);
+}
+
 void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
   constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;  // of a team
   check::that(tile.head_dim == head_dim, "the head dims of both families are the same", tile.head_dim, head_dim);
@@ -121,6 +131,7 @@ int main() {
   check_split();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
+  check_shared_dq_tile();
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {
     int index = flash::plan::kSm90FirstHeadDim;
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);

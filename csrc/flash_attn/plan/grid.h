@@ -80,20 +80,16 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 
 // How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
 // to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
-// head with few row blocks is better off with few of them, as long as the rows of all heads that advance together stay
-// in the L2 cache. head_bytes: what the blocks of keys of a head share of Q, dO and the fp32 dQ.
+// head with few row blocks is better off with few of them; with fewer than four of 64 keys, whose heads are wide, the
+// rows of all heads that advance together leave the L2 cache. `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
-constexpr int kFewestRunningKeyBlocks = 2;
 constexpr int kStepsPerRunningKeyBlock = 4;
-constexpr int64_t kRunningBytes = 40 << 20;
 
-constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks, int64_t head_bytes,
-                                 int64_t resident_blocks) {
-  const int64_t late = row_blocks / kStepsPerRunningKeyBlock;
-  const int64_t cached = (resident_blocks * head_bytes + kRunningBytes - 1) / kRunningBytes;
-  const int64_t wanted = late > cached ? late : cached;
+constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks, int block_n) {
+  const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
+  const int fewest = block_n <= 64 ? 4 : 2;
   return !is_deterministic || wanted > kRunningKeyBlocks ? kRunningKeyBlocks
-         : wanted < kFewestRunningKeyBlocks              ? kFewestRunningKeyBlocks
+         : wanted < fewest                               ? fewest
                                                          : static_cast<int>(wanted);
 }
 
