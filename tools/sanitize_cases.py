@@ -47,6 +47,10 @@ CASES = (
     Case(4, 3, 1200, 8, 2, 64, "float16", causal=True, kind="packed", page_size=16),
     Case(1, 129, 100, 2, 1, 64, "float16", causal=True, dropout=0.17),
     Case(2, 65, 130, 2, 2, 128, "bfloat16", dropout=0.5, kind="packed"),
+    Case(2, 130, 257, 2, 1, 192, "bfloat16", causal=True, head_dim_v=128),
+    Case(1, 65, 129, 2, 2, 64, "float16", head_dim_v=96),
+    # More heads than an H200 has multiprocessors, of few rows: dQ summed up in shared memory.
+    Case(2, 130, 200, 70, 70, 64, "bfloat16", causal=True),
     # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.
     Case(1, 1100, 300, 24, 24, 64, "float16", causal=True),
     Case(3, 380, 400, 24, 12, 128, "bfloat16", window=(100, 30), softcap=15.0),
@@ -54,6 +58,10 @@ CASES = (
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
 )
+
+
+def nan_output(q, v):
+    return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
 class NanOutputs:
@@ -66,7 +74,7 @@ class NanOutputs:
         function = getattr(self.backend, name)
         if name not in ("fwd", "varlen_fwd"):
             return function
-        return lambda q, k, v, out, *rest: function(q, k, v, q.new_full(q.shape, float("nan")), *rest)
+        return lambda q, k, v, out, *rest: function(q, k, v, nan_output(q, v), *rest)
 
 
 class NanOutputBackends:
