@@ -10,9 +10,10 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
-head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA pads the
-             narrower of q, k and v with zeros: that costs a copy, and the time of the larger head dim for both. A
-             forward on Hopper with 192 and 128, without dropout, softcap and ALiBi, does not.
+head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
+             time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with dropout, softcap
+             or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
+             many keys, the narrower of q, k and v is padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
 masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).

@@ -177,7 +177,9 @@ def test_the_tree_has_every_instantiation():
         (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
     }
     assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
-        (f"flash_fwd_hdim192_128_{t}_sm90", f"Dtype::{name}, 192, 128") for t, name in kernel_manifest.DTYPES.items()
+        (f"flash_{direction}_hdim192_128_{t}_sm90", f"Dtype::{name}, 192, 128")
+        for direction in ("fwd", "bwd")
+        for t, name in kernel_manifest.DTYPES.items()
     }
 
 

@@ -86,14 +86,21 @@ def test_slices_of_wider_tensors(device, head_dims):
     assert (surrounding[..., :3] == 7.0).all() and (surrounding[..., 3 + d_v :] == 7.0).all()
 
 
-@pytest.mark.parametrize("head_dims", [(192, 128), (32, 72)])
+def among_nan(tensor):
+    """The same values in the middle columns of a wider tensor."""
+    wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 16), float("nan"))
+    wide[..., 8:-8] = tensor
+    return wide[..., 8:-8]
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (136, 72), (32, 72), (128, 64), (256, 40)])
 @pytest.mark.parametrize("kind", ("dense", "packed"))
 def test_gradients_into_given_tensors(device, head_dims, kind):
     case = Case(2, 90, 140, 4, 2, head_dims[0], DTYPE, causal=True, kind=kind, head_dim_v=head_dims[1])
     problem = make_problem(case, device)
-    tensors = (problem.q, problem.k, problem.v)
     out, lse, _ = run(problem)
-    dout = torch.randn_like(out)
+    tensors = tuple(among_nan(x) for x in (problem.q, problem.k, problem.v))
+    out, dout = among_nan(out), among_nan(torch.randn_like(out))
     surrounding = [torch.full((*x.shape[:-1], x.shape[-1] + 8), 7.0, device=device, dtype=x.dtype) for x in tensors]
     grads = [x[..., 8:] for x in surrounding]
     scale = head_dims[0] ** -0.5
@@ -221,7 +228,7 @@ def test_caches_have_one_head_dim(device):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("head_dims", [(192, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("head_dims", [(192, 128), (136, 72), (128, 64), (64, 128), (96, 256)])
 def test_families(hopper, run_family, monkeypatch, head_dims, features):  # noqa: F811
     case = Case(2, 333, 401, 4, 2, head_dims[0], DTYPE, head_dim_v=head_dims[1], **features)
     check_both(make_problem(case, hopper), run_family)

@@ -85,6 +85,7 @@ inline void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, co
   params.h_k = static_cast<int>(k.size(-2));
   params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
   params.d = static_cast<int>(q.size(-1));
+  params.d_v = static_cast<int>(v.size(-1));
   params.seqlen_q = static_cast<int>(q.size(-3));
   params.seqlen_k = static_cast<int>(k.size(-3));
   params.device = q.device().index();

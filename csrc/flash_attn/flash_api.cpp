@@ -34,7 +34,12 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 // ---- V of another head dim than Q and K ----
 
-// Columns that both are given. Zeros there add nothing to Q K^T, and make columns of O that nobody wants.
+// The wgmma family takes V and O as they are, if their rows consist of whole 16-byte chunks.
+bool takes_value_dim(plan::Family family, const at::Tensor& v) {
+  return family == plan::Family::kWgmma && v.size(-1) % 8 == 0;
+}
+
+// Columns that both are given elsewhere. Zeros there add nothing to Q K^T, and make columns of O that nobody wants.
 int64_t common_head_dim(const at::Tensor& q, const at::Tensor& v) {
   return round_up(std::max(q.size(-1), v.size(-1)), 8);
 }
@@ -98,9 +103,6 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
     return widened_forward(sequences, q, k, v, out_, lse_shape, scores, p_dropout, return_softmax, gen,
                            return_max_logit);
   };
-  if (!one_head_dim && (p_dropout > 0.0 || !plan::wgmma_serves_value_dim(q.size(-1), v.size(-1)))) {
-    return widened_call();
-  }
   Flash_fwd_params params = sequences;
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
   const bool direct = out_.has_value() && is_aligned(*out_);
@@ -124,20 +126,17 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
   if (return_max_logit) results.push_back(allocate_max_logit(params, lse.options()));
   if (launches) {
     set_params_dropout(params, p_dropout);
+    const plan::Family family = choose_family(params);
+    if (!one_head_dim && !takes_value_dim(family, v)) return widened_call();
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
     at::Tensor own_counter;
     const bool uneven = params.window.right != kUnbounded || params.is_varlen();
-    const plan::Family family = choose_family(params);
     if (uneven && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
-    if (!one_head_dim) {
-      const cudaError_t status = run_mha_fwd_value_dim(family, params, q);
-      if (status == cudaErrorNotSupported) return widened_call();
-      check_launch(status, "flash_fwd_kernel", q);
-    } else if (family == plan::Family::kSplitKv) {
+    if (family == plan::Family::kSplitKv) {
       check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
-    } else {
-      run_mha_fwd(family, params, q);
+    } else if (!run_mha_fwd(family, params, q)) {
+      return widened_call();
     }
   }
   if (out_.has_value() && !direct) {
@@ -152,8 +151,14 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_family(plan::Family family, const Flash_bwd_params& params, cudaStream_t stream) {
   if (family == plan::Family::kMmaSync) return run_mha_bwd_<kDtype, kHeadDim>(params, stream);
+  constexpr plan::Sm90BwdTile kPair = plan::kSm90BwdValueDimTile;
+  if constexpr (kHeadDim == kPair.head_dim) {
+    if (plan::is_value_dim_pair(params.d, params.d_v)) {
+      return run_mha_bwd_wgmma_<kDtype, kPair.head_dim, kPair.value_dim()>(params, stream);
+    }
+  }
   if constexpr (kHeadDim > 32) {
-    return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim).head_dim>(params, stream);
+    return run_mha_bwd_wgmma_<kDtype, plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim>(params, stream);
   }
   return cudaErrorNotSupported;
 }
@@ -176,7 +181,7 @@ bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
   const bool is_plain = !params.has_dropout && !params.has_score_mod;
   return family == plan::Family::kWgmma &&
          plan::prefers_shared_dq({params.is_varlen(), is_plain, params.b, params.h, params.h_k, params.seqlen_q,
-                                  params.seqlen_k, params.d, params.multiprocessors});
+                                  params.seqlen_k, params.max_head_dim(), params.multiprocessors});
 }
 
 // The launches of one family, unless it sums up dQ in shared memory with fp32 accumulators of dQ, one tile for each
@@ -184,7 +189,7 @@ bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   at::Tensor dq_accum, turns;
   if (!sums_dq_in_shared(family, params)) {
-    const plan::DqTile tile = plan::dq_tile(family, params.d);
+    const plan::DqTile tile = plan::dq_tile(family, params.d, params.d_v);
     const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
     dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
     params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
@@ -198,18 +203,20 @@ cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const
   if (family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
-    return HEADDIM_SWITCH(params.d, [&] { return run_mha_bwd_family<kDtype, kHeadDim>(family, params, stream); });
+    return HEADDIM_SWITCH(params.max_head_dim(),
+                          [&] { return run_mha_bwd_family<kDtype, kHeadDim>(family, params, stream); });
   });
 }
 
-void run_mha_bwd(Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
-  const plan::Family family =
-      plan::choose_backward_family(compute_capability(params.device), params.d, forced_family());
+// False: the head dims differ and the family does not serve them; nothing was launched.
+bool run_mha_bwd(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
   cudaError_t status = launch_backward(family, params, q, deterministic);
+  if (status == cudaErrorNotSupported && params.d != params.d_v) return false;
   if (status == cudaErrorNotSupported && family == plan::Family::kWgmma) {
     status = launch_backward(plan::Family::kMmaSync, params, q, deterministic);
   }
   check_launch(status, "flash_bwd_kernel", q);
+  return true;
 }
 
 // Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
@@ -242,25 +249,43 @@ void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::
   if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
 
-std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradients, const at::Tensor& q,
+std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradients& gradients, const at::Tensor& q,
+                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                                 const Scores& scores, double p_dropout, bool deterministic,
+                                 const OptionalTensor& rng_state);
+
+// The same with q, k and v of one head dim.
+std::vector<at::Tensor> widened_backward(const Flash_bwd_params& sequences, const Gradients& gradients,
+                                         const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                         const at::Tensor& out, const at::Tensor& lse, const Scores& scores,
+                                         double p_dropout, bool deterministic, const OptionalTensor& rng_state) {
+  const int64_t wide = common_head_dim(q, v);
+  auto direct = [wide](const OptionalTensor& given, const at::Tensor& forward) {
+    return forward.size(-1) == wide ? given : std::nullopt;
+  };
+  const at::Tensor dout = widened(gradients.dout, wide);
+  const OptionalTensor dq = direct(gradients.dq, q), dk = direct(gradients.dk, k), dv = direct(gradients.dv, v);
+  std::vector<at::Tensor> results =
+      backward(sequences, {dout, gradients.dlse, dq, dk, dv}, widened(q, wide), widened(k, wide), widened(v, wide),
+               widened(out, wide), lse, scores, p_dropout, deterministic, rng_state);
+  results[0] = narrowed(results[0], q.size(-1), gradients.dq);
+  results[1] = narrowed(results[1], k.size(-1), gradients.dk);
+  results[2] = narrowed(results[2], v.size(-1), gradients.dv);
+  return results;
+}
+
+std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradients& gradients, const at::Tensor& q,
                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                  const Scores& scores, double p_dropout, bool deterministic,
                                  const OptionalTensor& rng_state) {
-  if (v.size(-1) != q.size(-1)) {
-    const int64_t wide = common_head_dim(q, v);
-    auto direct = [wide](const OptionalTensor& given, const at::Tensor& forward) {
-      return forward.size(-1) == wide ? given : std::nullopt;
-    };
-    const at::Tensor dout = widened(gradients.dout, wide);
-    const OptionalTensor dq = direct(gradients.dq, q), dk = direct(gradients.dk, k), dv = direct(gradients.dv, v);
-    std::vector<at::Tensor> results =
-        backward(params, {dout, gradients.dlse, dq, dk, dv}, widened(q, wide), widened(k, wide), widened(v, wide),
-                 widened(out, wide), lse, scores, p_dropout, deterministic, rng_state);
-    results[0] = narrowed(results[0], q.size(-1), gradients.dq);
-    results[1] = narrowed(results[1], k.size(-1), gradients.dk);
-    results[2] = narrowed(results[2], v.size(-1), gradients.dv);
-    return results;
-  }
+  auto widened_call = [&] {
+    return widened_backward(sequences, gradients, q, k, v, out, lse, scores, p_dropout, deterministic, rng_state);
+  };
+  const int head_dim = static_cast<int>(std::max(q.size(-1), v.size(-1)));
+  const plan::Family family =
+      plan::choose_backward_family(compute_capability(q.device().index()), head_dim, forced_family());
+  if (v.size(-1) != q.size(-1) && !takes_value_dim(family, v)) return widened_call();
+  Flash_bwd_params params = sequences;
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
                    dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous(),
                    dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
@@ -284,7 +309,7 @@ std::vector<at::Tensor> backward(Flash_bwd_params params, const Gradients& gradi
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   at::Tensor dsinks;
   if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, q);
-  run_mha_bwd(params, q, deterministic);
+  if (!run_mha_bwd(family, params, q, deterministic)) return widened_call();
   dq.finish();
   dk.finish();
   dv.finish();

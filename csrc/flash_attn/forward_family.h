@@ -36,7 +36,7 @@ inline Visibility mean_sequence(const Flash_fwd_params& params) {
 inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
-  query.head_dim = params.d;
+  query.head_dim = params.max_head_dim();
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   query.keys = mean_keys(params);
   query.multiprocessors = params.multiprocessors;
@@ -46,7 +46,8 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.may_split = !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
                     static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio <= kMaxLength;
   query.split_rows = static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio;
-  query.split_tiles = static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(params.d, query.split_rows);
+  query.split_tiles =
+      static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(query.head_dim, query.split_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
   return query;
 }
@@ -57,40 +58,43 @@ inline plan::Family choose_family(const Flash_fwd_params& params) {
   return plan::choose_family(family_query(params), forced_family());
 }
 
-// Where V and O have another head dim than Q and K. cudaErrorNotSupported: no kernel for that, nothing was launched.
-inline cudaError_t run_mha_fwd_value_dim(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
-  if (family != plan::Family::kWgmma || params.has_score_mod) return cudaErrorNotSupported;
-  constexpr plan::Sm90FwdTile kTile = plan::kSm90ValueDimTile;
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  return FP16_SWITCH(q.scalar_type() == at::kHalf,
-                     [&] { return run_mha_fwd_wgmma_<kDtype, kTile.head_dim, kTile.value_dim()>(params, stream); });
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_wgmma(const Flash_fwd_params& params, cudaStream_t stream) {
+  constexpr plan::Sm90FwdTile kPair = plan::kSm90ValueDimTile;
+  if constexpr (kHeadDim == kPair.head_dim) {
+    if (plan::is_value_dim_pair(params.d, params.d_v)) {
+      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kPair.head_dim, kPair.value_dim()>(params, stream);
+      if (status != cudaErrorNotSupported) return status;
+    }
+  }
+  if constexpr (kHeadDim > 32) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
+  return cudaErrorNotSupported;
 }
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
-  if constexpr (kHeadDim > 32) {
-    if (family == plan::Family::kWgmma) {
-      const cudaError_t status = run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
-      if (status != cudaErrorNotSupported) return status;
-    }
+  if (family == plan::Family::kWgmma) {
+    const cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(params, stream);
+    if (status != cudaErrorNotSupported) return status;
   }
-  return run_mha_fwd_<kDtype, kHeadDim>(params, stream);
+  return params.d == params.d_v ? run_mha_fwd_<kDtype, kHeadDim>(params, stream) : cudaErrorNotSupported;
 }
 
-inline void run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
+// False: the head dims differ and the family does not serve them; nothing was launched.
+inline bool run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
-  check_launch(FP16_SWITCH(is_fp16,
-                           [&] {
-                             return HEADDIM_SWITCH(params.d, [&] {
-                               return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream);
-                             });
-                           }),
-               "flash_fwd_kernel", q);
+  const cudaError_t status = FP16_SWITCH(is_fp16, [&] {
+    return HEADDIM_SWITCH(params.max_head_dim(),
+                          [&] { return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream); });
+  });
+  if (status == cudaErrorNotSupported && params.d != params.d_v) return false;
+  check_launch(status, "flash_fwd_kernel", q);
   if (params.p_ptr != nullptr) {
     check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
                  "dropout_probs_kernel", q);
   }
+  return true;
 }
 
 }  // namespace flash

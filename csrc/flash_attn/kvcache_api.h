@@ -60,7 +60,7 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.h_k = static_cast<int>(sizes.heads_k);
   params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
   params.group = FastDiv(std::max(params.h_h_k_ratio, 1));
-  params.d = static_cast<int>(sizes.head_dim);
+  params.d = params.d_v = static_cast<int>(sizes.head_dim);
   params.seqlen_q = static_cast<int>(sizes.seqlen_q);
   params.seqlen_new = static_cast<int>(sizes.seqlen_new);
   params.capacity = static_cast<int>(sizes.capacity);

@@ -81,7 +81,7 @@ void check_backward_choice() {
                   head_dim);
       check::that(choose_backward_family(capability, head_dim, "mma_sync") == Family::kMmaSync, "backward, mma_sync",
                   capability, head_dim);
-      const auto tile = flash::plan::dq_tile(expected, head_dim);
+      const auto tile = flash::plan::dq_tile(expected, head_dim, head_dim);
       check::that(tile.head_dim >= head_dim && (tile.block_m == 64 || tile.block_m == 128), "dQ tile", head_dim,
                   tile.block_m);
     }
@@ -93,7 +93,7 @@ void check_backward_choice() {
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
   const int dq_bytes = tile.block_n == 128 ? 4 * tile.block_m * tile.head_dim : 0;
-  const int bytes = 2 * tile.head_dim * (2 * tile.block_n + 2 * tile.stages * tile.block_m) +
+  const int bytes = 2 * (tile.head_dim + tile.value_dim()) * (tile.block_n + tile.stages * tile.block_m) +
                     2 * 2 * tile.block_m * tile.block_n + dq_bytes + 2 * 4 * tile.stages * tile.block_m;
   check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);
   check::that((tile.block_n == 128 || tile.block_n == 64) && (tile.block_m == 64 || tile.block_m == 128),
@@ -124,6 +124,22 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
   check::that(tile.teams * team_bytes <= kSmemBytes, "shared memory", head_dim, tile.teams, team_bytes);
 }
 
+void check_value_dims() {
+  using flash::plan::is_value_dim_pair;
+  for (int head_dim : {129, 136, 160, 192}) {
+    for (int value_dim : {1, 64, 128}) check::that(is_value_dim_pair(head_dim, value_dim), "pair", head_dim, value_dim);
+    for (int value_dim : {129, 192, 256})
+      check::that(!is_value_dim_pair(head_dim, value_dim), "no pair", head_dim, value_dim);
+  }
+  for (int head_dim : {64, 128, 193, 256}) check::that(!is_value_dim_pair(head_dim, 64), "no pair", head_dim);
+  for (int head_dim : {8, 64, 128, 192, 256}) {
+    for (int value_dim : {8, 64, 128, 192, 256}) {
+      const auto tile = flash::plan::sm90_bwd_tile(head_dim, value_dim);
+      check::that(tile.head_dim >= head_dim && tile.value_dim() >= value_dim, "backward", head_dim, value_dim);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -137,9 +153,8 @@ int main() {
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
   }
   check_tile(flash::plan::kSm90ValueDimTile, 192);
-  check::that(flash::plan::wgmma_serves_value_dim(192, 128), "a kernel of its own");
-  check::that(!flash::plan::wgmma_serves_value_dim(192, 192) && !flash::plan::wgmma_serves_value_dim(128, 192),
-              "the others are widened");
+  check_backward_tile(flash::plan::kSm90BwdValueDimTile);
+  check_value_dims();
   for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
     const auto tile = flash::plan::sm90_fwd_tile(head_dim, flash::plan::FwdVariant::kPlain);
     check::that(tile.head_dim == flash::plan::fwd_tile(head_dim, flash::plan::FwdVariant::kPlain).head_dim,

@@ -34,11 +34,6 @@ constexpr bool wgmma_serves(int capability, int head_dim) { return capability ==
 
 constexpr bool wgmma_serves(const FamilyQuery& query) { return wgmma_serves(query.capability, query.head_dim); }
 
-// V and O of another head dim than Q and K, without dropout and score modifiers; elsewhere the binding widens them.
-constexpr bool wgmma_serves_value_dim(int64_t head_dim, int64_t value_dim) {
-  return head_dim == kSm90ValueDimTile.head_dim && value_dim == kSm90ValueDimTile.value_dim();
-}
-
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
 constexpr int kSmallKeys = 512;
 constexpr int kSmallHeadDim = 128;
@@ -92,8 +87,11 @@ struct DqTile {
   int head_dim;
 };
 
-constexpr DqTile dq_tile(Family family, int head_dim) {
-  if (family == Family::kWgmma) return {sm90_bwd_tile(head_dim).block_m, sm90_bwd_tile(head_dim).head_dim};
+constexpr DqTile dq_tile(Family family, int head_dim, int value_dim) {
+  if (family == Family::kWgmma) {
+    const Sm90BwdTile tile = sm90_bwd_tile(head_dim, value_dim);
+    return {tile.block_m, tile.head_dim};
+  }
   return {bwd_tile(head_dim).block_m, bwd_tile(head_dim).head_dim};
 }
 

@@ -118,7 +118,7 @@ struct BwdShape {
 constexpr bool prefers_shared_dq(const BwdShape& shape) {
   if (shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
   if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;
-  if (sm90_bwd_tile(shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
+  if (sm90_bwd_tile(shape.head_dim, shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
   const int64_t heads = shape.batch * shape.heads, multiprocessors = shape.multiprocessors;
   if (heads > kMaxGridBlocks) return false;
   const int64_t key_blocks = (shape.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;

@@ -124,8 +124,9 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     },
 };
 
-// The one pair of head dims of Q and K, and of V and O, that has a kernel of its own, kPlain (docs/tuning.md).
-constexpr Sm90FwdTile kSm90ValueDimTile = {192, 128, 128, 2, 1, false, 1, 128};
+// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
+// kernels of the greater one.
+constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_KV_STAGES)
@@ -192,6 +193,9 @@ struct Sm90BwdTile {
   int block_m;  // query rows per step; with 64 the consumers share dQ by columns, with 128 by rows
   int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
   int stages;   // shared memory buffers of Q and of dO
+  int head_dim_v = 0;  // of V and O; 0: head_dim
+
+  constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
 constexpr int kNumSm90BwdTiles = 3;
@@ -206,10 +210,21 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
-// The tile of the smallest head dim that holds `head_dim`.
-constexpr Sm90BwdTile sm90_bwd_tile(int head_dim) {
+constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128};
+
+// Whether the tiles of a value dim of their own, which are of one pair, serve a pair of head dims.
+constexpr bool is_value_dim_pair(int head_dim, int value_dim) {
+  constexpr int kHeadDim = kSm90ValueDimTile.head_dim, kValueDim = kSm90ValueDimTile.value_dim();
+  static_assert(kSm90BwdValueDimTile.head_dim == kHeadDim && kSm90BwdValueDimTile.value_dim() == kValueDim);
+  return kValueDim < head_dim && head_dim <= kHeadDim && value_dim <= kValueDim;
+}
+
+// The tile of the smallest head dim that holds both.
+constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim) {
+  if (is_value_dim_pair(head_dim, value_dim)) return kSm90BwdValueDimTile;
+  const int wide = head_dim > value_dim ? head_dim : value_dim;
   int index = 0;
-  while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < head_dim) ++index;
+  while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < wide) ++index;
   return kSm90BwdTiles[index];
 }
 

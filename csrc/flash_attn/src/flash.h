@@ -73,8 +73,8 @@ struct Flash_fwd_params {
   void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
   MatrixStrides q_strides, k_strides, v_strides, o_strides;
 
-  int b = 0, h = 0, h_k = 0, h_h_k_ratio = 1, d = 0;
-  int seqlen_q = 0, seqlen_k = 0;  // dense: the lengths; varlen: total_q, total_k
+  int b = 0, h = 0, h_k = 0, h_h_k_ratio = 1, d = 0;  // d: head dim of Q and K
+  int seqlen_q = 0, seqlen_k = 0;                     // dense: the lengths; varlen: total_q, total_k
   int p_rows = 0, p_cols = 0;
 
   Window window;
@@ -93,6 +93,7 @@ struct Flash_fwd_params {
   Varlen varlen;
   PagedKv paged;
   bool has_dropout = false;
+  int d_v = 0;  // head dim of V and O; in padding, so that no other parameter moves
   Dropout dropout;
 
   int* tile_counter_ptr = nullptr;  // one int, 0 at the start of a launch, which leaves it 0; null: none at hand
@@ -100,6 +101,7 @@ struct Flash_fwd_params {
   int device = 0;
   int multiprocessors = 0;
 
+  FLASH_HOST_DEVICE int max_head_dim() const { return d > d_v ? d : d_v; }
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
   FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.cached_keys != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
@@ -124,22 +126,22 @@ struct Flash_bwd_params : Flash_fwd_params {
 };
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
-// params.device; returns the launch status.
+// params.device; returns the launch status. All head dims are the same.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
 // The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
-// does not serve this call, or is not in this build; nothing was launched. V and O have kHeadDimV columns where that is
-// not kHeadDim, and Q and K exactly kHeadDim; without dropout and has_score_mod.
+// does not serve this call, or is not in this build; nothing was launched. Q and K have up to kHeadDim columns, V and O
+// up to kHeadDimV; where that is another, without dropout and has_score_mod.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
-// The same by the wgmma family, for head dims of plan::kSm90BwdTiles; the dQ tiles are that family's too, or none where
-// plan::prefers_shared_dq().
-template <Dtype kDtype, int kHeadDim>
+// The same by the wgmma family, for head dims of plan::sm90_bwd_tile(); the dQ tiles are that family's too, or none
+// where plan::prefers_shared_dq().
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
 
 // softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.

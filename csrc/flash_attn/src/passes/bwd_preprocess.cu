@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, block)) return;
   int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
-  while (lanes * kChunk < params.d) lanes *= 2;
+  while (lanes * kChunk < params.d_v) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kChunk;
   auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {
     return static_cast<const uint16_t*>(data) +
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
-    if (row < block.row_end && col < params.d) {
+    if (row < block.row_end && col < params.d_v) {
       sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }

@@ -1,4 +1,4 @@
-// Everything the wgmma backward derives from (dtype, head dim, variant): tile, MMAs, shared layouts, registers.
+// Everything the wgmma backward derives from (dtype, head dims, variant): tile, MMAs, shared layouts, registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -20,13 +20,16 @@ enum class BwdVariant { kPlain, kGeneral };
 // they share rows, and nothing else.
 enum class DqPlace { kGlobal, kShared };
 
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal>
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal,
+          int kHeadDimV_ = kHeadDim_>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
   static constexpr bool kKeepsDq = kDqPlace == DqPlace::kShared;
-  static constexpr plan::Sm90BwdTile kTile = kKeepsDq ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_);
+  static constexpr plan::Sm90BwdTile kTile =
+      kKeepsDq ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
   static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
@@ -51,27 +54,33 @@ struct BwdConfig {
   // Keys are the rows of S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are A operands in registers:
   // dV += P^T dO, dK += dS^T Q.
   using MmaSdP = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockM>, kK, kK>())>;
-  static constexpr int kDkvCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
-  using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kDkvCols>, kK, kMn>())>;
+  static constexpr int kDkCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDvCols = kSplitsKeys ? kHeadDimV : kHeadDimV / 2;
+  template <int kCols>
+  using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kCols>, kK, kMn>())>;
   // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns, a slice at a time. With
   // dQ in shared memory it has all of both, of its own keys, so that neither waits for the other's dS.
   static constexpr bool kSplitsDqRows = kBlockM == 128;
-  static constexpr int kDqSlices = kSplitsKeys ? 1 : 2;
+  static constexpr int kDqSlices = !kSplitsKeys && kHeadDim % 256 == 0 ? 2 : 1;
   static constexpr int kDqCols = (kSplitsDqRows || kKeepsDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
   static constexpr int kDqKeys = kKeepsDq ? 64 : kBlockN;
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
-  // A tile is a row of chunks of 64 columns, as a TMA box writes them: rows of 128 bytes, swizzled.
-  static constexpr int kChunkCols = 64;
-  static constexpr int kChunks = kHeadDim / kChunkCols;
+  // A tile is a row of chunks of columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled. A consumer's
+  // share of the columns is a whole number of chunks.
+  static constexpr int kChunkCols = kDkCols % 64 == 0 && kDvCols % 64 == 0 ? 64 : 32;
+  using KMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                         cute::GMMA::Layout_MN_SW64_Atom<Element>>;
   template <int kRows, int kCols>
-  using Tile = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                            cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
+  using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
   // The transpose of the same bytes.
   template <int kRows, int kCols>
-  using TransposedTile = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                      cute::Shape<cute::Int<kCols>, cute::Int<kRows>>{},
+  using TransposedTile = decltype(cute::tile_to_shape(MnMajorAtom{}, cute::Shape<cute::Int<kCols>, cute::Int<kRows>>{},
                                                       cute::Step<cute::_2, cute::_1>{}));
+  // V and dO have the first columns of the layouts of K and Q.
+  static_assert(kHeadDimV <= kHeadDim);
   using SmemLayoutKv = Tile<kBlockN, kHeadDim>;
   using SmemLayoutKt = TransposedTile<kBlockN, kHeadDim>;
   using SmemLayoutQ = Tile<kBlockM, kHeadDim>;  // and dO, and dQ of the conversion
@@ -79,7 +88,9 @@ struct BwdConfig {
   using SmemLayoutDs = Tile<kBlockM, kBlockN>;
   using SmemLayoutDst = TransposedTile<kBlockM, kBlockN>;  // dS^T
   static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
-  static constexpr int kSmemKv = kBlockN * kHeadDim;
+  static constexpr int kSmemDo = kBlockM * kHeadDimV;
+  static constexpr int kSmemK = kBlockN * kHeadDim;
+  static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
   static constexpr int kKeyParts = kKeepsDq ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
   static constexpr int kDqTile = kBlockM * kHeadDim;            // floats
@@ -92,8 +103,8 @@ struct BwdConfig {
   // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have
   // no room, through those of K and V.
   static constexpr bool kFreesKeysEarly = kSplitsKeys;
-  static constexpr bool kDkBesideDv = kSmemDs >= kSmemKv;
-  static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemKv && 2 * kDqInShared >= kSmemKv),
+  static constexpr bool kDkBesideDv = kSmemDs >= kSmemK;
+  static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemV && 2 * kDqInShared >= kSmemK),
                 "dV has the room of both dS, dK that of dQ");
   using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
 

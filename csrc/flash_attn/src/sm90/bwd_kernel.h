@@ -15,7 +15,7 @@ enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2 };
 
 // This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
 // more.
-template <class Config, class Accumulator>
+template <int kCols, class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
                                           const CUtensorMap& map, typename Config::Element* tile) {
   using namespace cute;
@@ -24,15 +24,16 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   const KeyBlock& block = mainloop.block;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
-  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDkv{}).get_thread_slice(mainloop.thread);
+  const auto store =
+      make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
-  auto staged = mainloop.template own_keys<Config::kDkvCols>(tile, mainloop.column_share());
+  auto staged = mainloop.template own_keys<kCols>(tile, mainloop.column_share());
   copy(Store{}, store.retile_S(values), store.partition_D(staged));
   tma_store_fence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   const int warp_row = 64 * mainloop.key_share() + mainloop.thread / 32 * 16;
-  constexpr int kOwnChunks = Config::kDkvCols / Config::kChunkCols;
+  constexpr int kOwnChunks = kCols / Config::kChunkCols;
   const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
 #pragma unroll
   for (int i = 0; i < kOwnChunks; ++i) {
@@ -65,9 +66,11 @@ struct BwdConsumer {
     mainloop.run();
     const bool has_rows = mainloop.walk.count() > 0;
     if (!has_rows) mainloop.wait_for_own_stores();  // else the first step has
-    store_dkv(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map, storage.staged_dv());
+    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
+                               storage.staged_dv());
     __syncwarp();
-    store_dkv(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map, storage.staged_dk());
+    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
+                               storage.staged_dk());
     __syncwarp();
     if constexpr (!Config::kFreesKeysEarly) {
       mainloop.wait_for_own_stores();

@@ -19,24 +19,25 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
     const MatrixStrides& strides;
     bool is_query;
     int rows;
+    int head_dim;
   };
   const Matrix matrices[] = {
-      {launch.q_map, params.q_ptr, params.q_strides, true, Config::kBlockM},
-      {launch.do_map, params.do_ptr, params.do_strides, true, Config::kBlockM},
-      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN / Config::kKeyParts},
-      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN / Config::kKeyParts},
-      {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows},
-      {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows},
+      {launch.q_map, params.q_ptr, params.q_strides, true, Config::kBlockM, params.d},
+      {launch.do_map, params.do_ptr, params.do_strides, true, Config::kBlockM, params.d_v},
+      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN / Config::kKeyParts, params.d},
+      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN / Config::kKeyParts, params.d_v},
+      {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows, params.d},
+      {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows, params.d_v},
   };
   for (const Matrix& matrix : matrices) {
-    const cudaError_t status =
-        make_tensor_map(matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query), dtype,
-                        {Config::kChunkCols, matrix.rows});
+    const cudaError_t status = make_tensor_map(
+        matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim), dtype,
+        {Config::kChunkCols, matrix.rows});
     if (status != cudaSuccess) return status;
   }
   if constexpr (Config::kKeepsDq) {
-    return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true), dtype,
-                           {Config::kDqCols, kStoredRows});
+    return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true, params.d),
+                           dtype, {Config::kDqCols, kStoredRows});
   }
   return cudaSuccess;
 }
@@ -82,10 +83,10 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_
 }  // namespace sm90
 
 // cudaErrorNotSupported: not for this family, nothing was launched.
-template <Dtype kDtype, int kHeadDim>
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream) {
-  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain>;
-  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral>;
+  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqPlace::kGlobal, kHeadDimV>;
+  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral, sm90::DqPlace::kGlobal, kHeadDimV>;
   if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
   sm90::BwdLaunch launch{};
   launch.params = params;

@@ -27,9 +27,10 @@ struct BwdMainloop {
   using Storage = BwdStorage<Config>;
   template <class Mma, int kCols>
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
-  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
-  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kDkvCols>;  // ((2, 2, columns / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;     // a slice
+  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;  // ((2, 2, M / 8), 1, 1)
+  template <int kCols>
+  using AccDkv = Accumulator<typename Config::template MmaDkv<kCols>, kCols>;  // ((2, 2, columns / 8), 1, 1)
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;          // a slice
   // P^T and dS^T as A operands: the registers of their accumulators.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
@@ -57,7 +58,8 @@ struct BwdMainloop {
   RingIndex<Config::kStages> place;
   uint32_t kv_phase;
 
-  AccDkv acc_dk, acc_dv;
+  AccDkv<Config::kDkCols> acc_dk;
+  AccDkv<Config::kDvCols> acc_dv;
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const KeyBlock& block_,
                                          int group_, RingIndex<Config::kStages> place_ = {}, uint32_t kv_phase_ = 0)
@@ -96,22 +98,23 @@ struct BwdMainloop {
                       make_coord(key_share(), column_share));
   }
 
-  // S^T or dP^T of the row block in `tile`.
+  // S^T or dP^T of the row block in `tile`, whose head dim is kCols.
+  template <int kCols>
   __device__ __forceinline__ void start_scores(Element* keys, Element* tile, AccSdP& acc) const {
     using namespace cute;
-    start(typename Config::MmaSdP{}, own_keys<Config::kHeadDim>(keys, 0),
-          make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{}), acc);
+    const auto rows = local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{}),
+                                 Shape<Int<Config::kBlockM>, Int<kCols>>{}, make_coord(_0{}, _0{}));
+    start(typename Config::MmaSdP{}, own_keys<kCols>(keys, 0), rows, acc);
   }
 
   // dV += P^T dO or dK += dS^T Q, this warpgroup's columns.
-  template <class Values>
-  __device__ __forceinline__ void start_dkv(const Values& values, Element* tile, AccDkv& acc) const {
+  template <int kCols, class Values>
+  __device__ __forceinline__ void start_dkv(const Values& values, Element* tile, AccDkv<kCols>& acc) const {
     using namespace cute;
-    typename Config::MmaDkv mma;
+    typename Config::template MmaDkv<kCols> mma;
     const auto a = make_tensor(values.data(), LayoutP{});
-    const auto cols =
-        local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQt{}),  // (D, M)
-                   Shape<Int<Config::kDkvCols>, Int<Config::kBlockM>>{}, make_coord(column_share(), _0{}));
+    const auto cols = local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQt{}),  // (D, M)
+                                 Shape<Int<kCols>, Int<Config::kBlockM>>{}, make_coord(column_share(), _0{}));
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
@@ -183,9 +186,9 @@ struct BwdMainloop {
     const int stage = place.stage;
     AccSdP acc_s, acc_dp;
     storage.q_full[stage].wait(place.phase);
-    start_scores(storage.k, storage.q[stage], acc_s);
+    start_scores<Config::kHeadDim>(storage.k, storage.q[stage], acc_s);
     storage.do_full[stage].wait(place.phase);
-    start_scores(storage.v, storage.dout[stage], acc_dp);
+    start_scores<Config::kHeadDimV>(storage.v, storage.dout[stage], acc_dp);
     const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
     wait_for<1>(acc_s);
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
@@ -195,7 +198,7 @@ struct BwdMainloop {
       mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const auto p = convert<Element>(acc_s);
-      start_dkv(p, storage.dout[stage], acc_dv);
+      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
       wait_for<1>(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
       finish_step(at, acc_dp, i);
@@ -204,7 +207,7 @@ struct BwdMainloop {
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, score_place, coords, lse_log2, softmax_d,
                                                        scores, dp);
       const auto p = convert<Element>(acc_s);
-      start_dkv(p, storage.dout[stage], acc_dv);
+      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
       finish_step(at, acc_dp, i);
     }
   }
@@ -215,7 +218,7 @@ struct BwdMainloop {
     const int buffer = exchange_ds(ds, at, i);
     AccDq acc_dq;
     start_dq(buffer, 0, acc_dq);
-    start_dkv(ds, storage.q[place.stage], acc_dk);
+    start_dkv<Config::kDkCols>(ds, storage.q[place.stage], acc_dk);
     const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
     const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
     wait_for<1>(acc_dq);
@@ -228,11 +231,11 @@ struct BwdMainloop {
       release(storage.q_empty);
       wait_for<0>(acc_dq);
       add_dq(at, tile, 1, seen, acc_dq);
-      announce_additions();
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
     }
+    if constexpr (!Config::kSplitsKeys) announce_additions();
     place.advance();
   }
 

@@ -27,14 +27,14 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows from `row` on, chunk by chunk, of a tile of kTileRows.
-  template <int kRows, int kTileRows = kRows>
+  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows.
+  template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
     if (!issues) return;
-    full.arrive_and_expect(kRows * Config::kHeadDim * static_cast<int>(sizeof(Element)));
+    full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
 #pragma unroll
-    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kCols / Config::kChunkCols; ++chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
                                    smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
                                    row + rows.shift, head, rows.outer, rows.origin);
@@ -81,11 +81,11 @@ struct BwdLoader {
   __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
     if (!issues) return;
 #pragma unroll
-    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    for (int col = 0; col < Config::kHeadDim; col += Config::kChunkCols) {
       for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKeyParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
-          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, chunk * Config::kChunkCols, row + first + keys.shift, head,
-                                                 keys.outer, keys.origin);
+          if (map == &launch.v_map && col >= Config::kHeadDimV) continue;
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + keys.shift, head, keys.outer, keys.origin);
         }
       }
     }
@@ -98,8 +98,10 @@ struct BwdLoader {
     for (int i = 0; i < Config::kKeyParts; ++i) {
       const int first = i * kRows, place = first * Config::kChunkCols;
       storage.kv_empty[i].wait(kv_phase ^ 1);
-      load<kRows, Config::kBlockN>(launch.k_map, storage.k_full[i], storage.k + place, keys, row + first, head, kHint);
-      load<kRows, Config::kBlockN>(launch.v_map, storage.v_full[i], storage.v + place, keys, row + first, head, kHint);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[i], storage.k + place, keys,
+                                                     row + first, head, kHint);
+      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[i], storage.v + place, keys,
+                                                      row + first, head, kHint);
     }
   }
 
@@ -119,11 +121,11 @@ struct BwdLoader {
     for (int i = 0; i < count; ++i) {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
       storage.q_empty[stage].wait(place.phase ^ 1);
-      load<Config::kBlockM>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row, at.head,
-                            CacheHintSm90::EVICT_LAST);
+      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row,
+                                              at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(place.phase ^ 1);
-      load<Config::kBlockM>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row, at.head,
-                            CacheHintSm90::EVICT_LAST);
+      load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row,
+                                               at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_keys(keys, key, block.head_k);
       place.advance();
       walk.advance(at);

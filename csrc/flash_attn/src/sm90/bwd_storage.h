@@ -23,10 +23,10 @@ template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kSmemKv];
-  alignas(1024) Element v[Config::kSmemKv];
+  alignas(1024) Element k[Config::kSmemK];
+  alignas(1024) Element v[Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
-  alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
+  alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
   // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
   // had finished reading it. Consumers with the same keys have one each.
   alignas(1024) Element ds[2][Config::kSmemDs];
@@ -49,10 +49,10 @@ struct BwdStorage {
   int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
 
   // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS.
-  static_assert(!Config::kKeepsDq || Config::kSmemDs == Config::kSmemKv, "rows of keys are where theirs of dS^T are");
+  static_assert(!Config::kKeepsDq || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
   __device__ __forceinline__ Element* staged_dk() {
     if constexpr (!Config::kFreesKeysEarly) return k;
-    return Config::kDkBesideDv ? ds[0] + Config::kSmemKv : reinterpret_cast<Element*>(dq);
+    return Config::kDkBesideDv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
   }
   __device__ __forceinline__ Element* staged_dv() { return Config::kFreesKeysEarly ? ds[0] : v; }
 

@@ -82,9 +82,6 @@ struct FwdConfig {
   static constexpr int kSmemQ = 64 * kHeadDim;  // elements
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
-
-  // Columns of V and O in memory.
-  FLASH_HOST_DEVICE static int value_dim(const Flash_fwd_params& params) { return kHasValueDim ? kHeadDimV : params.d; }
 };
 
 }  // namespace sm90

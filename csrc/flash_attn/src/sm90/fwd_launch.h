@@ -23,7 +23,7 @@ void make_page_maps(FwdLaunch& launch, Dtype dtype) {
     return make_tensor_map(map, pool, dtype, {Config::kChunkCols, launch.page_box_rows}) == cudaSuccess;
   };
   const bool made = launch.page_box_rows > 0 && make(launch.k_map, params.k_ptr, params.k_strides, params.d) &&
-                    make(launch.v_map, params.v_ptr, params.v_strides, Config::value_dim(params));
+                    make(launch.v_map, params.v_ptr, params.v_strides, params.d_v);
   if (!made) launch.page_box_rows = 0;
 }
 
@@ -32,13 +32,11 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   const Flash_fwd_params& params = launch.params;
   auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, bool is_query, int rows,
                   int head_dim) {
-    TensorMapSource source = tensor_map_source(params, data, strides, is_query);
-    source.head_dim = head_dim;
-    return make_tensor_map(map, source, dtype, {Config::kChunkCols, rows});
+    return make_tensor_map(map, tensor_map_source(params, data, strides, is_query, head_dim), dtype,
+                           {Config::kChunkCols, rows});
   };
-  const int value_dim = Config::value_dim(params);
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64, params.d);
-  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16, value_dim);
+  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16, params.d_v);
   if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
   if (params.is_paged()) {
     make_page_maps<Config>(launch, dtype);
@@ -46,7 +44,7 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   }
   status = make(launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN, params.d);
   if (status != cudaSuccess) return status;
-  return make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN, value_dim);
+  return make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN, params.d_v);
 }
 
 // Keys of one head in all sequences of a packed batch, or in one sequence; in pages, the most that the table can list.
@@ -67,7 +65,7 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   launch.tiles_of_head = static_cast<int>(tiles_of_head);
   launch.tiles = static_cast<int>(tiles_of_head * all_heads);
   // Query heads of one K/V head share its keys and values.
-  const int64_t head_bytes = 2 * keys_of_head(params) * (params.d + Config::value_dim(params)) / params.h_h_k_ratio;
+  const int64_t head_bytes = 2 * keys_of_head(params) * (params.d + params.d_v) / params.h_h_k_ratio;
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int teams = params.multiprocessors * Config::kTeams;
   launch.section = uneven ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
@@ -116,7 +114,7 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
 // The same where V and O have another head dim than Q and K.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV>
 cudaError_t run_mha_fwd_value_dim_sm90(const Flash_fwd_params& params, cudaStream_t stream) {
-  if (params.d != kHeadDim || params.has_score_mod || params.has_dropout) return cudaErrorNotSupported;
+  if (params.has_score_mod || params.has_dropout) return cudaErrorNotSupported;
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain, kHeadDimV>;
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
 }

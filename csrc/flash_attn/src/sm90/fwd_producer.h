@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& param
   const int lane = threadIdx.x % 32;
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
   for (int row = block.row_begin; row < block.row_end; ++row) {
-    if (8 * lane < Config::value_dim(params)) {
+    if (8 * lane < params.d_v) {
       *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
     }
   }

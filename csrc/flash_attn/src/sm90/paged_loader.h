@@ -47,7 +47,7 @@ struct PagedLoader {
   __device__ __forceinline__ const MatrixStrides& strides() const {
     return kOperand == kV ? params.v_strides : params.k_strides;
   }
-  __device__ __forceinline__ int head_dim() const { return kOperand == kV ? Config::value_dim(params) : params.d; }
+  __device__ __forceinline__ int head_dim() const { return kOperand == kV ? params.d_v : params.d; }
   __device__ __forceinline__ const Element* pool() const {
     return static_cast<const Element*>(kOperand == kV ? params.v_ptr : params.k_ptr);
   }
@@ -73,6 +73,7 @@ struct PagedLoader {
     const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kChunkCols);
     wait_for_buffer();
     landed().arrive_and_expect((boxes - lane + 31) / 32 * box_bytes);
+#pragma unroll 1  // a lane has one of them, or a few; unrolled, they cost registers
     for (int box = lane; box < boxes; box += 32) {
       const int row = box / kChunks * box_rows, col = box % kChunks * Config::kChunkCols;
       const PageRow at = find(block, key + row);

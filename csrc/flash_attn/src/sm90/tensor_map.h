@@ -26,16 +26,16 @@ struct TensorMapSource {
   int head_dim;
 };
 
-// `data`: Q or a tensor of its shape, else K or one of its shape.
+// `data`: rows of queries or of keys. Columns beyond `head_dim` are read as 0 and not written.
 inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
-                                         bool is_query) {
+                                         bool is_query, int head_dim) {
   return {data,
           strides,
           is_query ? params.is_varlen() : params.packs_keys(),
           params.b,
           is_query ? params.seqlen_q : params.seqlen_k,
           is_query ? params.h : params.h_k,
-          params.d};
+          head_dim};
 }
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
