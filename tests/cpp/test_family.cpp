@@ -92,7 +92,8 @@ void check_backward_choice() {
 // the sanitizers need some of the rest.
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
-  const int dq_bytes = tile.block_n == 128 ? 4 * tile.block_m * tile.head_dim : 0;
+  const bool stages_dq = tile.block_n == 128 || tile.head_dim_v > 0;
+  const int dq_bytes = stages_dq ? 4 * tile.block_m * tile.head_dim : 0;
   const int bytes = 2 * (tile.head_dim + tile.value_dim()) * (tile.block_n + tile.stages * tile.block_m) +
                     2 * 2 * tile.block_m * tile.block_n + dq_bytes + 2 * 4 * tile.stages * tile.block_m;
   check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);

@@ -97,7 +97,7 @@ struct BwdConfig {
   static constexpr int kDqOfSlice = kDqTile / (kKeepsDq ? 4 : kConsumerWarps) / kDqSlices;  // of one warp
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
-  static constexpr int kDqStaged = kSplitsKeys && !kKeepsDq ? kDqOfSlice : 0;
+  static constexpr int kDqStaged = kDqSlices == 1 && !kKeepsDq ? kDqOfSlice : 0;
   static constexpr int kDqInShared =  // floats
       kKeepsDq ? plan::kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;
   // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have

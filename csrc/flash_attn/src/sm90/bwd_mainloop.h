@@ -239,6 +239,11 @@ struct BwdMainloop {
     place.advance();
   }
 
+  // Consumers with the same keys have no barrier behind which their turn could be passed: they add from registers.
+  __device__ __forceinline__ bool stages_dq() const {
+    return Config::kDqStaged > 0 && (Config::kSplitsKeys || !is_deterministic());
+  }
+
   // With dQ in shared memory a thread block adds alone.
   __device__ __forceinline__ bool is_deterministic() const {
     return !Config::kKeepsDq && params.dq_turns_ptr != nullptr;
@@ -331,7 +336,7 @@ struct BwdMainloop {
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if constexpr (Config::kKeepsDq) {
       keep_dq(at, acc_dq);
-    } else if constexpr (Config::kDqStaged > 0) {
+    } else if (stages_dq()) {
       float* const staged = storage.dq + warp * Config::kDqStaged;
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
       __syncwarp();
