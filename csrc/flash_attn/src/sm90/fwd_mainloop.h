@@ -137,6 +137,13 @@ struct FwdMainloop {
     for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
   }
 
+  // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
+  // them. This one waits for what arrived long ago: sums of probabilities are never negative.
+  __device__ __forceinline__ void finish_exponentials() const {
+    const bool never = softmax.row_sum[0] + softmax.row_sum[1] < 0.0f;
+    storage.v_full[v_place.stage].wait(v_place.phase ^ never);
+  }
+
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
@@ -171,7 +178,7 @@ struct FwdMainloop {
     const bool raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
-    cute::warpgroup_fence_operand(acc_s);  // the exponentials come before the wait
+    finish_exponentials();
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
