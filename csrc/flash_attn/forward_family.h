@@ -67,8 +67,7 @@ cudaError_t run_mha_fwd_wgmma(const Flash_fwd_params& params, cudaStream_t strea
       if (status != cudaErrorNotSupported) return status;
     }
   }
-  if constexpr (kHeadDim > 32) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, stream);
-  return cudaErrorNotSupported;
+  return run_mha_fwd_wgmma_<kDtype, plan::wgmma_head_dim(kHeadDim)>(params, stream);
 }
 
 template <Dtype kDtype, int kHeadDim>

@@ -16,7 +16,7 @@ void check_choice() {
       for (bool is_small : {false, true}) {
         FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 1, 512};
         if (!is_small) query.row_tiles = 133;
-        const bool serves = capability == 90 && head_dim > 32;
+        const bool serves = capability == 90;
         const bool wgmma = serves && !(is_small && head_dim <= 128);
         const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
         check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_small);

@@ -30,9 +30,12 @@ struct FamilyQuery {
   int64_t seen_keys;    // at most so many by a tile of rows
 };
 
-constexpr bool wgmma_serves(int capability, int head_dim) { return capability == kWgmmaCapability && head_dim > 32; }
+// The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
+constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
-constexpr bool wgmma_serves(const FamilyQuery& query) { return wgmma_serves(query.capability, query.head_dim); }
+constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
+
+constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
 // One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
 constexpr int kSmallKeys = 512;
@@ -51,7 +54,7 @@ constexpr int64_t kMergeCost = 4000000, kLargeMergeCost = 15000000;
 constexpr int64_t row_tiles_cost(const FamilyQuery& query) {
   const int64_t waves = (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
   const bool wgmma = wgmma_serves(query) && !is_small(query);
-  return waves * query.seen_keys * (wgmma ? 6000 + 50 * query.head_dim : 2000 + 100 * query.head_dim);
+  return waves * query.seen_keys * (wgmma ? 6000 + 50 * wgmma_head_dim(query.head_dim) : 2000 + 100 * query.head_dim);
 }
 
 constexpr int64_t split_cost(const FamilyQuery& query) {
@@ -75,10 +78,10 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   return wgmma_serves(query) && !is_small(query) ? Family::kWgmma : Family::kMmaSync;
 }
 
-// Of the backward, the deterministic one too.
+// Of the backward, the deterministic one too, for head dims above 32.
 inline Family choose_backward_family(int capability, int head_dim, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
-  return wgmma_serves(capability, head_dim) && !declined ? Family::kWgmma : Family::kMmaSync;
+  return capability == kWgmmaCapability && head_dim > 32 && !declined ? Family::kWgmma : Family::kMmaSync;
 }
 
 // The fp32 tiles in which a family's backward accumulates dQ.

@@ -130,9 +130,9 @@ struct Flash_bwd_params : Flash_fwd_params {
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
-// The same by the wgmma family, for GPUs of compute capability 9.0 and head dims above 32. cudaErrorNotSupported: it
-// does not serve this call, or is not in this build; nothing was launched. Q and K have up to kHeadDim columns, V and O
-// up to kHeadDimV; where that is another, without dropout and has_score_mod.
+// The same by the wgmma family, for GPUs of compute capability 9.0; 64 serves lesser head dims too.
+// cudaErrorNotSupported: it does not serve this call, or is not in this build; nothing was launched. Q and K have up to
+// kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
 
