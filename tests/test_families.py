@@ -144,6 +144,7 @@ LARGE = {
     "causal": Case(4, 1000, 1000, 16, 4, 128, DTYPE, causal=True),
     "causal64": Case(2, 1700, 1700, 16, 4, 64, DTYPE, causal=True),
     "full64": Case(2, 1700, 1700, 16, 16, 64, DTYPE),
+    "causal_long": Case(1, 4500, 4500, 8, 4, 128, DTYPE, causal=True),  # 192 rows a tile at head dim 128 too
     "window256": Case(3, 900, 1100, 12, 12, 256, DTYPE, window=(300, 100)),
     "causal192": Case(3, 900, 900, 12, 12, 192, DTYPE, causal=True),
     "dropout": Case(2, 900, 900, 16, 16, 64, DTYPE, causal=True, dropout=0.15),

@@ -79,10 +79,11 @@ struct Sm90FwdTile {
   int block_m;         // query rows per tile; 64 for each consumer warpgroup
   int block_n;         // keys per step
   int kv_stages;       // shared memory buffers of K and of V
-  int q_stages;        // of Q, in whose place O is staged: with 2 the next tile's Q loads while this one is computed
+  int q_stages;        // of Q: with 2 the next tile's loads while this one is computed
   bool overlaps;       // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
   int teams;           // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
   int head_dim_v = 0;  // of V and O; 0: head_dim
+  int o_cols = 0;      // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -94,33 +95,33 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     {
         {64, 192, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
-        {128, 128, 128, 2, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1},
-        {256, 128, 64, 2, 1, false, 1},
+        {128, 192, 80, 3, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
     // kShort
     {
         {64, 128, 64, 4, 2, true, 2},
         {96, 128, 128, 2, 2, false, 1},
         {128, 128, 128, 2, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1},
-        {256, 128, 64, 2, 1, false, 1},
+        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
     // kDropout
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
         {128, 128, 128, 2, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1},
-        {256, 128, 64, 2, 1, false, 1},
+        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
     // kScoreMod: at head dim 64 two consumers have the registers for it, three do not
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
         {128, 128, 128, 2, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1},
-        {256, 128, 64, 2, 1, false, 1},
+        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
 };
 
@@ -137,16 +138,18 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
                        FLASH_ATTN_SWEEP_KV_STAGES,
                        FLASH_ATTN_SWEEP_Q_STAGES,
                        FLASH_ATTN_SWEEP_OVERLAPS,
-                       FLASH_ATTN_SWEEP_TEAMS};
+                       FLASH_ATTN_SWEEP_TEAMS,
+                       0,
+                       FLASH_ATTN_SWEEP_O_COLS};
   }
 #endif
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Q and O, then K and V, of one team. 16-bit elements.
+// Q, K, V and O of one team. 16-bit elements.
 constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
   return 2 * tile.head_dim * (tile.q_stages * tile.block_m + tile.kv_stages * tile.block_n) +
-         2 * tile.value_dim() * tile.kv_stages * tile.block_n;
+         2 * tile.value_dim() * tile.kv_stages * tile.block_n + 2 * tile.o_cols * tile.block_m;
 }
 
 struct BwdTile {

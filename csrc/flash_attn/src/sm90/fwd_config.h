@@ -41,8 +41,11 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
-  static constexpr bool kHasPages = kTeams == 1;  // two teams have no warps for them
+  // Two teams have no warps for pages, and rows are looked up 32 at a time.
+  static constexpr bool kHasPages = kTeams == 1 && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
+  // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
+  static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Draws ahead of the scores take registers that score modifiers need.
   static constexpr bool kDrawsAhead = kVariant == FwdVariant::kDropout;
 
@@ -71,17 +74,32 @@ struct FwdConfig {
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
   using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                          cute::GMMA::Layout_MN_SW64_Atom<Element>>;
-  template <int kRows, int kCols = kHeadDim>
+  template <int kRows, int kCols>
   using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
-  using SmemLayoutQ = Tile<64>;  // of one warpgroup
-  using SmemLayoutO = Tile<64, kHeadDimV>;
-  using SmemLayoutK = Tile<kBlockN>;
+  // All buffers of a ring in one layout: the descriptors of a tile differ by a multiple of one number.
+  template <int kRows, int kBuffers>
+  using Tiles = decltype(cute::tile_to_shape(
+      KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kBuffers>>{}));
+  using SmemLayoutQ = Tiles<64, kQStages * kWarpGroups>;
+  using SmemLayoutK = Tiles<kBlockN, kKvStages>;
   // V of the same bytes as (D, N), which the second product reads.
   using SmemLayoutVt = decltype(cute::tile_to_shape(
-      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
+      MnMajorAtom{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>, cute::Int<kKvStages>>{},
+      cute::Step<cute::_2, cute::_1, cute::_3>{}));
   static constexpr int kSmemQ = 64 * kHeadDim;  // elements
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
+  // O is staged in the place of Q, or kStoredCols columns at a time in a place of its own, so that the next Q may land.
+  static constexpr bool kStagesApart = kTile.o_cols > 0;
+  static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
+  static constexpr int kStoredChunks = kStoredCols / kChunkCols;
+  static constexpr int kSmemO = 64 * kTile.o_cols;
+  static_assert(kHeadDimV % kStoredCols == 0 && kStoredCols % kChunkCols == 0, "whole chunks");
+  using SmemLayoutO = Tile<64, kStoredCols>;
+  using MmaStored =
+      typename Checked<kStoredCols,
+                       decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kStoredCols>,
+                                                           cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 };
 
 }  // namespace sm90

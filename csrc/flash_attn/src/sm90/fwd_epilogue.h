@@ -11,33 +11,46 @@
 namespace flash {
 namespace sm90 {
 
-// The staged rows take the place of the rows of Q, which only their own warp has read. The store is under way when this
-// returns: wait_for_store() says when the buffer is free.
+// Columns are staged kStoredCols at a time: where there are more, those before have to have left. The last store is
+// under way when this returns: wait_for_store() says when the buffer is free.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
                                         const CUtensorMap& o_map, int q_stage) {
   using namespace cute;
   using Element = typename Config::Element;
+  using Mma = typename Config::MmaStored;
   const Flash_fwd_params& params = mainloop.params;
   const RowBlock& block = tile.block;
   normalize(mainloop.softmax, mainloop.acc_o, params, block);
-  Element* const buffer = mainloop.storage.q[q_stage][mainloop.group];
+  Element* const buffer =
+      Config::kStagesApart ? mainloop.storage.o[mainloop.group] : mainloop.storage.q[q_stage][mainloop.group];
   auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutO{});
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaPv{}).get_thread_slice(threadIdx.x % 128);
-  const auto values = convert<Element>(mainloop.acc_o);
-  copy(Store{}, store.retile_S(values), store.partition_D(staged));
-  tma_store_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 != 0) return;
+  const auto store = make_tiled_copy_C(Store{}, Mma{}).get_thread_slice(threadIdx.x % 128);
   const int warp_row = threadIdx.x % 128 / 32 * 16;
   const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
+  const auto layout = partition_fragment_C(Mma{}, Shape<_64, Int<Config::kStoredCols>>{}).layout();
 #pragma unroll
-  for (int chunk = 0; chunk < Config::kChunksV; ++chunk) {
-    SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols, chunk * Config::kChunkCols,
-                            mainloop.row_begin(tile) + warp_row + rows.shift, block.head, rows.outer, rows.origin);
+  for (int first = 0; first < Config::kChunksV; first += Config::kStoredChunks) {
+    const auto out = make_tensor(mainloop.acc_o.data() + first * Config::kChunkCols / 2, layout);
+    const auto values = convert<Element>(out);
+    if constexpr (Config::kStagesApart) {
+      if (threadIdx.x % 32 == 0) tma_store_wait<0>();
+      __syncwarp();
+    }
+    copy(Store{}, store.retile_S(values), store.partition_D(staged));
+    tma_store_fence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kStoredChunks; ++chunk) {
+        SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols,
+                                (first + chunk) * Config::kChunkCols, mainloop.row_begin(tile) + warp_row + rows.shift,
+                                block.head, rows.outer, rows.origin);
+      }
+      tma_store_arrive();
+    }
   }
-  tma_store_arrive();
 }
 
 // This warp's last store has read its rows: Q may be loaded there.

@@ -20,8 +20,10 @@ template <class Config>
 struct FwdConsumer {
   using Tile = FwdTile<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
-  static constexpr bool kFreesLate = Config::kQStages > 1;             // nobody waits for the buffer yet
-  static constexpr bool kStartsEarly = kFreesLate && !kOverlapsTiles;  // S of the next tile, beside the LSE of this one
+  static constexpr bool kStagesApart = Config::kStagesApart;
+  static constexpr bool kFreesLate = Config::kQStages > 1;  // nobody waits for the buffer yet
+  // S of the next tile runs beside the LSE of this one.
+  static constexpr bool kStartsEarly = (kFreesLate || kStagesApart) && !kOverlapsTiles;
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -39,8 +41,9 @@ struct FwdConsumer {
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
-    if constexpr (kFreesLate) free_stored_buffer();
+    if constexpr (kFreesLate && !kStagesApart) free_stored_buffer();
     mainloop.run(tile, q_stage);
+    if constexpr (kStagesApart) free_q(q_stage);
     mainloop.pass_key(tile);
     q_place.advance();
     if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
@@ -57,8 +60,8 @@ struct FwdConsumer {
     if constexpr (kStartsEarly) start_next(next);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     if constexpr (kStartsEarly) mainloop.wait_for_scores();
-    if constexpr (!kFreesLate) free_stored_buffer();
-    if constexpr (!kFreesLate && !kOverlapsTiles) {
+    if constexpr (!kFreesLate && !kStagesApart) {
+      free_stored_buffer();
       if (next.exists()) begin();
     }
     return next;
@@ -73,6 +76,11 @@ struct FwdConsumer {
   // Q may be loaded where the last output was staged.
   __device__ __forceinline__ void free_stored_buffer() {
     if (stored_stage >= 0) wait_for_store(storage, stored_stage, mainloop.group);
+  }
+
+  // All products of this warp that read Q are complete.
+  __device__ __forceinline__ void free_q(int q_stage) {
+    if (threadIdx.x % 32 == 0) storage.q_empty[q_stage][mainloop.group].arrive();
   }
 
   __device__ __forceinline__ void begin() {
@@ -112,7 +120,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    const int team = (warp_group - 1) / Config::kWarpGroups, group = (warp_group - 1) % Config::kWarpGroups;
+    const int team = Config::kTeams == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
+    const int group = warp_group - 1 - team * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[team], group).run();
   }
 }

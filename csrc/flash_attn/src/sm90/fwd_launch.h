@@ -1,6 +1,8 @@
 // Tensor maps, grid and launch of the wgmma forward.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 80 keys
+
 #include "../plan/grid.h"
 #include "common/launch.h"
 #include "sm90/fwd_kernel.h"
@@ -105,8 +107,10 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   if (params.has_score_mod) return sm90::run_flash_fwd<ScoreMod, kDtype>(params, stream);
   if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
-    const bool served = Short::kHasPages || !params.is_paged();
-    if (served && sm90::prefers_short_tile(params)) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
+    static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
+    const bool takes_short =
+        params.is_paged() && Short::kHasPages != Plain::kHasPages ? Short::kHasPages : sm90::prefers_short_tile(params);
+    if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
 }

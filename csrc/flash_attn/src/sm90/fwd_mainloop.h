@@ -81,10 +81,10 @@ struct FwdMainloop {
     using namespace cute;
     MmaQk mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
-    auto q = make_tensor(make_smem_ptr(storage.q[q_stage][group]), typename Config::SmemLayoutQ{});
-    auto k = make_tensor(make_smem_ptr(storage.k[k_place.stage]), typename Config::SmemLayoutK{});
-    auto tSrQ = thread.partition_fragment_A(q);  // (MMA, 1, MMA_D)
-    auto tSrK = thread.partition_fragment_B(k);  // (MMA, 1, MMA_D)
+    auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
+    auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
+    auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);  // (MMA, 1, MMA_D)
+    auto tSrK = thread.partition_fragment_B(k)(_, _, _, k_place.stage);                          // (MMA, 1, MMA_D)
     start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 
@@ -94,8 +94,8 @@ struct FwdMainloop {
     storage.v_full[v_place.stage].wait(v_place.phase);
     MmaPv mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
-    auto vt = make_tensor(make_smem_ptr(storage.v[v_place.stage]), typename Config::SmemLayoutVt{});
-    auto tOrV = thread.partition_fragment_B(vt);  // (MMA, 1, MMA_N)
+    auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
+    auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_place.stage);  // (MMA, 1, MMA_N)
     start_gemm(mma, tOrP, tOrV, acc_o, clears);
   }
 
@@ -178,7 +178,8 @@ struct FwdMainloop {
     const bool raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
-    finish_exponentials();
+    if constexpr (Config::kFinishesExponentials) finish_exponentials();
+    cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
@@ -201,9 +202,9 @@ struct FwdMainloop {
   __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
     const int count = tile.count();
     const int interior = min(tile.range.interior_end - tile.range.interior_begin, count);
-    int i = 1;
-    for (; i < interior; ++i) step<false>(tile, i, q_stage);
-    for (; i < count; ++i) step<true>(tile, i, q_stage);
+    // Counted down, so that its end is not computed again in every step.
+    for (int left = interior - 1; left > 0; --left) step<false>(tile, interior - left, q_stage);
+    for (int i = max(interior, 1); i < count; ++i) step<true>(tile, i, q_stage);
   }
 
   // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for finish(),

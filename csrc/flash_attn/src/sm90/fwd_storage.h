@@ -16,6 +16,7 @@ struct FwdStorage {
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
+  alignas(Config::kStagesApart ? 1024 : 8) Element o[Config::kWarpGroups][Config::kStagesApart ? Config::kSmemO : 1];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
   // warp that read it; of tile_empty, of each lane.
