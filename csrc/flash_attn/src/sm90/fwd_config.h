@@ -91,6 +91,7 @@ struct FwdConfig {
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   // O is staged in the place of Q, or kStoredCols columns at a time in a place of its own, so that the next Q may land.
   static constexpr bool kStagesApart = kTile.o_cols > 0;
+  static_assert(kStagesApart || kQStages == 2, "the next Q is there before O has left");
   static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
   static constexpr int kStoredChunks = kStoredCols / kChunkCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;

@@ -21,9 +21,6 @@ struct FwdConsumer {
   using Tile = FwdTile<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
   static constexpr bool kStagesApart = Config::kStagesApart;
-  static constexpr bool kFreesLate = Config::kQStages > 1;  // nobody waits for the buffer yet
-  // S of the next tile runs beside the LSE of this one.
-  static constexpr bool kStartsEarly = (kFreesLate || kStagesApart) && !kOverlapsTiles;
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -41,7 +38,7 @@ struct FwdConsumer {
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
-    if constexpr (kFreesLate && !kStagesApart) free_stored_buffer();
+    if constexpr (!kStagesApart) free_stored_buffer();  // nobody waits for it yet
     mainloop.run(tile, q_stage);
     if constexpr (kStagesApart) free_q(q_stage);
     mainloop.pass_key(tile);
@@ -57,13 +54,9 @@ struct FwdConsumer {
     store_o(mainloop, tile, launch.o_map, q_stage);
     mainloop.pass_value(tile);
     stored_stage = q_stage;
-    if constexpr (kStartsEarly) start_next(next);
+    if constexpr (!kOverlapsTiles) start_next(next);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
-    if constexpr (kStartsEarly) mainloop.wait_for_scores();
-    if constexpr (!kFreesLate && !kStagesApart) {
-      free_stored_buffer();
-      if (next.exists()) begin();
-    }
+    if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }
 
