@@ -116,6 +116,19 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
   }
 }
 
+// Any interior block may come first: the others keep their order.
+void check_walks(const BlockRange& range, int block_n) {
+  flash::KeyWalk walk{range};
+  for (walk.first = 0; walk.first < walk.interior(); ++walk.first) {
+    check::that(walk.block(0) == range.interior_begin + walk.first, "the first block", walk.first, block_n);
+    int next = 0;
+    for (int step = 1; step < walk.count(); ++step, ++next) {
+      if (next == walk.first) ++next;
+      check::that(walk.block(step) == range.block_interior_first(next), "the others", walk.first, step, block_n);
+    }
+  }
+}
+
 void check_all_small_problems() {
   const int windows[] = {kUnbounded, kUnbounded - 1, 0, 1, 2, 3, 5, 8, 20};
   for (int seqlen_q = 1; seqlen_q <= 9; ++seqlen_q) {
@@ -130,6 +143,7 @@ void check_all_small_problems() {
                 const int row_end = std::min(row + block_m, seqlen_q);
                 check_row_block(visibility, row, row_end, block_n);
                 check_interior_first(flash::block_range(visibility, row, row_end, block_n), row, row_end, block_n);
+                check_walks(flash::block_range(visibility, row, row_end, block_n), block_n);
               }
               check_directions(visibility, block_m, block_n);
             }

@@ -71,6 +71,18 @@ struct BlockRange {
   }
 };
 
+// block_interior_first(), but for one interior block that comes before all others.
+struct KeyWalk {
+  BlockRange range;
+  int first = 0;  // its place in the interior
+
+  FLASH_HOST_DEVICE constexpr int count() const { return range.count(); }
+  FLASH_HOST_DEVICE constexpr int interior() const { return range.interior_end - range.interior_begin; }
+  FLASH_HOST_DEVICE constexpr int block(int step) const {
+    return range.block_interior_first(step > first ? step : step == 0 ? first : step - 1);
+  }
+};
+
 // Rows [row_begin, row_end) of the sequence, row_end <= seqlen_q, row_begin < row_end. Both key limits grow with the
 // row, so the first and the last row bound the block.
 FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility, int row_begin, int row_end,

@@ -108,53 +108,55 @@ struct ScoreMod {
     }
   }
 
-  // As apply(), for a warp with registers to spare: where none of its scores passes the cap, the softcap is a
-  // polynomial, and distances are converted to floats once a row, because a conversion takes as long as an exponential.
+  // As apply(), for a warp with registers to spare: where none of its scores is beyond SoftcapSeries, the softcap is a
+  // polynomial; the distance is converted to a float once, because a conversion takes as long as an exponential.
   template <class Scores, class Coords>
-  __device__ __forceinline__ void apply_by_warp(Scores& scores, const Coords& coords, int diagonal0, int col0,
-                                                const SoftcapSeries& series) const {
+  __device__ __forceinline__ static void apply_by_warp(const Flash_fwd_params& params, float slope_log2, Scores& scores,
+                                                       const Coords& coords, int diagonal0, int col0) {
     using namespace cute;
+    const bool softcapped = params.softcap > 0.0f;
     if (softcapped) {
+      const SoftcapSeries series = params.softcap_series;
       if (within(scores, series.bound)) {
 #pragma unroll
         for (int i = 0; i < size(scores); ++i) scores(i) = series.cap(scores(i));
       } else {
-        apply_cap(scores);
+        ScoreMod(params).apply_cap(scores);
       }
     }
-    const float factor = softcapped ? 1.0f : scale_log2;
-    if (slope_log2 == 0.0f) {
+    const float factor = softcapped ? 1.0f : params.scale_softmax * kLog2e;
+    if (params.alibi_slopes_ptr == nullptr) {
       if (softcapped) return;
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
       return;
     }
+    static_assert(
+        Coords::kRowsApart8 == 1 && Coords::kColsApart8 == 2 && decltype(size<0>(scores))::value == 2,
+        "an element of the second row is as far from the diagonal as the one 8 columns before it in the first");
+    constexpr int kPairs = decltype(size<1>(scores))::value / 2;
+    const float distance = static_cast<float>(diagonal0 + coords.row(0) - col0 - coords.col(0));
 #pragma unroll
-    for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const float distance = static_cast<float>(diagonal0 + coords.row(mi) - col0 - coords.col(0));
+    for (int i = -1; i < kPairs; ++i) {
 #pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) {
-        const float step = static_cast<float>(coords.col(ni) - coords.col(0));  // known to the compiler
-        scores(mi, ni) = scores(mi, ni) * factor - slope_log2 * fabsf(distance - step);
+      for (int j = 0; j < 2; ++j) {
+        const float bias = slope_log2 * fabsf(distance - static_cast<float>(8 * i + j));
+        if (i >= 0) scores(0, 2 * i + j) = scores(0, 2 * i + j) * factor - bias;
+        if (i + 1 < kPairs) scores(1, 2 * i + 2 + j) = scores(1, 2 * i + 2 + j) * factor - bias;
       }
     }
   }
 
-  // Whether no square of the warp's scores is beyond the bound, NaN and a negative bound included: the bits of floats
-  // that are not negative are ordered like integers, of which three are compared at once.
+  // Whether no square of the warp's scores is beyond the bound, a negative bound included; NaN is not looked at.
   template <class Scores>
   __device__ __forceinline__ static bool within(const Scores& scores, float bound) {
     using namespace cute;
     constexpr int kChains = 4;
-    static_assert(decltype(size(scores))::value % (2 * kChains) == 0, "scores are compared in pairs");
-    int largest[kChains] = {};
+    float largest[kChains] = {};
 #pragma unroll
-    for (int i = 0; i < size(scores); i += 2) {
-      int& chain = largest[i / 2 % kChains];
-      chain = __vimax3_s32(chain, __float_as_int(scores(i) * scores(i)), __float_as_int(scores(i + 1) * scores(i + 1)));
-    }
-    const int all = __vimax3_s32(max(largest[0], largest[1]), largest[2], largest[3]);
-    return !__any_sync(0xffffffffu, all > __float_as_int(bound));
+    for (int i = 0; i < size(scores); ++i) largest[i % kChains] = fmaxf(largest[i % kChains], fabsf(scores(i)));
+    const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    return __all_sync(0xffffffffu, all * all <= bound);
   }
 };
 

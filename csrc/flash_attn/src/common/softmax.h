@@ -127,6 +127,39 @@ struct Softmax {
     }
   }
 
+  // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
+  // the warp has scores beyond the series or its references may have to rise. The polynomial runs beside the
+  // exponentials, and its last product is the one that takes off the reference anyway.
+  template <class Scores>
+  __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
+    using namespace cute;
+    static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
+    bool fails = is_large;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      int high = 0;       // bits of the largest score that is not negative
+      unsigned low = 0u;  // of the lowest negative one, if there is one
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ni += 2) {
+        const int first = __float_as_int(scores(mi, ni)), second = __float_as_int(scores(mi, ni + 1));
+        high = __vimax3_s32(high, first, second);
+        low = __vimax3_u32(low, static_cast<unsigned>(first), static_cast<unsigned>(second));
+      }
+      const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
+      fails |= !(reach * reach <= series.bound) | !(series.cap(top) - row_max[mi] <= slack_log2);
+    }
+    if (__any_sync(0xffffffffu, fails)) return false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) = exp2f(scores(mi, ni) * series.factor(scores(mi, ni)) - row_max[mi]);
+        row_sum[mi] += scores(mi, ni);
+      }
+    }
+    return true;
+  }
+
   // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is
   // taken first, so that the score at the reference becomes exactly 1.
   template <bool kMasked, class Scores>

@@ -32,7 +32,7 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  __device__ __forceinline__ Tile next_tile() { return Tile(queue.take(), launch.params.window, mainloop.group); }
+  __device__ __forceinline__ Tile next_tile() { return Tile(launch.params, queue.take(), mainloop.group); }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {

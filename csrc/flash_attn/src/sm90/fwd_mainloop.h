@@ -12,6 +12,7 @@
 #include "common/softmax.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/gemm.h"
+#include "sm90/key_walk.h"
 
 namespace flash {
 namespace sm90 {
@@ -20,18 +21,19 @@ namespace sm90 {
 template <class Config>
 struct FwdTile {
   RowBlock block;
-  BlockRange range;
+  KeyWalk walk;
   bool passes = false;  // no row of the warpgroup sees the last block of the walk: it lets it pass
 
-  __device__ __forceinline__ FwdTile(const RowBlock& block_, const Window& window, int group) : block(block_) {
+  __device__ __forceinline__ FwdTile(const Flash_fwd_params& params, const RowBlock& block_, int group)
+      : block(block_) {
     if (block.empty()) return;
-    range = block_range(visibility(window), block.row_begin, block.row_end, Config::kBlockN);
+    walk = key_walk<Config>(params, block);
     const int last_row = min(block.row_begin + 64 * (group + 1), block.seqlen_q) - 1;
-    passes = range.count() > 1 && visibility(window).key_end(last_row) <= (range.end - 1) * Config::kBlockN;
+    passes = walk.count() > 1 && visibility(params.window).key_end(last_row) <= (walk.range.end - 1) * Config::kBlockN;
   }
 
   // Blocks that the warpgroup computes: at least one.
-  __device__ __forceinline__ int count() const { return range.count() - passes; }
+  __device__ __forceinline__ int count() const { return walk.count() - passes; }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -68,6 +70,7 @@ struct FwdMainloop {
   Softmax<kRows> softmax;
   DropoutDraws<kRows, Config::kDrawsAhead ? Config::kBlockN / 4 : 0> draws;
   DropoutMask dropout_mask;  // of the row block
+  float slope_log2;          // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -111,13 +114,24 @@ struct FwdMainloop {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
     if constexpr (Config::kHasScoreMod) {
-      ScoreMod(params, tile.block.batch, tile.block.head)
-          .apply_by_warp(scores, coords, visibility.diagonal(first_row), key, params.softcap_series);
+      ScoreMod::apply_by_warp(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
     }
     if constexpr (kEdge) {
       apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
                  key + Config::kBlockN);
     }
+  }
+
+  // The common case of a softcap in one go; or false, with nothing done. Above head dim 128 there are not the
+  // registers: ptxas would move the rings' indices into vector registers.
+  template <class Scores>
+  __device__ __forceinline__ bool exponentiate_capped(Scores& scores) {
+    if constexpr (Config::kHasScoreMod && Config::kHeadDim <= 128) {
+      if (params.softcap > 0.0f && params.alibi_slopes_ptr == nullptr) {
+        return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
+      }
+    }
+    return false;
   }
 
   // What decides which probabilities are dropped depends on their places only: it is drawn while products run.
@@ -148,9 +162,12 @@ struct FwdMainloop {
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
     release(storage.k_empty, k_place);
-    const int key = tile.range.block_interior_first(0) * Config::kBlockN;
+    const int key = tile.walk.block(0) * Config::kBlockN;
     if constexpr (Config::kDrawsAhead) {
       dropout_mask = DropoutMask(params.dropout, tile.block.batch, tile.block.head);
+    }
+    if constexpr (Config::kHasScoreMod) {
+      slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
     draw(tile, key);
     auto scores = row_col_view(acc_s);
@@ -167,17 +184,19 @@ struct FwdMainloop {
     wait_for_k();
     start_qk(q_stage);
     start_pv(i == 1);
-    const int key = tile.range.block_interior_first(i) * Config::kBlockN;
+    const int key = tile.walk.block(i) * Config::kBlockN;
     draw(tile, key);
     if constexpr (Config::kDrawsAhead) storage.v_full[v_place.stage].wait(v_place.phase);  // over long ago: a branch
     wait_for<1>(acc_s);
     release(storage.k_empty, k_place);
     auto scores = row_col_view(acc_s);
-    modify_scores<kEdge>(scores, tile, key);
     float correction[kRows];
-    const bool raised =
-        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
-    softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    bool raised = false;
+    if (kEdge || !exponentiate_capped(scores)) {
+      modify_scores<kEdge>(scores, tile, key);
+      raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+      softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    }
     if constexpr (Config::kFinishesExponentials) finish_exponentials();
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
@@ -201,7 +220,7 @@ struct FwdMainloop {
   // All blocks of keys that the warpgroup sees after first_step(), but for P V of the last.
   __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
     const int count = tile.count();
-    const int interior = min(tile.range.interior_end - tile.range.interior_begin, count);
+    const int interior = min(tile.walk.interior(), count);
     // Counted down, so that its end is not computed again in every step.
     for (int left = interior - 1; left > 0; --left) step<false>(tile, interior - left, q_stage);
     for (int i = max(interior, 1); i < count; ++i) step<true>(tile, i, q_stage);

@@ -4,8 +4,8 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/block_range.h"
 #include "sm90/fwd_storage.h"
+#include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
 
 namespace flash {
@@ -56,10 +56,6 @@ __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& param
   }
 }
 
-__device__ __forceinline__ BlockRange key_blocks(const Flash_fwd_params& params, const RowBlock& block, int block_n) {
-  return block_range({block.seqlen_q, block.seqlen_k, params.window}, block.row_begin, block.row_end, block_n);
-}
-
 // Row blocks that see no key are done with here.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
@@ -69,7 +65,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   for (; index < launch.tiles; index = next_index(launch, index, teams)) {
     const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
     if (block.empty()) continue;
-    if (key_blocks(launch.params, block, Config::kBlockN).count() == 0) {
+    if (key_walk<Config>(launch.params, block).count() == 0) {
       store_nothing_seen<Config>(launch.params, block);
       continue;
     }
@@ -142,7 +138,7 @@ struct FwdProducer {
   // A row block on its way through the loads.
   struct Tile {
     RowBlock block;
-    BlockRange range;
+    KeyWalk walk;
     TmaRows rows;
     int head_k;
   };
@@ -150,18 +146,18 @@ struct FwdProducer {
   __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
     const RowBlock block = queue.take();
-    return {block, key_blocks(params, block, Config::kBlockN),
+    return {block, key_walk<Config>(params, block),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
     load_kv<Config::kChunks>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
-                             tile.range.block_interior_first(i), tile.rows, tile.head_k);
+                             tile.walk.block(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
     load_kv<Config::kChunksV>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
-                              tile.range.block_interior_first(i), tile.rows, tile.head_k);
+                              tile.walk.block(i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
@@ -186,7 +182,7 @@ struct FwdProducer {
     if (!tile.block.empty()) load_k(tile, 0);
     while (!tile.block.empty()) {
       load_q(tile.block);
-      const int count = tile.range.count();
+      const int count = tile.walk.count();
       for (int i = 1; i < count; ++i) {
         load_k(tile, i);
         load_v(tile, i - 1);
