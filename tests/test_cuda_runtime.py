@@ -192,7 +192,7 @@ def test_tensors_on_two_devices_are_an_error(device):
 def test_no_gpu_error_is_left_behind(device):
     """After refused calls the next one works and the device reports no error."""
     q = torch.randn(1, 4, 2, 64, device=device, dtype=torch.bfloat16)
-    for wrong in (q[:, :, :1], q.float(), q[..., :32]):
+    for wrong in (q[:, :, :1], q.float(), q[:, :3]):
         with pytest.raises(RuntimeError):
             flash_attn_func(q, q, wrong)
     flash_attn_func(q, q, q)

@@ -74,7 +74,7 @@ struct BwdConsumer {
     __syncwarp();
     if constexpr (!Config::kFreesKeysEarly) {
       mainloop.wait_for_own_stores();
-      if (has_rows) storage.kv_empty[0].arrive();
+      storage.kv_empty[0].arrive();
     }
     place = mainloop.place;
     kv_phase ^= has_rows;

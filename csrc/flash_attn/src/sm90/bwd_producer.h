@@ -113,7 +113,15 @@ struct BwdLoader {
     const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
     const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
     const int count = walk.count();
-    if (count == 0) return;
+    if (count == 0) {
+      // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
+      // that.
+      if constexpr (!Config::kFreesKeysEarly) {
+        storage.kv_empty[0].wait(kv_phase ^ 1);
+        kv_phase ^= 1;
+      }
+      return;
+    }
     RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
     if (!is_first) prefetch_keys(keys, key, block.head_k);
