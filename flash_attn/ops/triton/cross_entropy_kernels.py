@@ -92,7 +92,8 @@ def cross_entropy_backward_kernel(
     lse = tl.load(lse_ptr + row)
     factor = tl.load(dlosses_ptr + row * dlosses_stride).to(tl.float32) * logit_scale
     factor = tl.where((label >= 0) & (label < classes), factor, float("nan"))
-    logit = tl.load(logits_ptr + row * row_stride + column, mask=inside & live, other=0.0).to(tl.float32)
+    wanted = column < tl.where(live, columns, 0)
+    logit = tl.load(logits_ptr + row * row_stride + column, mask=wanted, other=0.0).to(tl.float32)
     grad = tl.exp2((logit * logit_scale - lse) * LOG2_E) * (1.0 + 2.0 * lse_square_scale * lse) - smoothing / classes
     grad = tl.where(column == label - first_class, grad - (1.0 - smoothing), grad)
     tl.store(dlogits_ptr + row * dlogits_row_stride + column, tl.where(live, grad * factor, 0.0), mask=inside)
