@@ -116,15 +116,19 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
   }
 }
 
-// Any interior block may come first: the others keep their order.
+// Any block may come first: the others keep their order.
 void check_walks(const BlockRange& range, int block_n) {
-  flash::KeyWalk walk{range};
-  for (walk.first = 0; walk.first < walk.interior(); ++walk.first) {
-    check::that(walk.block(0) == range.interior_begin + walk.first, "the first block", walk.first, block_n);
+  for (int first = 0; first < range.count(); ++first) {
+    flash::KeyWalk walk{range};
+    walk.begin_with(range.block_interior_first(first));
+    check::that(walk.first == first, "the step of the first block", walk.first, first, block_n);
+    check::that(walk.block(0) == range.block_interior_first(first), "the first block", first, block_n);
     int next = 0;
     for (int step = 1; step < walk.count(); ++step, ++next) {
-      if (next == walk.first) ++next;
-      check::that(walk.block(step) == range.block_interior_first(next), "the others", walk.first, step, block_n);
+      if (next == first) ++next;
+      check::that(walk.block(step) == range.block_interior_first(next), "the others", first, step, block_n);
+      const bool is_interior = part_of(range, walk.block(step)) == 0;
+      check::that(is_interior == (step < walk.interior_steps_end()), "interior steps", first, step, block_n);
     }
   }
 }

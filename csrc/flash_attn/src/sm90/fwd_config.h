@@ -44,6 +44,9 @@ struct FwdConfig {
   // Two teams have no warps for pages, and rows are looked up 32 at a time.
   static constexpr bool kHasPages = kTeams == 1 && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
+  // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
+  // move the rings' indices into vector registers.
+  static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Draws ahead of the scores take registers that score modifiers need.

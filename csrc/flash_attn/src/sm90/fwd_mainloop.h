@@ -109,12 +109,12 @@ struct FwdMainloop {
   }
 
   // Raw scores to what the softmax takes: softcap, ALiBi, mask.
-  template <bool kEdge, class Scores>
+  template <bool kEdge, Modifiers kModifiers, class Scores>
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
     if constexpr (Config::kHasScoreMod) {
-      ScoreMod::apply_by_warp(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
+      ScoreMod::apply_by_warp<kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
     }
     if constexpr (kEdge) {
       apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
@@ -122,14 +122,19 @@ struct FwdMainloop {
     }
   }
 
-  // The common case of a softcap in one go; or false, with nothing done. Above head dim 128 there are not the
-  // registers: ptxas would move the rings' indices into vector registers.
-  template <class Scores>
-  __device__ __forceinline__ bool exponentiate_capped(Scores& scores) {
-    if constexpr (Config::kHasScoreMod && Config::kHeadDim <= 128) {
-      if (params.softcap > 0.0f && params.alibi_slopes_ptr == nullptr) {
-        return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
-      }
+  // The common case of an interior block in one go; or false, with nothing done.
+  template <Modifiers kModifiers, class Scores>
+  __device__ __forceinline__ bool exponentiate_modified(Scores& scores, const Tile& tile, int key) {
+    if constexpr (kModifiers == Modifiers::kSoftcap) {
+      return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
+    }
+    if constexpr (kModifiers == Modifiers::kAlibi) {
+      // Where the block lies on one side of the diagonal of all rows, the bias is linear in the column.
+      const int distance = tile.visibility(params.window).diagonal(row_begin(tile)) - key;
+      const bool is_before = distance >= Config::kBlockN - 1;
+      if (!is_before && distance + 63 > 0) return false;
+      return softmax.exponentiate_biased(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
+                                         is_before ? slope_log2 : -slope_log2, distance, params.softmax_slack_log2);
     }
     return false;
   }
@@ -139,11 +144,12 @@ struct FwdMainloop {
     if constexpr (Config::kDrawsAhead) draws.draw(dropout_mask, coords, row_begin(tile), key);
   }
 
+  template <Modifiers kModifiers>
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
     if constexpr (Config::kDrawsAhead) draws.apply(scores);
-    if (Config::kHasScoreMod && params.has_dropout) {
+    if (Config::kHasScoreMod && kModifiers == Modifiers::kAny && params.has_dropout) {
       DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
@@ -171,15 +177,15 @@ struct FwdMainloop {
     }
     draw(tile, key);
     auto scores = row_col_view(acc_s);
-    modify_scores<true>(scores, tile, key);
+    modify_scores<true, Modifiers::kAny>(scores, tile, key);
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
-    set_probabilities(tile, key);
+    set_probabilities<Modifiers::kAny>(tile, key);
   }
 
   // S and P of block i, and P V of block i - 1.
-  template <bool kEdge>
+  template <bool kEdge, Modifiers kModifiers>
   __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage) {
     wait_for_k();
     start_qk(q_stage);
@@ -192,8 +198,8 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
-    if (kEdge || !exponentiate_capped(scores)) {
-      modify_scores<kEdge>(scores, tile, key);
+    if (kEdge || !exponentiate_modified<kModifiers>(scores, tile, key)) {
+      modify_scores<kEdge, kModifiers>(scores, tile, key);
       raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
       softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
     }
@@ -206,7 +212,7 @@ struct FwdMainloop {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
     }
-    set_probabilities(tile, key);
+    set_probabilities<kModifiers>(tile, key);
   }
 
   // Q of a tile and its first block of keys have landed.
@@ -217,13 +223,27 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
+  template <Modifiers kModifiers>
+  __device__ __forceinline__ void run_interior(const Tile& tile, int interior, int q_stage) {
+    // Counted down, so that its end is not computed again in every step.
+    for (int left = interior - 1; left > 0; --left) step<false, kModifiers>(tile, interior - left, q_stage);
+  }
+
   // All blocks of keys that the warpgroup sees after first_step(), but for P V of the last.
   __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
     const int count = tile.count();
-    const int interior = min(tile.walk.interior(), count);
-    // Counted down, so that its end is not computed again in every step.
-    for (int left = interior - 1; left > 0; --left) step<false>(tile, interior - left, q_stage);
-    for (int i = max(interior, 1); i < count; ++i) step<true>(tile, i, q_stage);
+    const int interior = min(Config::kHasScoreMod ? tile.walk.interior_steps_end() : tile.walk.interior(), count);
+    const bool capped = params.softcap > 0.0f, biased = params.alibi_slopes_ptr != nullptr;
+    if (Config::kHasOwnLoops && capped != biased && params.scale_softmax > 0.0f && !params.has_dropout) {
+      if (capped) {
+        run_interior<Modifiers::kSoftcap>(tile, interior, q_stage);
+      } else {
+        run_interior<Modifiers::kAlibi>(tile, interior, q_stage);
+      }
+    } else {
+      run_interior<Modifiers::kAny>(tile, interior, q_stage);
+    }
+    for (int i = max(interior, 1); i < count; ++i) step<true, Modifiers::kAny>(tile, i, q_stage);
   }
 
   // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for finish(),
