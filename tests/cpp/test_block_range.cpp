@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "src/common/block_range.h"
+#include "src/common/hidden_steps.h"
 
 namespace {
 

@@ -98,29 +98,6 @@ FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility,
   return range;
 }
 
-// Steps of a row block's walk whose keys no row of a part of it, [row_begin, row_end), sees: `left` of them from
-// `begin` on, which the rows before the part see, and the last `right`, which those after it see. Step 0 is never one
-// of them.
-struct HiddenSteps {
-  int begin = 1;
-  int left = 0;
-  int right = 0;
-};
-
-FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibility, const KeyWalk& walk, int row_begin,
-                                                     int row_end, int block_n) {
-  const int interior = walk.interior(), count = walk.count();
-  HiddenSteps hidden;
-  hidden.begin = interior > 1 ? interior : 1;
-  const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
-  hidden.right = walk.range.end - seen_end < count - 1 ? walk.range.end - seen_end : count - 1;
-  const int first_block = walk.range.begin + (interior == 0);  // at step `begin`, unless all blocks are interior
-  const int left = visibility.key_begin(row_begin) / block_n - first_block;
-  const int rest = count - hidden.right - hidden.begin;
-  hidden.left = left < 0 || rest < 0 ? 0 : left < rest ? left : rest;
-  return hidden;
-}
-
 // The row blocks that visit key block `n_block`: exactly those m with block_range(m).begin <= n_block < .end. The
 // backward walks them; its deterministic order relies on both directions agreeing.
 struct RowRange {

@@ -7,6 +7,7 @@
 #include "common/block_range.h"
 #include "common/convert.h"
 #include "common/dropout.h"
+#include "common/hidden_steps.h"
 #include "common/mask.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
