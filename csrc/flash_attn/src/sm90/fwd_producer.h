@@ -7,6 +7,7 @@
 #include "sm90/fwd_storage.h"
 #include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
+#include "sm90/varlen_order.h"
 
 namespace flash {
 namespace sm90 {
@@ -18,13 +19,22 @@ struct FwdLaunch {
   int tiles;          // row blocks of all heads
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
+  bool sorted;        // the row blocks of a head are in the order of VarlenOrder
   int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
 };
 
-// Place `index` in the order in which row blocks are handed out: heads in sections, the first of which may have fewer;
-// within a section the costliest rows of all heads first under a causal mask.
-__device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
-  return plan::scheduled_tile(index, launch.tiles / launch.tiles_of_head, launch.tiles_of_head, launch.section);
+// The row block at place `index` of the order in which they are handed out: heads in sections, the first of which may
+// have fewer; within a section the costliest rows of all heads first under a causal mask.
+template <class Config>
+__device__ __forceinline__ RowBlock scheduled_block(const FwdLaunch& launch, const VarlenOrder& order, int index) {
+  const int of_head = launch.tiles_of_head;
+  int tile = plan::scheduled_tile(index, launch.tiles / of_head, of_head, launch.section);
+  if (launch.sorted) {
+    const int slot = order.slot(tile % of_head);
+    if (slot < 0) return RowBlock{};
+    tile += slot - tile % of_head;
+  }
+  return row_block_at(launch.params, Config::kBlockM, tile);
 }
 
 // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
@@ -62,8 +72,9 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
   int index = blockIdx.x * Config::kTeams + team;
+  const VarlenOrder order(launch.params, Config::kBlockM, launch.sorted);
   for (; index < launch.tiles; index = next_index(launch, index, teams)) {
-    const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
+    const RowBlock block = scheduled_block<Config>(launch, order, index);
     if (block.empty()) continue;
     if (key_walk<Config>(launch.params, block).count() == 0) {
       store_nothing_seen<Config>(launch.params, block);
