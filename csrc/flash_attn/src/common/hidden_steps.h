@@ -21,6 +21,7 @@ FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibilit
   hidden.begin = interior > 1 ? interior : 1;
   const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
   hidden.right = walk.range.end - seen_end < count - 1 ? walk.range.end - seen_end : count - 1;
+  if (visibility.window.left == kUnbounded) return hidden;
   const int first_block = walk.range.begin + (interior == 0);  // at step `begin`, unless all blocks are interior
   const int left = visibility.key_begin(row_begin) / block_n - first_block;
   const int rest = count - hidden.right - hidden.begin;

@@ -24,7 +24,6 @@ template <class Config>
 struct FwdTile {
   RowBlock block;
   KeyWalk walk;
-  bool has_rows = true;
   HiddenSteps hidden;
 
   // While they pass, V of the block before them is not given back.
@@ -36,8 +35,7 @@ struct FwdTile {
     if (block.empty()) return;
     walk = key_walk<Config>(params, block);
     const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
-    has_rows = first_row < row_end;
-    if (has_rows) hidden = hidden_steps(visibility(params.window), walk, first_row, row_end, Config::kBlockN);
+    hidden = hidden_steps(visibility(params.window), walk, first_row, row_end, Config::kBlockN);
   }
 
   // The walk but for what is hidden at its end.
@@ -247,14 +245,6 @@ struct FwdMainloop {
   // the blocks that it lets pass after that one. Returns their number.
   __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
     const int count = tile.count(), edges_begin = tile.edges_begin();
-    if (!tile.has_rows) {  // the product that is left gives an output that is not stored
-#pragma unroll 1
-      for (int i = 1; i < count; ++i) {
-        pass_keys(1);
-        pass_values(1);
-      }
-      return 0;
-    }
     // Counted down, so that its end is not computed again in every step.
     for (int left = edges_begin - 1; left > 0; --left) {
       const int i = edges_begin - left;

@@ -40,11 +40,16 @@ struct VarlenOrder {
     return __reduce_add_sync(kAllLanes, slopes ? clamp(level - keys + 1, 0, blocks) : level >= keys ? blocks : 0);
   }
 
-  // The slot of a head that comes at place `rank`, or -1.
+  // Row blocks of a head.
+  __device__ __forceinline__ int count() const {
+    return __reduce_add_sync(kAllLanes, blocks) + blocks_of(0) + blocks_of(params.b + 1);
+  }
+
+  // The slot of the row block at place `rank` < count().
   __device__ __forceinline__ int slot(int rank) const {
-    int low = __reduce_min_sync(kAllLanes, slopes ? level - blocks : level);
-    const int sequences = at_least(low);
+    const int sequences = __reduce_add_sync(kAllLanes, blocks);
     if (rank >= sequences) return slot_without_sequence(rank - sequences);
+    int low = __reduce_min_sync(kAllLanes, slopes ? level - blocks : level);
     int high = __reduce_max_sync(kAllLanes, level) + 1;
     while (high - low > 1) {  // at_least(low) > rank >= at_least(high)
       const int middle = low + (high - low) / 2;
@@ -65,8 +70,7 @@ struct VarlenOrder {
 
   __device__ __forceinline__ int slot_without_sequence(int place) const {
     const int before = blocks_of(0), last = params.b + 1;
-    if (place < before) return place;
-    return place - before < blocks_of(last) ? varlen_first_slot(begin_of(last), last, block_m) + place - before : -1;
+    return place < before ? place : varlen_first_slot(begin_of(last), last, block_m) + place - before;
   }
 };
 
