@@ -39,9 +39,8 @@ struct FwdConsumer {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
     if constexpr (!kStagesApart) free_stored_buffer();  // nobody waits for it yet
-    mainloop.run(tile, q_stage);
+    const int passing = mainloop.run(tile, q_stage);
     if constexpr (kStagesApart) free_q(q_stage);
-    mainloop.pass_key(tile);
     q_place.advance();
     if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     const Tile next = next_tile();
@@ -52,7 +51,7 @@ struct FwdConsumer {
     mainloop.finish();
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
-    mainloop.pass_value(tile);
+    mainloop.pass_values(passing);
     stored_stage = q_stage;
     if constexpr (!kOverlapsTiles) start_next(next);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));

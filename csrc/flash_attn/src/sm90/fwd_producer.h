@@ -7,6 +7,7 @@
 #include "sm90/fwd_storage.h"
 #include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
+#include "sm90/varlen_order.h"
 
 namespace flash {
 namespace sm90 {
@@ -18,26 +19,45 @@ struct FwdLaunch {
   int tiles;          // row blocks of all heads
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
+  bool sorted;        // those of a head go by VarlenOrder
   int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
 };
 
-// Place `index` in the order in which row blocks are handed out: heads in sections, the first of which may have fewer;
-// within a section the costliest rows of all heads first under a causal mask.
-__device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
-  return plan::scheduled_tile(index, launch.tiles / launch.tiles_of_head, launch.tiles_of_head, launch.section);
-}
+// The order in which row blocks are handed out: heads in sections, the first of which may have fewer; within a section
+// the costliest rows of all heads first under a causal mask.
+template <class Config>
+struct TileOrder {
+  const FwdLaunch& launch;
+  const VarlenOrder varlen;
+  const int heads;
+  const int of_head;  // row blocks
 
-// The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
-// free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
-__device__ __forceinline__ int next_index(const FwdLaunch& launch, int index, int teams) {
-  if (launch.counter == nullptr) return index + teams;
-  int drawn = 0;
-  if (threadIdx.x % 32 == 0) {
-    drawn = atomicAdd(launch.counter, 1);
-    if (drawn == launch.tiles - 1) *launch.counter = 0;
+  __device__ __forceinline__ explicit TileOrder(const FwdLaunch& launch_)
+      : launch(launch_),
+        varlen(launch_.params, Config::kBlockM, launch_.sorted),
+        heads(launch_.tiles / launch_.tiles_of_head),
+        of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head) {}
+
+  __device__ __forceinline__ int count() const { return heads * of_head; }
+
+  __device__ __forceinline__ RowBlock at(int index) const {
+    int tile = plan::scheduled_tile(index, heads, of_head, launch.section);
+    if (launch.sorted) tile = tile / of_head * launch.tiles_of_head + varlen.slot(tile % of_head);
+    return row_block_at(launch.params, Config::kBlockM, tile);
   }
-  return teams + __shfl_sync(0xffffffffu, drawn, 0);
-}
+
+  // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
+  // free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
+  __device__ __forceinline__ int next(int index, int teams) const {
+    if (launch.counter == nullptr) return index + teams;
+    int drawn = 0;
+    if (threadIdx.x % 32 == 0) {
+      drawn = atomicAdd(launch.counter, 1);
+      if (drawn == count() - 1) *launch.counter = 0;
+    }
+    return teams + __shfl_sync(0xffffffffu, drawn, 0);
+  }
+};
 
 // Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
 template <class Config>
@@ -61,9 +81,9 @@ template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
-  int index = blockIdx.x * Config::kTeams + team;
-  for (; index < launch.tiles; index = next_index(launch, index, teams)) {
-    const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
+  const TileOrder<Config> order(launch);
+  for (int index = blockIdx.x * Config::kTeams + team; index < order.count(); index = order.next(index, teams)) {
+    const RowBlock block = order.at(index);
     if (block.empty()) continue;
     if (key_walk<Config>(launch.params, block).count() == 0) {
       store_nothing_seen<Config>(launch.params, block);
