@@ -57,6 +57,7 @@ struct BwdMainloop {
   const Coords coords;  // rows are queries of the row block, columns keys of this warpgroup
   RingIndex<Config::kStages> place;
   uint32_t kv_phase;
+  float* staged_for = nullptr;  // where this warp's staged share of dQ is to be added
 
   AccDkv<Config::kDkCols> acc_dk;
   AccDkv<Config::kDvCols> acc_dv;
@@ -138,7 +139,7 @@ struct BwdMainloop {
                          Shape<_64, Int<Config::kBlockM>>{}, make_coord(key_share(), _0{}));
     const auto store = make_tiled_copy_C(Store{}, typename Config::MmaSdP{}).get_thread_slice(thread);
     copy(Store{}, store.retile_S(values), store.partition_D(ds));
-    tma_store_fence();  // the wgmma that reads it is of the async proxy
+    fence_buffer();  // the wgmma that reads it is of the async proxy
   }
 
   __device__ __forceinline__ static void wait_for_consumers() {
@@ -169,7 +170,10 @@ struct BwdMainloop {
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
     if constexpr (Config::kSplitsKeys) {
-      if (i > 0) complete_additions();
+      if (i > 0) {
+        add_deferred();
+        complete_additions();
+      }
       wait_for_sharers();
       if (i > 0) pass_turn_of(walk.before(at));
     } else {
@@ -331,16 +335,20 @@ struct BwdMainloop {
   }
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
-  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) const {
+  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) {
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if constexpr (Config::kKeepsDq) {
       keep_dq(at, acc_dq);
     } else if (stages_dq()) {
-      float* const staged = storage.dq + warp * Config::kDqStaged;
+      float* const staged = staged_dq();
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
       __syncwarp();
       stage_dq(acc_dq, staged, thread % 32);
+      if (defers_additions()) {
+        staged_for = target;
+        return;
+      }
       fence_buffer();
       __syncwarp();
       if (is_first_lane()) {
@@ -355,6 +363,21 @@ struct BwdMainloop {
       reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma wants whole warps
+  }
+
+  // In deterministic mode additions leave as early as they can, because others wait for them.
+  __device__ __forceinline__ bool defers_additions() const { return Config::kDefersAdditions && !is_deterministic(); }
+
+  // Has the share of dQ added that was staged before the last fence_buffer() of all lanes.
+  __device__ __forceinline__ void add_deferred() const {
+    if (!defers_additions()) return;
+    __syncwarp();
+    if (is_first_lane()) reduce_bulk(staged_for, staged_dq(), Config::kDqStaged);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ float* staged_dq() const {
+    return storage.dq + (4 * group + thread / 32) * Config::kDqStaged;
   }
 
   __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
@@ -407,6 +430,10 @@ struct BwdMainloop {
     }
     if constexpr (Config::kFreesKeysEarly) storage.kv_empty[part].arrive();
     if constexpr (Config::kSplitsKeys) complete_additions();
+    if constexpr (Config::kDefersAdditions) {
+      fence_buffer();
+      add_deferred();
+    }
     if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
     wait_for_sharers();
     if (Config::kKeepsDq && count == 1) wait_for_consumers();  // the next step may have the same rows
