@@ -46,6 +46,22 @@ struct BwdMainloop {
     }
   };
 
+  // The same in registers, loaded before a product of two operands in shared memory begins, which leaves nothing of its
+  // bandwidth to others.
+  struct LoadedRowValues {
+    static constexpr int kRows = Config::kBlockM / 4;
+    float2 pairs[kRows / 2];
+
+    __device__ __forceinline__ explicit LoadedRowValues(const RowValues& values) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) pairs[i] = values.pair(2 * i);
+    }
+    __device__ __forceinline__ float2 pair(int mi) const { return pairs[mi / 2]; }
+  };
+  static constexpr bool kLoadsRowValues =
+      Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && Config::kBlockM == 64;
+  using EarlyRowValues = std::conditional_t<kLoadsRowValues, LoadedRowValues, RowValues>;
+
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
   Storage& storage;
@@ -190,6 +206,8 @@ struct BwdMainloop {
     const int stage = place.stage;
     AccSdP acc_s, acc_dp;
     storage.q_full[stage].wait(place.phase);
+    const RowValues lse_log2{storage.lse_log2[stage], coords}, softmax_d{storage.softmax_d[stage], coords};
+    const EarlyRowValues early_lse(lse_log2);
     start_scores<Config::kHeadDim>(storage.k, storage.q[stage], acc_s);
     storage.do_full[stage].wait(place.phase);
     start_scores<Config::kHeadDimV>(storage.v, storage.dout[stage], acc_dp);
@@ -197,14 +215,14 @@ struct BwdMainloop {
     wait_for<1>(acc_s);
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
-    const RowValues lse_log2{storage.lse_log2[stage], coords}, softmax_d{storage.softmax_d[stage], coords};
     if constexpr (Config::kVariant == BwdVariant::kPlain) {
       mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
-      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      exponentiate_scores(scores, params.softmax_scale_log2, early_lse);
+      const EarlyRowValues early_d(softmax_d);
       const auto p = convert<Element>(acc_s);
       start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
       wait_for<1>(acc_dp);
-      differentiate_scores(scores, dp, softmax_d);
+      differentiate_scores(scores, dp, early_d);
       finish_step(at, acc_dp, i);
     } else {
       wait_for<0>(acc_dp);
