@@ -98,9 +98,9 @@ struct BwdConfig {
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
   static constexpr int kDqStaged = kDqSlices == 1 && !kKeepsDq ? kDqOfSlice : 0;
-  // The bulk copy engine gets them one step later, behind the fence of the next dS: a fence of their own would wait until
-  // shared memory, which the products of other warps keep busy, has taken them.
-  static constexpr bool kDefersAdditions = kDqStaged > 0 && kSplitsKeys && kBlockM == 64;
+  // The bulk copy engine gets them one step later, behind the fence of the next dS: a fence of their own would wait
+  // until shared memory, which the products of other warps keep busy, has taken them.
+  static constexpr bool kDefersAdditions = kSplitsKeys && kBlockM == 64 && kDqStaged > 0;
   static constexpr int kDqInShared =  // floats
       kKeepsDq ? plan::kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;
   // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have
