@@ -86,7 +86,7 @@ struct BwdConfig {
   using SmemLayoutQ = Tile<kBlockM, kHeadDim>;  // and dO, and dQ of the conversion
   using SmemLayoutQt = TransposedTile<kBlockM, kHeadDim>;
   using SmemLayoutDs = Tile<kBlockM, kBlockN>;
-  static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
+  static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements
   static constexpr int kSmemDo = kBlockM * kHeadDimV;
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
