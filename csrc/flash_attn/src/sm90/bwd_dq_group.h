@@ -70,6 +70,7 @@ struct BwdDqGroup {
     AccDq acc_dq;
     storage.ds_full[place.stage].wait(place.phase);
     const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
+    fence_buffer();  // between the consumers' stores and what reads them here
     start_gemm(mma, slice.partition_fragment_A(ds), slice.partition_fragment_B(k), acc_dq, true);
     if (i > 0) pass_turn_of(block, last);
     wait_for<0>(acc_dq);

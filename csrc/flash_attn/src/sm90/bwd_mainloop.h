@@ -149,7 +149,7 @@ struct BwdMainloop {
   }
 
   // dS^T of this warp's 16 keys, transposed, into rows of queries: a piece is 8 keys of one query, 8 pieces a matrix.
-  // Rows that are 16 apart are swizzled alike.
+  // Rows that are 16 apart are swizzled alike. The wgmma that reads it is of the async proxy: a fence has to follow.
   template <class Values>
   __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
     constexpr int kChunk = Config::kChunkCols;
@@ -163,7 +163,6 @@ struct BwdMainloop {
       cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
                                     *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kChunk));
     }
-    fence_buffer();  // the wgmma that reads it is of the async proxy
   }
 
   __device__ __forceinline__ static void wait_for_consumers() {
@@ -185,6 +184,7 @@ struct BwdMainloop {
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
+    fence_buffer();
     if constexpr (Config::kSplitsKeys) {
       if (i > 0) {
         add_deferred();
@@ -378,7 +378,7 @@ struct BwdMainloop {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers, kTokenBarrier + group);
   }
 
-  // For the dQ group.
+  // For the dQ group, which has the fence: there it holds up nobody.
   template <class Values>
   __device__ __forceinline__ void leave_ds(const Values& ds, bool is_first) {
     storage.ds_empty[ds_place.stage].wait(ds_place.phase ^ 1);
@@ -395,8 +395,8 @@ struct BwdMainloop {
     storage.q_full[place.stage].wait(place.phase);
     storage.do_full[place.stage].wait(place.phase);
     wait_for_token();
-    leave_ds(convert<Element>(zeros), is_first);
     pass_token(group);
+    leave_ds(convert<Element>(zeros), is_first);
     release(storage.do_empty);
     release(storage.q_empty);
     place.advance();
@@ -422,8 +422,8 @@ struct BwdMainloop {
       differentiate<false>(at, at.row_block >= interior.begin && at.row_block < interior.end,
                            RowValues{storage.lse_log2[place.stage], coords}, acc_s, acc_dp);
       const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
-      leave_ds(ds, i == 0);
       pass_token(group);
+      leave_ds(ds, i == 0);
       // Operands in registers hold the warp while other products run: nothing that could run meanwhile is left.
       start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
       start_dkv<Config::kDkCols>(ds, storage.q[stage], acc_dk);
