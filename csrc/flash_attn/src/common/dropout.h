@@ -27,6 +27,7 @@ __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
 
 struct DropoutMask {
   DropoutStream stream;
+  uint64_t addend;
   uint32_t threshold;
 
   DropoutMask() = default;
@@ -34,29 +35,25 @@ struct DropoutMask {
   __device__ __forceinline__ DropoutMask(const Dropout& dropout, int batch, int head) : threshold(dropout.threshold) {
     const PhiloxSeed state(dropout.state);
     stream = dropout_stream(state.seed, state.offset, batch, head);
+    addend = dropout_addend(stream);
   }
 
-  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one; row_begin
-  // and col_begin are multiples of 16. One draw serves two rows and two columns, which are 8 apart in the matrix.
+  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one.
   template <int kRows, int kCols, class Coords, class Visit>
   __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
                                            const Visit& visit) const {
-    constexpr int kRowStep = Coords::kRowsApart8, kColStep = Coords::kColsApart8;
-    static_assert(kRows % (2 * kRowStep) == 0 && kCols % (2 * kColStep) == 0, "elements come in 16 x 16 squares");
+    const DropoutRule rule(threshold);
+    uint32_t row_words[kRows];
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      if (mi / kRowStep % 2 != 0) continue;
-      const uint32_t row_counter = dropout_group(row_begin + coords.row(mi)) ^ stream.row_xor;
+    for (int mi = 0; mi < kRows; ++mi) row_words[mi] = dropout_row_word(stream, row_begin + coords.row(mi));
 #pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        if (ni / kColStep % 2 != 0) continue;
-        const uint32_t col_counter = dropout_group(col_begin + coords.col(ni)) ^ stream.col_xor;
-        const Word2 draw = philox2x32_7(row_counter, col_counter, stream.key);
+    for (int ni = 0; ni < kCols; ++ni) {
+      const int col = col_begin + coords.col(ni);
+      const uint32_t col_word = dropout_col_word(stream, col / 2);
 #pragma unroll
-        for (int half = 0; half < 4; ++half) {
-          visit(mi + half / 2 * kRowStep, ni + half % 2 * kColStep,
-                dropout_uniform(draw, half / 2, half % 2) >= threshold);
-        }
+      for (int mi = 0; mi < kRows; ++mi) {
+        const uint32_t uniforms = dropout_uniforms(row_words[mi], col_word, addend);
+        visit(mi, ni, rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_words[mi])));
       }
     }
   }
@@ -72,42 +69,36 @@ struct DropoutMask {
   }
 };
 
-// The draws of a row_col_view's elements, made before the elements are there.
-template <int kRows, int kCols>
-struct DropoutDraws {
-  static constexpr int kDraws = kRows * kCols / 4;
-  Word2 draws[kDraws + (kDraws == 0)];
-  uint32_t threshold;
+// All ones in the halves of `values` that are below those of `limits`. Halves up to 0x7FFF are ordered as fp16 numbers
+// are, those beyond infinity are NaN and below nothing, and no limit is above 0x4000: one instruction.
+__device__ __forceinline__ uint32_t halves_below(uint32_t values, uint32_t limits) {
+  uint32_t below;
+  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(below) : "r"(values), "r"(limits));
+  return below;
+}
 
-  // As DropoutMask::for_each(), by a whole warp.
+// Dropout of two rows' probabilities, packed in pairs, by a thread that stays with its rows.
+struct PackedDropout {
+  uint64_t addend;
+  uint32_t row_word[2];
+  uint32_t limits[2];  // of the rows, in both halves
+  uint32_t inverts;    // all ones: what is below the limit is dropped
+
   template <class Coords>
-  __device__ __forceinline__ void draw(const DropoutMask& mask, const Coords& coords, int row_begin, int col_begin) {
-    static_assert(Coords::kRowsApart8 == 1 && Coords::kColsApart8 == 2 && kRows == 2 && kCols % 4 == 0,
-                  "a draw serves both rows, and columns 2 indices apart");
-    const uint32_t row_counter = dropout_group(row_begin + coords.row(0)) ^ mask.stream.row_xor;
-    uint32_t all = 0;
+  __device__ __forceinline__ void set_rows(const DropoutMask& mask, const Coords& coords, int row_begin) {
+    const DropoutRule rule(mask.threshold);
+    addend = mask.addend;
+    inverts = rule.is_kept ? 0 : ~0u;
 #pragma unroll
-    for (int i = 0; i < kDraws; ++i) {
-      const uint32_t col_counter = dropout_group(col_begin + coords.col(i / 2 * 4 + i % 2)) ^ mask.stream.col_xor;
-      draws[i] = philox2x32_7(row_counter, col_counter, mask.stream.key);
-      all ^= draws[i].word[0] ^ draws[i].word[1];
+    for (int mi = 0; mi < 2; ++mi) {
+      row_word[mi] = dropout_row_word(mask.stream, row_begin + coords.row(mi));
+      limits[mi] = rule.limit(row_word[mi]) * 0x10001u;
     }
-    // Left alone, ptxas moves the draws to where they are used, behind the products that should hide them. It moves no
-    // shuffle over a branch, and cannot know that this one leaves the threshold as it is.
-    threshold = mask.threshold + (all ^ __shfl_sync(0xffffffffu, all, threadIdx.x % 32));
   }
 
-  template <class Probabilities>
-  __device__ __forceinline__ void apply(Probabilities& probabilities) const {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        const bool kept = dropout_uniform(draws[ni / 4 * 2 + ni % 2], mi, ni / 2 % 2) >= threshold;
-        probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
-      }
-    }
+  // The halves of a pair of columns in row mi: those that are dropped become 0.
+  __device__ __forceinline__ uint32_t apply(uint32_t pair, int mi, uint32_t col_word) const {
+    return pair & (halves_below(dropout_uniforms(row_word[mi], col_word, addend), limits[mi]) ^ inverts);
   }
 };
 

@@ -10,9 +10,8 @@
 namespace flash {
 
 struct DropoutStream {
-  uint32_t key;      // of the per-element Philox2x32
-  uint32_t row_xor;  // mixed into its two counter words
-  uint32_t col_xor;
+  uint32_t row_key[2];
+  uint32_t col_key[2];
 };
 
 FLASH_HOST_DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
@@ -36,43 +35,56 @@ FLASH_HOST_DEVICE DropoutStream dropout_stream(uint64_t seed, uint64_t offset, u
     key[0] += 0x9E3779B9u;
     key[1] += 0xBB67AE85u;
   }
-  return {counter[0], counter[1], counter[2]};
+  return {{counter[0], counter[1]}, {counter[2], counter[3]}};
 }
 
-struct Word2 {
-  uint32_t word[2];
+// A permutation of the 32-bit words that looks random: the finalizer of MurmurHash3 (Appleby 2011).
+FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
+  word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
+  word = (word ^ (word >> 13)) * 0xC2B2AE35u;
+  return word ^ (word >> 16);
+}
+
+// The word of a row or of a pair of columns: no two of a head are equal.
+FLASH_HOST_DEVICE uint32_t dropout_word(const uint32_t (&key)[2], uint32_t index) {
+  return murmur3_finalizer(murmur3_finalizer(index ^ key[0]) + key[1]);
+}
+FLASH_HOST_DEVICE uint32_t dropout_row_word(const DropoutStream& stream, int row) {
+  return dropout_word(stream.row_key, static_cast<uint32_t>(row));
+}
+FLASH_HOST_DEVICE uint32_t dropout_col_word(const DropoutStream& stream, int pair) {
+  return dropout_word(stream.col_key, static_cast<uint32_t>(pair));
+}
+
+FLASH_HOST_DEVICE uint64_t dropout_addend(const DropoutStream& stream) {
+  return (static_cast<uint64_t>(stream.row_key[1]) << 32) | stream.col_key[1];
+}
+
+// Two uniforms of 15 bits, of a row and a pair of columns; the even column's in the lower half.
+FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint32_t row_word, uint32_t col_word, uint64_t addend) {
+  const uint64_t sum = static_cast<uint64_t>(col_word) * row_word + addend;
+  return static_cast<uint32_t>((sum >> 32) ^ sum) & 0x7FFF7FFFu;
+}
+
+// What is rarer, dropping or keeping, happens to uniforms below the limit of their row.
+struct DropoutRule {
+  uint32_t rare;  // its probability, times 2^32: at most half of it
+  bool is_kept;   // what is rare
+
+  FLASH_HOST_DEVICE explicit DropoutRule(uint32_t threshold)
+      : rare(threshold <= 0x80000000u ? threshold : 0u - threshold), is_kept(threshold > 0x80000000u) {}
+  DropoutRule() = default;
+
+  // 2^15 times the probability, rounded up or down by random bits of the row: exact on the average.
+  FLASH_HOST_DEVICE uint32_t limit(uint32_t row_word) const { return (rare + (row_word >> 15)) >> 17; }
+  FLASH_HOST_DEVICE bool keeps(uint32_t uniform, uint32_t limit) const { return (uniform < limit) == is_kept; }
 };
 
-// Philox2x32-7: seven rounds is the least number that the paper found to pass its statistical batteries.
-FLASH_HOST_DEVICE Word2 philox2x32_7(uint32_t counter0, uint32_t counter1, uint32_t key) {
-#if defined(__CUDACC__)
-#pragma unroll
-#endif
-  for (int round = 0; round < 7; ++round) {
-    uint32_t high, low;
-    multiply_wide(0xD256D193u, counter0, high, low);
-    counter0 = high ^ key ^ counter1;
-    counter1 = low;
-    key += 0x9E3779B9u;
-  }
-  return {{counter0, counter1}};
-}
-
-// Rows {r, r + 8} and columns {c, c + 8} of a 16 x 16 square share one draw: a thread owns all four of them in the
-// accumulator of every tensor core generation, transposed or not.
-FLASH_HOST_DEVICE constexpr uint32_t dropout_group(int index) {
-  return (static_cast<uint32_t>(index) / 16) * 8 + static_cast<uint32_t>(index) % 8;
-}
-
-// The 32-bit uniform of one element of a group: row_half selects the word, col_half its rotation by 16 bits.
-FLASH_HOST_DEVICE constexpr uint32_t dropout_uniform(const Word2& draw, int row_half, int col_half) {
-  const uint32_t word = draw.word[row_half];
-  return col_half ? (word << 16) | (word >> 16) : word;
-}
-
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
-  const Word2 draw = philox2x32_7(dropout_group(row) ^ stream.row_xor, dropout_group(col) ^ stream.col_xor, stream.key);
-  return dropout_uniform(draw, (row / 8) % 2, (col / 8) % 2) >= threshold;
+  const DropoutRule rule(threshold);
+  const uint32_t row_word = dropout_row_word(stream, row);
+  const uint32_t uniforms = dropout_uniforms(row_word, dropout_col_word(stream, col / 2), dropout_addend(stream));
+  return rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_word));
 }
 
 }  // namespace flash

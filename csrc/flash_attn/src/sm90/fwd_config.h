@@ -18,8 +18,13 @@ struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
+#ifdef DROP_M
+  static constexpr plan::Sm90FwdTile kTile =
+      kHasValueDim ? plan::kSm90ValueDimTile : kVariant == FwdVariant::kDropout && kHeadDim_ == 128 ? plan::Sm90FwdTile{128, DROP_M, DROP_N, DROP_S, DROP_Q, false, 1} : plan::sm90_fwd_tile(kHeadDim_, kVariant);
+#else
   static constexpr plan::Sm90FwdTile kTile =
       kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
+#endif
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V and O
   static constexpr int kBlockM = kTile.block_m;
@@ -41,13 +46,13 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
-  // Two teams have no warps for pages, and rows are looked up 32 at a time.
-  static constexpr bool kHasPages = kTeams == 1 && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
-  // Draws ahead of the scores take registers that score modifiers need.
-  static constexpr bool kDrawsAhead = kVariant == FwdVariant::kDropout;
+  // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
+  static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
+  // Two teams, and dropout, have no warps for pages; rows are looked up 32 at a time.
+  static constexpr bool kHasPages = kTeams == 1 && !kDropsPacked && kBlockN % 32 == 0;
 
   template <int kN, class MmaOp>
   struct Checked {

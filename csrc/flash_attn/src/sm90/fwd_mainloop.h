@@ -68,8 +68,8 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
-  DropoutDraws<kRows, Config::kDrawsAhead ? Config::kBlockN / 4 : 0> draws;
-  DropoutMask dropout_mask;  // of the row block
+  PackedDropout dropout;  // of the row block
+  uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of dropout, of the key block
   float slope_log2;          // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
@@ -134,21 +134,34 @@ struct FwdMainloop {
     return false;
   }
 
-  // What decides which probabilities are dropped depends on their places only: it is drawn while products run.
-  __device__ __forceinline__ void draw(const Tile& tile, int key) {
-    if constexpr (Config::kDrawsAhead) draws.draw(dropout_mask, coords, row_begin(tile), key);
+  // Reads the words of the columns of the key block at k_place, and gives its buffers back.
+  __device__ __forceinline__ void release_key() {
+    if constexpr (Config::kDropsPacked) {
+#pragma unroll
+      for (int i = 0; i < Storage::kColVectors; ++i) {
+        const uint4 words = storage.col_words[k_place.stage][threadIdx.x % 4][i];
+        col_words[4 * i] = words.x;
+        col_words[4 * i + 1] = words.y;
+        col_words[4 * i + 2] = words.z;
+        col_words[4 * i + 3] = words.w;
+      }
+      __syncwarp();
+    }
+    release(storage.k_empty, k_place);
   }
 
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if constexpr (Config::kDrawsAhead) draws.apply(scores);
     if (Config::kHasScoreMod && params.has_dropout) {
       DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
-    for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+    for (int i = 0; i < size(pairs); ++i) {
+      pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+      if constexpr (Config::kDropsPacked) pairs(i) = dropout.apply(pairs(i), i % 2, col_words[i / 2]);
+    }
   }
 
   // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
@@ -161,15 +174,14 @@ struct FwdMainloop {
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
-    release(storage.k_empty, k_place);
+    release_key();
     const int key = tile.walk.block(0) * Config::kBlockN;
-    if constexpr (Config::kDrawsAhead) {
-      dropout_mask = DropoutMask(params.dropout, tile.block.batch, tile.block.head);
+    if constexpr (Config::kDropsPacked) {
+      dropout.set_rows(DropoutMask(params.dropout, tile.block.batch, tile.block.head), coords, row_begin(tile));
     }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
-    draw(tile, key);
     auto scores = row_col_view(acc_s);
     modify_scores<true>(scores, tile, key);
     float correction[kRows];
@@ -185,10 +197,8 @@ struct FwdMainloop {
     start_qk(q_stage);
     start_pv(i == 1);
     const int key = tile.walk.block(i) * Config::kBlockN;
-    draw(tile, key);
-    if constexpr (Config::kDrawsAhead) storage.v_full[v_place.stage].wait(v_place.phase);  // over long ago: a branch
     wait_for<1>(acc_s);
-    release(storage.k_empty, k_place);
+    release_key();
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
