@@ -27,7 +27,6 @@ __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
 
 struct DropoutMask {
   DropoutStream stream;
-  uint64_t addend;
   uint32_t threshold;
 
   DropoutMask() = default;
@@ -35,7 +34,6 @@ struct DropoutMask {
   __device__ __forceinline__ DropoutMask(const Dropout& dropout, int batch, int head) : threshold(dropout.threshold) {
     const PhiloxSeed state(dropout.state);
     stream = dropout_stream(state.seed, state.offset, batch, head);
-    addend = dropout_addend(stream);
   }
 
   // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one.
@@ -43,17 +41,17 @@ struct DropoutMask {
   __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
                                            const Visit& visit) const {
     const DropoutRule rule(threshold);
-    uint32_t row_words[kRows];
+    uint64_t rows[kRows];
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) row_words[mi] = dropout_row_word(stream, row_begin + coords.row(mi));
+    for (int mi = 0; mi < kRows; ++mi) rows[mi] = dropout_row(stream, row_begin + coords.row(mi));
 #pragma unroll
     for (int ni = 0; ni < kCols; ++ni) {
       const int col = col_begin + coords.col(ni);
-      const uint32_t col_word = dropout_col_word(stream, col / 2);
+      const uint32_t column_pair = dropout_column_pair(stream, col / 2);
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
-        const uint32_t uniforms = dropout_uniforms(row_words[mi], col_word, addend);
-        visit(mi, ni, rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_words[mi])));
+        const uint32_t uniforms = dropout_uniforms(rows[mi], column_pair);
+        visit(mi, ni, rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(rows[mi])));
       }
     }
   }
@@ -79,27 +77,27 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t values, uint32_t limit
 
 // Dropout of two rows' probabilities, packed in pairs, by a thread that stays with its rows.
 struct PackedDropout {
-  uint64_t addend;
-  uint32_t row_word[2];
+  uint64_t rows[2];
   uint32_t limits[2];  // of the rows, in both halves
   uint32_t inverts;    // all ones: what is below the limit is dropped
 
   template <class Coords>
   __device__ __forceinline__ void set_rows(const DropoutMask& mask, const Coords& coords, int row_begin) {
     const DropoutRule rule(mask.threshold);
-    addend = mask.addend;
     inverts = rule.is_kept ? 0 : ~0u;
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
-      row_word[mi] = dropout_row_word(mask.stream, row_begin + coords.row(mi));
-      limits[mi] = rule.limit(row_word[mi]) * 0x10001u;
+      rows[mi] = dropout_row(mask.stream, row_begin + coords.row(mi));
+      limits[mi] = rule.limit(rows[mi]) * 0x10001u;
     }
   }
 
-  // The halves of a pair of columns in row mi: those that are dropped become 0.
-  __device__ __forceinline__ uint32_t apply(uint32_t pair, int mi, uint32_t col_word) const {
-    return pair & (halves_below(dropout_uniforms(row_word[mi], col_word, addend), limits[mi]) ^ inverts);
+  // For apply(): what the pair of columns draws in row mi.
+  __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
+    return halves_below(dropout_uniforms(rows[mi], column_pair), limits[mi]);
   }
+  // Halves that are dropped become 0.
+  __device__ __forceinline__ uint32_t apply(uint32_t pair, uint32_t drawn) const { return pair & (drawn ^ inverts); }
 };
 
 }  // namespace flash

@@ -45,24 +45,25 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// The word of a row or of a pair of columns: no two of a head are equal.
-FLASH_HOST_DEVICE uint32_t dropout_word(const uint32_t (&key)[2], uint32_t index) {
-  return murmur3_finalizer(murmur3_finalizer(index ^ key[0]) + key[1]);
-}
-FLASH_HOST_DEVICE uint32_t dropout_row_word(const DropoutStream& stream, int row) {
-  return dropout_word(stream.row_key, static_cast<uint32_t>(row));
-}
-FLASH_HOST_DEVICE uint32_t dropout_col_word(const DropoutStream& stream, int pair) {
-  return dropout_word(stream.col_key, static_cast<uint32_t>(pair));
+// The words of a row, multiplier and addend, in one: its multiplier is the lower half.
+FLASH_HOST_DEVICE uint64_t dropout_row(const DropoutStream& stream, int row) {
+  const uint32_t addend = murmur3_finalizer(static_cast<uint32_t>(row) ^ stream.row_key[0]) + stream.row_key[1];
+  return (static_cast<uint64_t>(addend) << 32) | murmur3_finalizer(addend);
 }
 
-FLASH_HOST_DEVICE uint64_t dropout_addend(const DropoutStream& stream) {
-  return (static_cast<uint64_t>(stream.row_key[1]) << 32) | stream.col_key[1];
+// The word of a pair of columns: no two of a head are equal.
+FLASH_HOST_DEVICE uint32_t dropout_column_pair(const DropoutStream& stream, int pair) {
+  return murmur3_finalizer(murmur3_finalizer(static_cast<uint32_t>(pair) ^ stream.col_key[0]) + stream.col_key[1]);
 }
 
-// Two uniforms of 15 bits, of a row and a pair of columns; the even column's in the lower half.
-FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint32_t row_word, uint32_t col_word, uint64_t addend) {
-  const uint64_t sum = static_cast<uint64_t>(col_word) * row_word + addend;
+// Two uniforms of 15 bits: of a row and a pair of columns, the even one's in the lower half.
+FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint64_t row, uint32_t column_pair) {
+#if defined(__CUDA_ARCH__)
+  uint64_t sum;  // one instruction; of the C++ nvcc makes two
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(column_pair), "r"(static_cast<uint32_t>(row)), "l"(row));
+#else
+  const uint64_t sum = static_cast<uint64_t>(column_pair) * static_cast<uint32_t>(row) + row;
+#endif
   return static_cast<uint32_t>((sum >> 32) ^ sum) & 0x7FFF7FFFu;
 }
 
@@ -76,15 +77,17 @@ struct DropoutRule {
   DropoutRule() = default;
 
   // 2^15 times the probability, rounded up or down by random bits of the row: exact on the average.
-  FLASH_HOST_DEVICE uint32_t limit(uint32_t row_word) const { return (rare + (row_word >> 15)) >> 17; }
+  FLASH_HOST_DEVICE uint32_t limit(uint64_t row) const {
+    return (rare + (static_cast<uint32_t>(row) >> 15)) >> 17;
+  }
   FLASH_HOST_DEVICE bool keeps(uint32_t uniform, uint32_t limit) const { return (uniform < limit) == is_kept; }
 };
 
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
   const DropoutRule rule(threshold);
-  const uint32_t row_word = dropout_row_word(stream, row);
-  const uint32_t uniforms = dropout_uniforms(row_word, dropout_col_word(stream, col / 2), dropout_addend(stream));
-  return rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_word));
+  const uint64_t row_words = dropout_row(stream, row);
+  const uint32_t uniforms = dropout_uniforms(row_words, dropout_column_pair(stream, col / 2));
+  return rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_words));
 }
 
 }  // namespace flash

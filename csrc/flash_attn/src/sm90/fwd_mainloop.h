@@ -150,6 +150,16 @@ struct FwdMainloop {
     release(storage.k_empty, k_place);
   }
 
+  // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
+  // places only, and fills the pauses between the exponentials.
+  __device__ __forceinline__ void draw() {
+    if constexpr (Config::kDropsPacked) {
+      auto pairs = cute::recast<uint32_t>(tOrP);
+#pragma unroll
+      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = dropout.draw(i % 2, col_words[i / 2]);
+    }
+  }
+
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
@@ -159,8 +169,12 @@ struct FwdMainloop {
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
     for (int i = 0; i < size(pairs); ++i) {
-      pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
-      if constexpr (Config::kDropsPacked) pairs(i) = dropout.apply(pairs(i), i % 2, col_words[i / 2]);
+      const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+      if constexpr (Config::kDropsPacked) {
+        pairs(i) = dropout.apply(pair, pairs(i));
+      } else {
+        pairs(i) = pair;
+      }
     }
   }
 
@@ -187,6 +201,7 @@ struct FwdMainloop {
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
+    draw();
     set_probabilities(tile, key);
   }
 
@@ -212,6 +227,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
+    draw();
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
