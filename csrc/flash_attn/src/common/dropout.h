@@ -35,37 +35,53 @@ struct DropoutMask {
     const PhiloxSeed state(dropout.state);
     stream = dropout_stream(state.seed, state.offset, batch, head);
   }
+};
 
-  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one.
-  template <int kRows, int kCols, class Coords, class Visit>
-  __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
-                                           const Visit& visit) const {
-    const DropoutRule rule(threshold);
-    uint64_t rows[kRows];
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) rows[mi] = dropout_row(stream, row_begin + coords.row(mi));
-#pragma unroll
-    for (int ni = 0; ni < kCols; ++ni) {
-      const int col = col_begin + coords.col(ni);
-      const uint32_t column_pair = dropout_column_pair(stream, col / 2);
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-        const uint32_t uniforms = dropout_uniforms(rows[mi], column_pair);
-        visit(mi, ni, rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(rows[mi])));
-      }
-    }
-  }
+// The words of the rows and columns of a tile, made by the thread that wants them.
+template <class Coords>
+struct DropoutWords {
+  const DropoutStream& stream;
+  const Coords& coords;
+  int row_begin, col_begin;
 
-  template <class Probabilities, class Coords>
-  __device__ __forceinline__ void apply(Probabilities& probabilities, const Coords& coords, int row_begin,
-                                        int col_begin) const {
-    using namespace cute;
-    constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
-    for_each<kRows, kCols>(coords, row_begin, col_begin, [&](int mi, int ni, bool kept) {
-      probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
-    });
+  __device__ __forceinline__ uint64_t row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
+  __device__ __forceinline__ uint32_t column_pair(int ni) const {
+    return dropout_column_pair(stream, (col_begin + coords.col(ni)) / 2);
   }
 };
+
+// Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one. Columns are
+// counted from an even one.
+template <int kRows, int kCols, class Words, class Coords, class Visit>
+__device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
+                                              const Visit& visit) {
+  const DropoutRule rule(threshold);
+  uint32_t column_pairs[kCols];
+#pragma unroll
+  for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const uint64_t row = words.row(mi);
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      const int shift = coords.col(ni) % 2 * 16;
+      const uint32_t uniform = dropout_uniforms(row, column_pairs[ni], 0x7FFFu << shift);
+      visit(mi, ni, rule.keeps(uniform, rule.limit(row) << shift));
+    }
+  }
+}
+
+// Dropped probabilities become 0.
+template <class Probabilities, class Coords>
+__device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabilities& probabilities,
+                                              const Coords& coords, int row_begin, int col_begin) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
+  const DropoutWords<Coords> words{mask.stream, coords, row_begin, col_begin};
+  for_each_draw<kRows, kCols>(mask.threshold, words, coords, [&](int mi, int ni, bool kept) {
+    probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+  });
+}
 
 // All ones in the halves of `values` that are below those of `limits`. Halves up to 0x7FFF are ordered as fp16 numbers
 // are, those beyond infinity are NaN and below nothing, and no limit is above 0x4000: one instruction.

@@ -56,15 +56,20 @@ FLASH_HOST_DEVICE uint32_t dropout_column_pair(const DropoutStream& stream, int 
   return murmur3_finalizer(murmur3_finalizer(static_cast<uint32_t>(pair) ^ stream.col_key[0]) + stream.col_key[1]);
 }
 
-// Two uniforms of 15 bits: of a row and a pair of columns, the even one's in the lower half.
-FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint64_t row, uint32_t column_pair) {
+// Two uniforms of 15 bits: of a row and a pair of columns, the even one's in the lower half. `which`: for one of them.
+FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint64_t row, uint32_t column_pair, uint32_t which = 0x7FFF7FFFu) {
 #if defined(__CUDA_ARCH__)
-  uint64_t sum;  // one instruction; of the C++ nvcc makes two
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(column_pair), "r"(static_cast<uint32_t>(row)), "l"(row));
+  // One instruction. Of mad.wide and of the C++ ptxas makes two or three.
+  uint32_t low, high;
+  asm("mad.lo.cc.u32 %0, %2, %3, %4;\n\tmadc.hi.u32 %1, %2, %3, %5;"
+      : "=&r"(low), "=r"(high)
+      : "r"(column_pair), "r"(static_cast<uint32_t>(row)), "r"(static_cast<uint32_t>(row)),
+        "r"(static_cast<uint32_t>(row >> 32)));
 #else
   const uint64_t sum = static_cast<uint64_t>(column_pair) * static_cast<uint32_t>(row) + row;
+  const uint32_t low = static_cast<uint32_t>(sum), high = static_cast<uint32_t>(sum >> 32);
 #endif
-  return static_cast<uint32_t>((sum >> 32) ^ sum) & 0x7FFF7FFFu;
+  return (high ^ low) & which;
 }
 
 // What is rarer, dropping or keeping, happens to uniforms below the limit of their row.
@@ -86,8 +91,9 @@ struct DropoutRule {
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
   const DropoutRule rule(threshold);
   const uint64_t row_words = dropout_row(stream, row);
-  const uint32_t uniforms = dropout_uniforms(row_words, dropout_column_pair(stream, col / 2));
-  return rule.keeps(uniforms >> (col % 2 * 16) & 0xFFFF, rule.limit(row_words));
+  const int shift = col % 2 * 16;
+  const uint32_t uniform = dropout_uniforms(row_words, dropout_column_pair(stream, col / 2), 0x7FFFu << shift);
+  return rule.keeps(uniform, rule.limit(row_words) << shift);
 }
 
 }  // namespace flash

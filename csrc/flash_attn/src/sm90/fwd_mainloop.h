@@ -164,7 +164,8 @@ struct FwdMainloop {
     using namespace cute;
     auto scores = row_col_view(acc_s);
     if (Config::kHasScoreMod && params.has_dropout) {
-      DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
+      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
+      apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
