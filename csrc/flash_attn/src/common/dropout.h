@@ -1,9 +1,9 @@
-// Dropout of probabilities held in accumulators; the mask itself is defined in philox.h.
+// Dropout of probabilities held in accumulators; the mask itself is defined in dropout_mask.h.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "common/philox.h"
+#include "common/dropout_mask.h"
 #include "flash.h"
 
 namespace flash {
