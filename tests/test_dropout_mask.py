@@ -36,6 +36,7 @@ PHILOX4_VECTORS = [
     ),
 ]
 
+
 @pytest.mark.parametrize("rounds, counter, key, result", PHILOX4_VECTORS)
 def test_philox4x32_known_answers(rounds, counter, key, result):
     assert tuple(int(word) for word in philox4x32(words(*counter), words(*key), rounds)) == result
@@ -83,7 +84,10 @@ def test_mask_follows_its_definition(seed, offset):
         threshold = dropout_threshold(p)
         mask = dropout_mask(state(seed, offset), p, 2, 3, 37, 41)
         expected = [
-            [[[plain_keep(seed, offset, b, h, i, j, threshold) for j in range(41)] for i in range(37)] for h in range(3)]
+            [
+                [[plain_keep(seed, offset, b, h, i, j, threshold) for j in range(41)] for i in range(37)]
+                for h in range(3)
+            ]
             for b in range(2)
         ]
         assert mask.dtype == torch.bool and mask.shape == (2, 3, 37, 41)

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "check.h"
-#include "src/common/fast_div.h"
 #include "src/common/dropout_mask.h"
+#include "src/common/fast_div.h"
 
 namespace {
 
@@ -44,7 +44,11 @@ void check_philox() {
   const Long longs[] = {
       {0, 0, 0, 0, {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}},
       {~uint64_t{0}, ~uint64_t{0}, ~0u, ~0u, {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}},
-      {0x299f31d0a4093822u, 0x0370734413198a2eu, 0x243f6a88u, 0x85a308d3u, {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}},
+      {0x299f31d0a4093822u,
+       0x0370734413198a2eu,
+       0x243f6a88u,
+       0x85a308d3u,
+       {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}},
   };
   for (const Long& kat : longs) {
     const flash::DropoutStream stream = flash::dropout_stream(kat.seed, kat.offset, kat.batch, kat.head);

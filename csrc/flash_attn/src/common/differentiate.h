@@ -72,8 +72,8 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that multiply dO (dropped ones
-// 0), dp dS.
+// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
+// multiply dO (dropped ones 0), dp dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Words, class RowValues, class Scores,
           class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,

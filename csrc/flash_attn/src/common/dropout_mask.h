@@ -82,9 +82,7 @@ struct DropoutRule {
   DropoutRule() = default;
 
   // 2^15 times the probability, rounded up or down by random bits of the row: exact on the average.
-  FLASH_HOST_DEVICE uint32_t limit(uint64_t row) const {
-    return (rare + (static_cast<uint32_t>(row) >> 15)) >> 17;
-  }
+  FLASH_HOST_DEVICE uint32_t limit(uint64_t row) const { return (rare + (static_cast<uint32_t>(row) >> 15)) >> 17; }
   FLASH_HOST_DEVICE bool keeps(uint32_t uniform, uint32_t limit) const { return (uniform < limit) == is_kept; }
 };
 

@@ -68,9 +68,9 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
-  PackedDropout dropout;  // of the row block
+  PackedDropout dropout;                                                    // of the row block
   uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of dropout, of the key block
-  float slope_log2;          // of its head, for ALiBi
+  float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
