@@ -20,7 +20,7 @@ struct FwdConfig {
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
 #ifdef DROP_M
   static constexpr plan::Sm90FwdTile kTile =
-      kHasValueDim ? plan::kSm90ValueDimTile : kVariant == FwdVariant::kDropout && kHeadDim_ == 128 ? plan::Sm90FwdTile{128, DROP_M, DROP_N, DROP_S, DROP_Q, false, 1} : plan::sm90_fwd_tile(kHeadDim_, kVariant);
+      kHasValueDim ? plan::kSm90ValueDimTile : kVariant == FwdVariant::kDropout && kHeadDim_ == DROP_HD ? plan::Sm90FwdTile{DROP_HD, DROP_M, DROP_N, DROP_S, DROP_Q, DROP_O, 1} : plan::sm90_fwd_tile(kHeadDim_, kVariant);
 #else
   static constexpr plan::Sm90FwdTile kTile =
       kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
