@@ -91,29 +91,23 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t values, uint32_t limit
   return below;
 }
 
-// Dropout of two rows' probabilities, packed in pairs, by a thread that stays with its rows.
-struct PackedDropout {
+// What two rows draw, a pair of columns at a time.
+struct RowDraws {
   uint64_t rows[2];
-  uint32_t limits[2];  // of the rows, in both halves
-  uint32_t inverts;    // all ones: what is below the limit is dropped
+  uint32_t limits[2];  // in both halves
 
-  template <class Coords>
-  __device__ __forceinline__ void set_rows(const DropoutMask& mask, const Coords& coords, int row_begin) {
+  __device__ __forceinline__ RowDraws(const DropoutMask& mask, int first_row) {
     const DropoutRule rule(mask.threshold);
-    inverts = rule.is_kept ? 0 : ~0u;
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
-      rows[mi] = dropout_row(mask.stream, row_begin + coords.row(mi));
+      rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
       limits[mi] = rule.limit(rows[mi]) * 0x10001u;
     }
   }
 
-  // For apply(): what the pair of columns draws in row mi.
   __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
     return halves_below(dropout_uniforms(rows[mi], column_pair), limits[mi]);
   }
-  // Halves that are dropped become 0.
-  __device__ __forceinline__ uint32_t apply(uint32_t pair, uint32_t drawn) const { return pair & (drawn ^ inverts); }
 };
 
 }  // namespace flash

@@ -42,8 +42,14 @@ struct FwdConfig {
   static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = 128 * (kTeams * kWarpGroups + 1);
+#ifdef DROP_R
+  static constexpr bool kDrawsLots = kVariant == FwdVariant::kDropout && kWarpGroups == 3;
+  static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? 40 : kDrawsLots ? 56 : 32;
+  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? (kDrawsLots ? 152 : 160) : 112;
+#else
   static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
+#endif
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;

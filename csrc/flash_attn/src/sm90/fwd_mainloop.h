@@ -68,8 +68,7 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
-  PackedDropout dropout;                                                    // of the row block
-  uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of dropout, of the key block
+  uint32_t draws_phase = 0;
   float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
@@ -134,29 +133,22 @@ struct FwdMainloop {
     return false;
   }
 
-  // Reads the words of the columns of the key block at k_place, and gives its buffers back.
-  __device__ __forceinline__ void release_key() {
+  // What decides which probabilities are dropped, in the place of P, which no product reads any more.
+  __device__ __forceinline__ void take_draws() {
     if constexpr (Config::kDropsPacked) {
-#pragma unroll
-      for (int i = 0; i < Storage::kColVectors; ++i) {
-        const uint4 words = storage.col_words[k_place.stage][threadIdx.x % 4][i];
-        col_words[4 * i] = words.x;
-        col_words[4 * i + 1] = words.y;
-        col_words[4 * i + 2] = words.z;
-        col_words[4 * i + 3] = words.w;
-      }
-      __syncwarp();
-    }
-    release(storage.k_empty, k_place);
-  }
-
-  // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
-  // places only, and fills the pauses between the exponentials.
-  __device__ __forceinline__ void draw() {
-    if constexpr (Config::kDropsPacked) {
+      storage.draws_full[group].wait(draws_phase);
       auto pairs = cute::recast<uint32_t>(tOrP);
 #pragma unroll
-      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = dropout.draw(i % 2, col_words[i / 2]);
+      for (int i = 0; i < Storage::kDrawVectors; ++i) {
+        const uint4 drawn = storage.draws[group][i][threadIdx.x / 32 % 4][threadIdx.x % 32];
+        pairs(4 * i) = drawn.x;
+        pairs(4 * i + 1) = drawn.y;
+        pairs(4 * i + 2) = drawn.z;
+        pairs(4 * i + 3) = drawn.w;
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) storage.draws_empty[group].arrive();
+      draws_phase ^= 1;
     }
   }
 
@@ -168,11 +160,12 @@ struct FwdMainloop {
       apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
+    const uint32_t inverts = DropoutRule(params.dropout.threshold).is_kept ? 0 : ~0u;
 #pragma unroll
     for (int i = 0; i < size(pairs); ++i) {
       const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
       if constexpr (Config::kDropsPacked) {
-        pairs(i) = dropout.apply(pair, pairs(i));
+        pairs(i) = pair & (pairs(i) ^ inverts);
       } else {
         pairs(i) = pair;
       }
@@ -189,11 +182,8 @@ struct FwdMainloop {
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
-    release_key();
+    release(storage.k_empty, k_place);
     const int key = tile.walk.block(0) * Config::kBlockN;
-    if constexpr (Config::kDropsPacked) {
-      dropout.set_rows(DropoutMask(params.dropout, tile.block.batch, tile.block.head), coords, row_begin(tile));
-    }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
@@ -202,7 +192,7 @@ struct FwdMainloop {
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
-    draw();
+    take_draws();
     set_probabilities(tile, key);
   }
 
@@ -214,7 +204,7 @@ struct FwdMainloop {
     start_pv(i == 1);
     const int key = tile.walk.block(i) * Config::kBlockN;
     wait_for<1>(acc_s);
-    release_key();
+    release(storage.k_empty, k_place);
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
@@ -228,7 +218,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
-    draw();
+    take_draws();
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);

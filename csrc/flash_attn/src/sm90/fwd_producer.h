@@ -57,46 +57,42 @@ __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& param
   }
 }
 
-// Row blocks that see no key are done with here.
+// Chooses the row blocks of a team. Those that see no key are done with here.
 template <class Config>
-__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
-  TileQueue<Config> queue(storage);
-  const int teams = gridDim.x * Config::kTeams;
-  int index = blockIdx.x * Config::kTeams + team;
-  for (; index < launch.tiles; index = next_index(launch, index, teams)) {
-    const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
-    if (block.empty()) continue;
-    if (key_walk<Config>(launch.params, block).count() == 0) {
-      store_nothing_seen<Config>(launch.params, block);
-      continue;
-    }
-    queue.push(block);
-    queue.wait_until_taken();
-  }
-  queue.push(RowBlock{});
-}
+struct FwdScheduler {
+  const FwdLaunch& launch;
+  TileQueue<Config> queue;
+  const int teams;
+  int index;
+  bool is_first = true;
 
-// Puts the words of the columns, from which dropout draws, beside every block of K.
-template <class Config>
-__device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  const Flash_fwd_params& params = launch.params;
-  TileQueue<Config> queue(storage);
-  RingIndex<Config::kKvStages> place;
-  for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) {
-    const DropoutStream stream = DropoutMask(params.dropout, block.batch, block.head).stream;
-    const KeyWalk walk = key_walk<Config>(params, block);
-    for (int i = 0; i < walk.count(); ++i) {
-      const int first_pair = walk.block(i) * (Config::kBlockN / 2);
-      storage.k_empty[place.stage].wait(place.phase ^ 1);
-      for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
-        uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
-        words[pair / 4] = dropout_column_pair(stream, first_pair + pair);
-      }
-      storage.k_full[place.stage].arrive();
-      place.advance();
+  __device__ __forceinline__ FwdScheduler(const FwdLaunch& launch_, FwdStorage<Config>& storage, int team)
+      : launch(launch_),
+        queue(storage),
+        teams(gridDim.x * Config::kTeams),
+        index(blockIdx.x * Config::kTeams + team) {}
+
+  // When everybody has taken the last one. False: there is none, and an empty one was pushed.
+  __device__ __forceinline__ bool push_next() {
+    if (!is_first) {
+      queue.wait_until_taken();
+      index = next_index(launch, index, teams);
     }
+    is_first = false;
+    for (; index < launch.tiles; index = next_index(launch, index, teams)) {
+      const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
+      if (block.empty()) continue;
+      if (key_walk<Config>(launch.params, block).count() == 0) {
+        store_nothing_seen<Config>(launch.params, block);
+        continue;
+      }
+      queue.push(block);
+      return true;
+    }
+    queue.push(RowBlock{});
+    return false;
   }
-}
+};
 
 // Issued by one lane; the whole warp walks along.
 template <class Config>
@@ -109,10 +105,11 @@ struct FwdProducer {
   Storage& storage;
   RingIndex<Config::kKvStages> k_place, v_place;
   RingIndex<Config::kQStages> q_place;
-  const bool issues;  // this lane
+  FwdScheduler<Config> scheduler;  // where its warp draws
+  const bool issues;               // this lane
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
-      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
+      : launch(launch_), storage(storage_), scheduler(launch_, storage_, 0), issues(threadIdx.x % 32 == 0) {}
 
   // A tile of kRows rows from coordinate `row` on, chunk by chunk.
   template <int kRows, int kChunks>
@@ -166,8 +163,9 @@ struct FwdProducer {
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) {
     const Flash_fwd_params& params = launch.params;
+    if constexpr (Config::kDropsPacked) scheduler.push_next();
     const RowBlock block = queue.take();
     return {block, key_walk<Config>(params, block),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
