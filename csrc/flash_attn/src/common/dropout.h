@@ -91,12 +91,30 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t values, uint32_t limit
   return below;
 }
 
-// What two rows draw, a pair of columns at a time.
-struct RowDraws {
+// The words of a lane's columns in kPairs pairs of columns from `first` on, those of its accumulators. By a whole warp,
+// which makes each of them once.
+template <int kPairs>
+struct LaneColumns {
+  static_assert(kPairs % 4 == 0 && kPairs <= 64, "a lane makes two words");
+  uint32_t pairs[kPairs / 4];
+
+  __device__ __forceinline__ LaneColumns(const DropoutStream& stream, int first) {
+    const int lane = threadIdx.x % 32;
+    uint32_t own[2] = {dropout_column_pair(stream, first + lane)};
+    if constexpr (kPairs > 32) own[1] = dropout_column_pair(stream, first + 32 + lane);
+#pragma unroll
+    for (int n = 0; n < kPairs / 4; ++n) pairs[n] = __shfl_sync(0xffffffffu, own[n / 8], n % 8 * 4 + lane % 4);
+  }
+};
+
+// What a lane's two rows draw.
+struct LaneRows {
   uint64_t rows[2];
   uint32_t limits[2];  // in both halves
 
-  __device__ __forceinline__ RowDraws(const DropoutMask& mask, int first_row) {
+  LaneRows() = default;
+
+  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row) {
     const DropoutRule rule(mask.threshold);
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
@@ -105,8 +123,10 @@ struct RowDraws {
     }
   }
 
-  __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
-    return halves_below(dropout_uniforms(rows[mi], column_pair), limits[mi]);
+  // All ones in each half of the i-th packed pair of accumulators that is below the limit.
+  template <int kPairs>
+  __device__ __forceinline__ uint32_t draw(const LaneColumns<kPairs>& columns, int i) const {
+    return halves_below(dropout_uniforms(rows[i % 2], columns.pairs[i / 2]), limits[i % 2]);
   }
 };
 

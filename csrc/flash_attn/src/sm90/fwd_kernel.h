@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     constexpr int kWarps = 4 / Config::kTeams;  // of a team
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
-    if constexpr (Config::kDropsPacked) {
+    if constexpr (Config::kDrawsApart) {
       if (role != kLoadWarp && role <= Config::kWarpGroups) run_draws<Config>(launch, storages[team], role - 1);
     } else if (role == kSchedulerWarp) {
       FwdScheduler<Config> scheduler(launch, storages[team], team);

@@ -69,6 +69,10 @@ struct FwdMainloop {
   FragmentP tOrP;
   Softmax<kRows> softmax;
   uint32_t draws_phase = 0;
+  struct Drawing {
+    DropoutStream stream;
+    LaneRows rows;
+  } drawing;                  // of the row block, where draws are not made apart
   float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
@@ -134,10 +138,11 @@ struct FwdMainloop {
   }
 
   // What decides which probabilities are dropped, in the place of P, which no product reads any more.
-  __device__ __forceinline__ void take_draws() {
-    if constexpr (Config::kDropsPacked) {
+  __device__ __forceinline__ void draw(int key) {
+    auto pairs = cute::recast<uint32_t>(tOrP);
+    if constexpr (Config::kDrawsApart) {
       storage.draws_full[group].wait(draws_phase);
-      auto pairs = cute::recast<uint32_t>(tOrP);
+      draws_phase ^= 1;
 #pragma unroll
       for (int i = 0; i < Storage::kDrawVectors; ++i) {
         const uint4 drawn = storage.draws[group][i][threadIdx.x / 32 % 4][threadIdx.x % 32];
@@ -148,7 +153,10 @@ struct FwdMainloop {
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) storage.draws_empty[group].arrive();
-      draws_phase ^= 1;
+    } else if constexpr (Config::kDropsPacked) {
+      const LaneColumns<Config::kBlockN / 2> columns(drawing.stream, key / 2);
+#pragma unroll
+      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = drawing.rows.draw(columns, i);
     }
   }
 
@@ -184,6 +192,10 @@ struct FwdMainloop {
     softmax = Softmax<kRows>();
     release(storage.k_empty, k_place);
     const int key = tile.walk.block(0) * Config::kBlockN;
+    if constexpr (Config::kDropsPacked && !Config::kDrawsApart) {
+      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
+      drawing = {mask.stream, LaneRows(mask, row_begin(tile) + coords.row(0))};
+    }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
@@ -192,7 +204,7 @@ struct FwdMainloop {
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
-    take_draws();
+    draw(key);
     set_probabilities(tile, key);
   }
 
@@ -218,7 +230,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
-    take_draws();
+    draw(key);
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);

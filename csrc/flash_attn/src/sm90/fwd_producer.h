@@ -165,7 +165,7 @@ struct FwdProducer {
 
   __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) {
     const Flash_fwd_params& params = launch.params;
-    if constexpr (Config::kDropsPacked) scheduler.push_next();
+    if constexpr (Config::kDrawsApart) scheduler.push_next();
     const RowBlock block = queue.take();
     return {block, key_walk<Config>(params, block),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};

@@ -20,7 +20,7 @@ struct FwdStorage {
 
   // With dropout, what a consumer draws in its next step: for each lane, its pairs of P in their order.
   static constexpr int kDrawVectors = Config::kBlockN / 16;
-  uint4 draws[Config::kDropsPacked ? Config::kWarpGroups : 1][Config::kDropsPacked ? kDrawVectors : 1][4][32];
+  uint4 draws[Config::kDrawsApart ? Config::kWarpGroups : 1][Config::kDrawsApart ? kDrawVectors : 1][4][32];
   Barrier draws_full[Config::kWarpGroups], draws_empty[Config::kWarpGroups];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
@@ -36,7 +36,7 @@ struct FwdStorage {
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
-    const int loading_warps = is_paged ? 3 : 1 + Config::kWarpGroups * Config::kDropsPacked;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kWarpGroups * Config::kDrawsApart;
     for (int i = 0; i < Config::kKvStages; ++i) {
       k_full[i].init(is_paged ? 32 : 1);
       v_full[i].init(is_paged ? 32 : 1);
