@@ -96,13 +96,11 @@ def keep_block(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: i
     product += ((addend << 32) | factor)[..., None]
     product ^= product >> 32  # of which the lower word counts
 
-    rare_is_kept = threshold > 2**31
-    rare = 2**32 - threshold if rare_is_kept else threshold
-    limit = ((rare + (factor >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
+    limit = ((threshold + (factor >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
     keep = torch.empty((*product.shape, 2), dtype=torch.bool, device=product.device)
     for odd in range(2):
         uniform = (product >> (16 * odd)) & _UNIFORM
-        keep[..., odd] = (uniform < limit) == rare_is_kept
+        keep[..., odd] = uniform >= limit
     first_col = 2 * pairs.start
     return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 

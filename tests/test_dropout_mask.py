@@ -67,9 +67,7 @@ def plain_keep(seed, offset, batch, head, i, j, threshold):
     total = factor * column + factor + 2**32 * addend
     word = (total >> 32 ^ total) & WORD
     uniform = word >> (j % 2 * 16) & 0x7FFF
-    rare = min(threshold, 2**32 - threshold)
-    is_rare = uniform < (rare + (factor >> 15)) >> 17
-    return is_rare == (threshold > 2**31)
+    return uniform >= (threshold + (factor >> 15)) >> 17
 
 
 def state(seed, offset=0):

@@ -55,7 +55,6 @@ struct DropoutWords {
 template <int kRows, int kCols, class Words, class Coords, class Visit>
 __device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
                                               const Visit& visit) {
-  const DropoutRule rule(threshold);
   uint32_t column_pairs[kCols];
 #pragma unroll
   for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
@@ -66,7 +65,7 @@ __device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& w
     for (int ni = 0; ni < kCols; ++ni) {
       const int shift = coords.col(ni) % 2 * 16;
       const uint32_t uniform = dropout_uniforms(row, column_pairs[ni], 0x7FFFu << shift);
-      visit(mi, ni, rule.keeps(uniform, rule.limit(row) << shift));
+      visit(mi, ni, uniform >= dropout_limit(row, threshold) << shift);
     }
   }
 }
@@ -83,12 +82,10 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
   });
 }
 
-// All ones in the halves of `values` that are below those of `limits`. Halves up to 0x7FFF are ordered as fp16 numbers
-// are, those beyond infinity are NaN and below nothing, and no limit is above 0x4000: one instruction.
-__device__ __forceinline__ uint32_t halves_below(uint32_t values, uint32_t limits) {
-  uint32_t below;
-  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(below) : "r"(values), "r"(limits));
-  return below;
+// All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit. (A
+// comparison of two fp16 numbers would be one instruction, but it takes 16 clocks of the multiprocessor.)
+__device__ __forceinline__ uint32_t kept_halves(uint32_t uniforms, uint32_t complements) {
+  return __byte_perm(uniforms + complements, 0, 0xBB99);  // copies of the highest bits
 }
 
 // The words of a lane's columns in kPairs pairs of columns from `first` on, those of its accumulators. By a whole warp,
@@ -110,23 +107,22 @@ struct LaneColumns {
 // What a lane's two rows draw.
 struct LaneRows {
   uint64_t rows[2];
-  uint32_t limits[2];  // in both halves
+  uint32_t complements[2];  // of the limits, in both halves
 
   LaneRows() = default;
 
   __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row) {
-    const DropoutRule rule(mask.threshold);
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
-      limits[mi] = rule.limit(rows[mi]) * 0x10001u;
+      complements[mi] = (0x8000u - dropout_limit(rows[mi], mask.threshold)) * 0x10001u;
     }
   }
 
-  // All ones in each half of the i-th packed pair of accumulators that is below the limit.
+  // All ones in the halves of the i-th packed pair of accumulators that are kept.
   template <int kPairs>
   __device__ __forceinline__ uint32_t draw(const LaneColumns<kPairs>& columns, int i) const {
-    return halves_below(dropout_uniforms(rows[i % 2], columns.pairs[i / 2]), limits[i % 2]);
+    return kept_halves(dropout_uniforms(rows[i % 2], columns.pairs[i / 2]), complements[i % 2]);
   }
 };
 

@@ -72,26 +72,17 @@ FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint64_t row, uint32_t column_pair, 
   return (high ^ low) & which;
 }
 
-// What is rarer, dropping or keeping, happens to uniforms below the limit of their row.
-struct DropoutRule {
-  uint32_t rare;  // its probability, times 2^32: at most half of it
-  bool is_kept;   // what is rare
-
-  FLASH_HOST_DEVICE explicit DropoutRule(uint32_t threshold)
-      : rare(threshold <= 0x80000000u ? threshold : 0u - threshold), is_kept(threshold > 0x80000000u) {}
-  DropoutRule() = default;
-
-  // 2^15 times the probability, rounded up or down by random bits of the row: exact on the average.
-  FLASH_HOST_DEVICE uint32_t limit(uint64_t row) const { return (rare + (static_cast<uint32_t>(row) >> 15)) >> 17; }
-  FLASH_HOST_DEVICE bool keeps(uint32_t uniform, uint32_t limit) const { return (uniform < limit) == is_kept; }
-};
+// Uniforms of the row below this are dropped: 2^15 times the probability, rounded up or down by random bits of the row,
+// so that it is exact on the average.
+FLASH_HOST_DEVICE uint32_t dropout_limit(uint64_t row, uint32_t threshold) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(threshold) + (static_cast<uint32_t>(row) >> 15)) >> 17);
+}
 
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
-  const DropoutRule rule(threshold);
   const uint64_t row_words = dropout_row(stream, row);
   const int shift = col % 2 * 16;
   const uint32_t uniform = dropout_uniforms(row_words, dropout_column_pair(stream, col / 2), 0x7FFFu << shift);
-  return rule.keeps(uniform, rule.limit(row_words) << shift);
+  return uniform >= dropout_limit(row_words, threshold) << shift;
 }
 
 }  // namespace flash

@@ -19,8 +19,10 @@ struct FwdConfig {
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
 #ifdef DROP_M
-  static constexpr plan::Sm90FwdTile kTile =
-      kHasValueDim ? plan::kSm90ValueDimTile : kVariant == FwdVariant::kDropout && kHeadDim_ == DROP_HD ? plan::Sm90FwdTile{DROP_HD, DROP_M, DROP_N, DROP_S, DROP_Q, DROP_O, 1} : plan::sm90_fwd_tile(kHeadDim_, kVariant);
+  static constexpr plan::Sm90FwdTile kTile = kHasValueDim ? plan::kSm90ValueDimTile
+                                             : kVariant == FwdVariant::kDropout && kHeadDim_ == DROP_HD
+                                                 ? plan::Sm90FwdTile{DROP_HD, DROP_M, DROP_N, DROP_S, DROP_Q, DROP_O, 1}
+                                                 : plan::sm90_fwd_tile(kHeadDim_, kVariant);
 #else
   static constexpr plan::Sm90FwdTile kTile =
       kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
@@ -45,10 +47,14 @@ struct FwdConfig {
   // Dropout of packed probabilities; where there is shared memory for it, drawn by warps of warpgroup 0.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
   static constexpr bool kDrawsApart =
+#ifdef DROP_INLINE
+      false &&
+#endif
       kDropsPacked && plan::sm90_fwd_tensor_bytes(kTile) + 2 * kBlockM * kBlockN <= 225 * 1024;
   static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 64 : 40) : kDrawsApart ? 56 : 32;
-  static constexpr int kConsumerRegisters =
-      kTeams * kWarpGroups == 2 ? (kDrawsApart ? 224 : 232) : kWarpGroups == 3 ? (kDrawsApart ? 152 : 160) : 112;
+  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 224 : 232)
+                                            : kWarpGroups == 3        ? (kDrawsApart ? 152 : 160)
+                                                                      : 112;
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;

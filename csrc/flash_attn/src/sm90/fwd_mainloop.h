@@ -72,8 +72,8 @@ struct FwdMainloop {
   struct Drawing {
     DropoutStream stream;
     LaneRows rows;
-  } drawing;                  // of the row block, where draws are not made apart
-  float slope_log2;                                                         // of its head, for ALiBi
+  } drawing;         // of the row block, where draws are not made apart
+  float slope_log2;  // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -168,12 +168,11 @@ struct FwdMainloop {
       apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
-    const uint32_t inverts = DropoutRule(params.dropout.threshold).is_kept ? 0 : ~0u;
 #pragma unroll
     for (int i = 0; i < size(pairs); ++i) {
       const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
       if constexpr (Config::kDropsPacked) {
-        pairs(i) = pair & (pairs(i) ^ inverts);
+        pairs(i) &= pair;
       } else {
         pairs(i) = pair;
       }

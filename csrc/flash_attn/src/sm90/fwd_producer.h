@@ -67,10 +67,7 @@ struct FwdScheduler {
   bool is_first = true;
 
   __device__ __forceinline__ FwdScheduler(const FwdLaunch& launch_, FwdStorage<Config>& storage, int team)
-      : launch(launch_),
-        queue(storage),
-        teams(gridDim.x * Config::kTeams),
-        index(blockIdx.x * Config::kTeams + team) {}
+      : launch(launch_), queue(storage), teams(gridDim.x * Config::kTeams), index(blockIdx.x * Config::kTeams + team) {}
 
   // When everybody has taken the last one. False: there is none, and an empty one was pushed.
   __device__ __forceinline__ bool push_next() {
