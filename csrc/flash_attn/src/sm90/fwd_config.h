@@ -18,15 +18,8 @@ struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
-#ifdef DROP_M
-  static constexpr plan::Sm90FwdTile kTile = kHasValueDim ? plan::kSm90ValueDimTile
-                                             : kVariant == FwdVariant::kDropout && kHeadDim_ == DROP_HD
-                                                 ? plan::Sm90FwdTile{DROP_HD, DROP_M, DROP_N, DROP_S, DROP_Q, DROP_O, 1}
-                                                 : plan::sm90_fwd_tile(kHeadDim_, kVariant);
-#else
   static constexpr plan::Sm90FwdTile kTile =
       kHasValueDim ? plan::kSm90ValueDimTile : plan::sm90_fwd_tile(kHeadDim_, kVariant);
-#endif
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V and O
   static constexpr int kBlockM = kTile.block_m;
@@ -44,13 +37,9 @@ struct FwdConfig {
   static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = 128 * (kTeams * kWarpGroups + 1);
-  // Dropout of packed probabilities; where there is shared memory for it, drawn by warps of warpgroup 0.
+  // Dropout of packed probabilities; where there is shared memory for draws, warps of warpgroup 0 make them.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
-  static constexpr bool kDrawsApart =
-#ifdef DROP_INLINE
-      false &&
-#endif
-      kDropsPacked && plan::sm90_fwd_tensor_bytes(kTile) + 2 * kBlockM * kBlockN <= 225 * 1024;
+  static constexpr bool kDrawsApart = kDropsPacked && plan::sm90_draws_fit(kTile);
   static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 64 : 40) : kDrawsApart ? 56 : 32;
   static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 224 : 232)
                                             : kWarpGroups == 3        ? (kDrawsApart ? 152 : 160)

@@ -13,7 +13,8 @@
 namespace flash {
 namespace sm90 {
 
-// Warps of warpgroup 0. Two teams have two of them each.
+// Warps of warpgroup 0. Two teams have two of them each. Where draws of dropout are made apart, the loading warp
+// chooses row blocks too, and the others draw.
 enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.

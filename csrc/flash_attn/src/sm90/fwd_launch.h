@@ -104,14 +104,11 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
   using ScoreMod = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kScoreMod>;
-#ifdef DROP_M
-  if (params.has_dropout && params.is_paged()) return cudaErrorNotSupported;
-  if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
-  return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
-#else
   if (params.has_score_mod) return sm90::run_flash_fwd<ScoreMod, kDtype>(params, stream);
-  if (params.has_dropout && params.is_paged()) return cudaErrorNotSupported;  // no warps for pages
-  if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  if (params.has_dropout) {
+    if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
+    return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  }
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short =
@@ -119,7 +116,6 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
-#endif
 }
 
 // The same where V and O have another head dim than Q and K.
