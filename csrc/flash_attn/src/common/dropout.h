@@ -85,7 +85,9 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
 // All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit. (A
 // comparison of two fp16 numbers would be one instruction, but it takes 16 clocks of the multiprocessor.)
 __device__ __forceinline__ uint32_t kept_halves(uint32_t uniforms, uint32_t complements) {
-  return __byte_perm(uniforms + complements, 0, 0xBB99);  // copies of the highest bits
+  uint32_t kept;  // copies of the highest bits, which __byte_perm() does not make
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(uniforms + complements));
+  return kept;
 }
 
 // The words of a lane's columns in kPairs pairs of columns from `first` on, those of its accumulators. By a whole warp,
