@@ -151,8 +151,7 @@ struct FwdMainloop {
         pairs(4 * i + 2) = drawn.z;
         pairs(4 * i + 3) = drawn.w;
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) storage.draws_empty[group].arrive();
+      storage.draws_empty[group].arrive();
     } else if constexpr (Config::kDropsPacked) {
       const LaneColumns<Config::kBlockN / 2> columns(drawing.stream, key / 2);
 #pragma unroll

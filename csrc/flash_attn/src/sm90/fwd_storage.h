@@ -21,7 +21,7 @@ struct FwdStorage {
   // With dropout, what a consumer draws in its next step: for each lane, its pairs of P in their order.
   static constexpr int kDrawVectors = Config::kBlockN / 16;
   uint4 draws[Config::kDrawsApart ? Config::kWarpGroups : 1][Config::kDrawsApart ? kDrawVectors : 1][4][32];
-  Barrier draws_full[Config::kWarpGroups], draws_empty[Config::kWarpGroups];
+  Barrier draws_full[Config::kWarpGroups], draws_empty[Config::kWarpGroups];  // arrivals: every lane
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
   // warp that read it; of tile_empty, of each lane.
@@ -51,7 +51,7 @@ struct FwdStorage {
     }
     for (int group = 0; group < Config::kWarpGroups; ++group) {
       draws_full[group].init(32);
-      draws_empty[group].init(4);
+      draws_empty[group].init(128);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       tile_full[i].init(1);
