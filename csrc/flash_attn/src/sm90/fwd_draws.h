@@ -30,9 +30,9 @@ __device__ __forceinline__ void run_draws(const FwdLaunch& launch, FwdStorage<Co
       for (int warp = 0; warp < 4; ++warp) {
 #pragma unroll
         for (int j = 0; j < kPairs / 8; ++j) {
-          storage.draws[group][j][warp][lane] = {rows[warp].draw(columns, 4 * j), rows[warp].draw(columns, 4 * j + 1),
-                                                 rows[warp].draw(columns, 4 * j + 2),
-                                                 rows[warp].draw(columns, 4 * j + 3)};
+          storage.draws[group].lanes[j][warp][lane] = {
+              rows[warp].draw(columns, 4 * j), rows[warp].draw(columns, 4 * j + 1), rows[warp].draw(columns, 4 * j + 2),
+              rows[warp].draw(columns, 4 * j + 3)};
         }
       }
       storage.draws_full[group].arrive();

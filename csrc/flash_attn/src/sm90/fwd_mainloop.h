@@ -145,7 +145,7 @@ struct FwdMainloop {
       draws_phase ^= 1;
 #pragma unroll
       for (int i = 0; i < Storage::kDrawVectors; ++i) {
-        const uint4 drawn = storage.draws[group][i][threadIdx.x / 32 % 4][threadIdx.x % 32];
+        const uint4 drawn = storage.draws[group].lanes[i][threadIdx.x / 32 % 4][threadIdx.x % 32];
         pairs(4 * i) = drawn.x;
         pairs(4 * i + 1) = drawn.y;
         pairs(4 * i + 2) = drawn.z;

@@ -20,7 +20,11 @@ struct FwdStorage {
 
   // With dropout, what a consumer draws in its next step: for each lane, its pairs of P in their order.
   static constexpr int kDrawVectors = Config::kBlockN / 16;
-  uint4 draws[Config::kDrawsApart ? Config::kWarpGroups : 1][Config::kDrawsApart ? kDrawVectors : 1][4][32];
+  struct Draws {
+    uint4 lanes[kDrawVectors][4][32];  // of each vector, warp and lane
+  };
+  struct NoDraws {};
+  std::conditional_t<Config::kDrawsApart, Draws, NoDraws> draws[Config::kWarpGroups];
   Barrier draws_full[Config::kWarpGroups], draws_empty[Config::kWarpGroups];  // arrivals: every lane
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
