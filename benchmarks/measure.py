@@ -109,6 +109,7 @@ def describe(row, mode):
         "group": row.group,
         "timing": row.timing,
         "id": row.id,
+        "plain_id": row.plain_id,
         "label": row.label,
         "mode": mode,
         "flops": row.flops(mode),

@@ -195,11 +195,22 @@ def time_lines(result):
     return [f"seconds, set-up included: {figures}"] if figures else []
 
 
+def relative_lines(result):
+    """Speed of ours in rows with features or packed sequences, relative to the plain dense problem of the same size."""
+    speeds = {(row["id"], row["mode"]): row["results"].get("ours", {}).get("tflops") for row in result["rows"]}
+    lines = []
+    for row in result["rows"]:
+        plain = speeds.get((row.get("plain_id"), row["mode"]))
+        if row.get("plain_id") != row["id"] and plain and "ours" in row["results"]:
+            lines.append(f"  {row['results']['ours']['tflops'] / plain:.3f} {row['label']} {row['mode']}")
+    return ["speed of ours relative to its plain dense call (TFLOPS)", *lines] if lines else []
+
+
 def full_report(result):
     """The whole report; the scores are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
     lines += time_lines(result)
-    lines += ceiling_lines(result)
+    lines += ceiling_lines(result) + relative_lines(result)
     for group in result["groups"]:
         lines += score_lines(result, group) if group != "cells" else []
     return lines + score_lines(result)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from shared import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
 
-GROUPS = ("cells", "dims", "gqa", "window", "varlen", "features", "deterministic", "small", "small_eager")
+GROUPS = (
+    "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic", "small",
+    "small_eager",
+)  # fmt: skip
 BACKWARD_GROUPS = ("deterministic",)
 # How the rows over a KV cache are timed; they are measured where asked for.
 CACHE_TIMING = {
@@ -55,6 +58,13 @@ class Row:
         return self.case.id + (f"-{self.timing}" if self.timing != "event" else "")
 
     @property
+    def plain_id(self):
+        """The same problem without features and sequences of its own; the row itself may be it."""
+        plain = {"softcap": 0.0, "alibi": "none", "dropout": 0.0, "sinks": False, "max_logit": False}
+        case = dataclasses.replace(self.case, window=(-1, -1), kind="dense", seqlens=(), **plain)
+        return dataclasses.replace(self, case=case).id
+
+    @property
     def label(self):
         case = self.case
         parts = [
@@ -70,7 +80,9 @@ class Row:
         parts += ["sinks"] if case.sinks else []
         parts += ["max_logit"] if case.max_logit else []
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
-        parts += [f"{sum(case.seqlens)} tokens" if case.seqlens else f"b{case.batch} {length}"]
+        equal = case.seqlens == (case.seqlen_q,) * case.batch
+        parts += [f"{sum(case.seqlens)} tokens" if case.seqlens and not equal else f"b{case.batch} {length}"]
+        parts += ["packed"] if equal else []
         parts += [f"page {case.page_size}"] if case.page_size else []
         parts += [f"append {case.append}"] if case.append else []
         parts += ["invariant"] if case.invariant else []

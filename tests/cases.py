@@ -7,7 +7,6 @@ measure beside the cells: other head dims, GQA, windows, packed sequences, featu
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -101,7 +100,7 @@ VARLEN_SEQLENS = (2245, 3638, 623, 2455, 472, 128, 351, 1467, 1689, 1637, 4096, 
 def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
     """The benchmark's problems beside the cells, by the group in which their score is reported."""
     longest = max(VARLEN_SEQLENS)
-    feature = Case(4, 4096, 4096, 16, 16, 128, dtype, causal=True)
+    features = ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1}, {"sinks": True}, {"max_logit": True})
     return {
         "dims": bench_cells((96, 192), dtype),
         "gqa": [Case(b, s, s, 32, 8, 128, dtype, causal=True) for b, s in ((8, 2048), (2, 8192))],
@@ -113,19 +112,19 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             Case(16, longest, longest, 16, 16, 128, dtype, causal, kind="packed", seqlens=VARLEN_SEQLENS)
             for causal in (False, True)
         ],
-        "features": [
-            dataclasses.replace(feature, **variant)
-            for variant in (
-                {},
-                {"softcap": 30.0},
-                {"alibi": "heads"},
-                {"dropout": 0.1},
-                {"sinks": True},
-                {"max_logit": True},
-                {"head_dim": 192, "head_dim_v": 128},
-                {"head_dim": 192, "head_dim_v": 128, "causal": False},
-            )
+        # Packed sequences of equal lengths, and the dense batch that is the same work.
+        "varlen_equal": [
+            Case(b, s, s, 16, 16, 128, dtype, causal, kind="packed" if packed else "dense", seqlens=(s,) * b * packed)
+            for b, s in ((16, 1024), (4, 4096))
+            for causal in (False, True)
+            for packed in (False, True)
         ],
+        "features": [
+            Case(2, 8192, 8192, 16, 16, 128, dtype, causal, **feature)
+            for causal in (False, True)
+            for feature in features
+        ],
+        "value_dim": [Case(4, 4096, 4096, 16, 16, 192, dtype, causal, head_dim_v=128) for causal in (False, True)],
         "deterministic": [
             *(case for case in bench_cells(dtype=dtype) if case.seqlen_q in (1024, 4096, 16384)),
             Case(2, 8192, 8192, 32, 8, 128, dtype, causal=True),

@@ -109,6 +109,32 @@ def test_packed(hopper, run_family, head_dim, features, kind):
     check_both(make_problem(case, hopper), run_family)
 
 
+# Which way a block of keys takes depends on the side of the diagonal on which it lies, on the sign of the slope, and on
+# whether scores pass the reach of the softcap's polynomial or the reference.
+MODIFIERS = {
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi": "heads"},
+    "both": {"softcap": 30.0, "alibi": "heads"},
+    "softcap_dropout": {"softcap": 30.0, "dropout": 0.2},
+    "alibi_dropout": {"alibi": "heads", "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (400, 90)}, {"window": (-1, 500)}), ids=str)
+@pytest.mark.parametrize("modifiers", MODIFIERS)
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
+def test_score_modifiers(hopper, run_family, head_dim, modifiers, mask):
+    """Slopes of both signs, rows whose scores are within the reach of the polynomial and rows beyond it."""
+    for kind, seqlen_q, seqlen_k in (("dense", 900, 1300), ("dense", 1000, 300), ("leftpad", 600, 1100)):
+        case = Case(3, seqlen_q, seqlen_k, 4, 2, head_dim, DTYPE, kind=kind, **MODIFIERS[modifiers], **mask)
+        problem = make_problem(case, hopper)
+        rows = problem.q.flatten(0, -3)
+        rows[len(rows) // 3 :] *= 4
+        if problem.alibi_slopes is not None:
+            problem.alibi_slopes.copy_(torch.tensor([0.7, 0.004, -0.02, 0.0]))
+        check_both(problem, run_family)
+
+
 @pytest.mark.parametrize("page_size", (1, 8, 16, 48, 256))
 @pytest.mark.parametrize("kind", ("packed", "seqused", "leftpad"))
 @pytest.mark.parametrize("head_dim", (24, 40, 64, 96, 128, 192, 256))

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "src/common/block_range.h"
+#include "src/common/hidden_steps.h"
 
 namespace {
 
@@ -116,15 +117,44 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
   }
 }
 
-// Any interior block may come first: the others keep their order.
+// Any block may come first: the others keep their order.
 void check_walks(const BlockRange& range, int block_n) {
-  flash::KeyWalk walk{range};
-  for (walk.first = 0; walk.first < walk.interior(); ++walk.first) {
-    check::that(walk.block(0) == range.interior_begin + walk.first, "the first block", walk.first, block_n);
+  for (int first = 0; first < range.count(); ++first) {
+    flash::KeyWalk walk{range};
+    walk.begin_with(range.block_interior_first(first));
+    check::that(walk.first == first, "the step of the first block", walk.first, first, block_n);
+    check::that(walk.block(0) == range.block_interior_first(first), "the first block", first, block_n);
     int next = 0;
     for (int step = 1; step < walk.count(); ++step, ++next) {
-      if (next == walk.first) ++next;
-      check::that(walk.block(step) == range.block_interior_first(next), "the others", walk.first, step, block_n);
+      if (next == first) ++next;
+      check::that(walk.block(step) == range.block_interior_first(next), "the others", first, step, block_n);
+      const bool is_interior = part_of(range, walk.block(step)) == 0;
+      check::that(is_interior == (step < walk.interior_steps_end()), "interior steps", first, step, block_n);
+    }
+  }
+}
+
+// What a part of a row block's rows lets pass: exactly the steps, but for the first, whose keys none of them sees.
+void check_hidden_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end,
+                        int part_rows, int block_n) {
+  for (int row = row_begin; range.count() > 0 && row < row_end; row += part_rows) {
+    const int part_end = std::min(row + part_rows, row_end);
+    const int most_left = (row - row_begin + block_n - 1) / block_n;
+    const int most_right = (row_end - part_end + block_n - 1) / block_n;
+    for (int first = range.begin; first < range.end; ++first) {
+      flash::KeyWalk walk{range};
+      walk.begin_with(first);
+      const flash::HiddenSteps hidden = flash::hidden_steps(visibility, walk, row, part_end, block_n);
+      check::that(hidden.left >= 0 && hidden.left <= most_left, "hidden by the rows before", hidden.left, row, first);
+      check::that(hidden.right >= 0 && hidden.right <= most_right, "hidden by the rows after", hidden.right, row,
+                  first);
+      check::that(hidden.begin == walk.interior_steps_end(), "where the edges begin", hidden.begin, row, first);
+      for (int step = 1; step < walk.count(); ++step) {
+        const bool passes =
+            (step >= hidden.begin && step < hidden.begin + hidden.left) || step >= walk.count() - hidden.right;
+        const bool seen = block_facts(visibility, row, part_end, walk.block(step), block_n).needed;
+        check::that(passes == !seen, "hidden steps", step, walk.count(), row, row_begin, row_end, block_n, first);
+      }
     }
   }
 }
@@ -137,13 +167,16 @@ void check_all_small_problems() {
         for (int right : windows) {
           const Visibility visibility{seqlen_q, seqlen_k, Window{left, right}};
           check_rows(visibility);
-          for (int block_m : {1, 2, 3, 4, 16}) {
+          for (int block_m : {1, 2, 3, 4, 6, 16}) {
             for (int block_n : {1, 2, 3, 4, 16}) {
               for (int row = 0; row < seqlen_q; row += block_m) {
                 const int row_end = std::min(row + block_m, seqlen_q);
                 check_row_block(visibility, row, row_end, block_n);
                 check_interior_first(flash::block_range(visibility, row, row_end, block_n), row, row_end, block_n);
                 check_walks(flash::block_range(visibility, row, row_end, block_n), block_n);
+                const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
+                if (block_m % 2 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 2, block_n);
+                if (block_m % 3 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 3, block_n);
               }
               check_directions(visibility, block_m, block_n);
             }

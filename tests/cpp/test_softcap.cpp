@@ -21,7 +21,17 @@ void check_range(float scale, float softcap) {
     const double exact = softcap * kLog2e * std::tanh(score * ratio);
     check::that(std::fabs(series.cap(score) - exact) <= 1.4e-6 * std::fabs(exact), "relative error", scale, softcap, i,
                 series.cap(score), exact);
+    if (!series.short_reaches(score * score)) continue;
+    const double short_cap = static_cast<double>(score) * series.short_factor(score);
+    check::that(std::fabs(short_cap - exact) <= 1e-4 * kLog2e, "error of two terms", scale, softcap, i, short_cap,
+                exact);
+    check::that(std::fabs(short_cap - exact) <= 1.13e-5 * std::fabs(exact), "its relative error", scale, softcap, i);
   }
+  const double short_reach = std::fmin(flash::SoftcapSeries::kShortReach, flash::SoftcapSeries::kShortLogit / softcap);
+  const float inside = static_cast<float>(0.999 * short_reach / ratio),
+              outside = static_cast<float>(1.001 * short_reach / ratio);
+  check::that(series.short_reaches(inside * inside) && !series.short_reaches(outside * outside), "reach of two terms",
+              scale, softcap);
 }
 
 void check_none(float scale, float softcap) {

@@ -71,15 +71,25 @@ struct BlockRange {
   }
 };
 
-// block_interior_first(), but for one interior block that comes before all others.
+// block_interior_first(), but for one block that comes before all others.
 struct KeyWalk {
   BlockRange range;
-  int first = 0;  // its place in the interior
+  int first = 0;  // its step in block_interior_first()
 
   FLASH_HOST_DEVICE constexpr int count() const { return range.count(); }
   FLASH_HOST_DEVICE constexpr int interior() const { return range.interior_end - range.interior_begin; }
   FLASH_HOST_DEVICE constexpr int block(int step) const {
     return range.block_interior_first(step > first ? step : step == 0 ? first : step - 1);
+  }
+
+  // The steps after the first one that visit interior blocks are [1, interior_steps_end()).
+  FLASH_HOST_DEVICE constexpr int interior_steps_end() const { return interior() + (first >= interior()); }
+
+  // Begins with a visited block.
+  FLASH_HOST_DEVICE constexpr void begin_with(int block) {
+    first = block < range.interior_begin ? interior() + block - range.begin
+            : block < range.interior_end ? block - range.interior_begin
+                                         : block - range.begin;
   }
 };
 

@@ -9,6 +9,9 @@
 
 namespace flash {
 
+// What a loop over blocks of keys is compiled for: whatever the call asks for, or one modifier alone.
+enum class Modifiers { kAny, kSoftcap, kAlibi };
+
 // Built where it is used, from parameters in constant memory, so that nothing of it stays in registers over the loop.
 struct ScoreMod {
   static constexpr float kLog2e = 1.4426950408889634f;
@@ -110,11 +113,13 @@ struct ScoreMod {
 
   // As apply(), for a warp with registers to spare: where none of its scores is beyond SoftcapSeries, the softcap is a
   // polynomial; the distance is converted to a float once, because a conversion takes as long as an exponential.
-  template <class Scores, class Coords>
+  template <Modifiers kModifiers, class Scores, class Coords>
   __device__ __forceinline__ static void apply_by_warp(const Flash_fwd_params& params, float slope_log2, Scores& scores,
                                                        const Coords& coords, int diagonal0, int col0) {
     using namespace cute;
-    const bool softcapped = params.softcap > 0.0f;
+    constexpr bool kAny = kModifiers == Modifiers::kAny;
+    const bool softcapped = kAny ? params.softcap > 0.0f : kModifiers == Modifiers::kSoftcap;
+    const bool biased = kAny ? params.alibi_slopes_ptr != nullptr : kModifiers == Modifiers::kAlibi;
     if (softcapped) {
       const SoftcapSeries series = params.softcap_series;
       if (within(scores, series.bound)) {
@@ -125,7 +130,7 @@ struct ScoreMod {
       }
     }
     const float factor = softcapped ? 1.0f : params.scale_softmax * kLog2e;
-    if (params.alibi_slopes_ptr == nullptr) {
+    if (!biased) {
       if (softcapped) return;
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) scores(i) *= factor;

@@ -128,13 +128,15 @@ struct Softmax {
   }
 
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
-  // the warp has scores beyond the series or its references may have to rise. The polynomial runs beside the
-  // exponentials, and its last product is the one that takes off the reference anyway.
+  // the warp has scores beyond the series or its references may have to rise. The polynomial, of as few terms as the
+  // largest score of the warp allows, runs beside the exponentials, and its last product is the one that takes off the
+  // reference anyway.
   template <class Scores>
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool fails = is_large;
+    float largest = 0.0f;  // square of a score
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       int high = 0;       // bits of the largest score that is not negative
@@ -146,14 +148,57 @@ struct Softmax {
         low = __vimax3_u32(low, static_cast<unsigned>(first), static_cast<unsigned>(second));
       }
       const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
-      fails |= !(reach * reach <= series.bound) | !(series.cap(top) - row_max[mi] <= slack_log2);
+      largest = fmaxf(largest, reach * reach);
+      fails |= !(series.cap(top) - row_max[mi] <= slack_log2);
+    }
+    if (__any_sync(0xffffffffu, fails | !(largest <= series.bound))) return false;
+    const auto apply = [&](const auto& factor) {
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+        for (int ni = 0; ni < size<1>(scores); ++ni) {
+          scores(mi, ni) = exp2f(scores(mi, ni) * factor(scores(mi, ni)) - row_max[mi]);
+          row_sum[mi] += scores(mi, ni);
+        }
+      }
+    };
+    if (__all_sync(0xffffffffu, series.short_reaches(largest))) {
+      apply([&](float score) { return series.short_factor(score); });
+    } else {
+      apply([&](float score) { return series.factor(score); });
+    }
+    return true;
+  }
+
+  // update() of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
+  // for a reference of biased scores; or false, with nothing done, where references may have to rise. `distance`: of
+  // the diagonal of the tile's first row from its first column.
+  template <class Scores, class Coords>
+  __device__ __forceinline__ bool exponentiate_biased(Scores& scores, const Coords& coords, float scale, float gradient,
+                                                      int distance, float slack_log2) {
+    using namespace cute;
+    constexpr int kCols = decltype(size<1>(scores))::value;
+    static_assert(kCols % 2 == 0, "scores are compared in pairs");
+    const float most = fmaxf(0.0f, gradient * static_cast<float>(coords.col(kCols - 1) - coords.col(0)));
+    float offset[kRows];  // bias of the thread's first column, less the reference
+    bool fails = is_large;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      int bound = 0;
+#pragma unroll
+      for (int ni = 0; ni < kCols; ni += 2) {
+        bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
+      }
+      offset[mi] = -gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0)) - row_max[mi];
+      fails |= !(__int_as_float(bound) * scale + most + offset[mi] <= slack_log2);
     }
     if (__any_sync(0xffffffffu, fails)) return false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) {
-        scores(mi, ni) = exp2f(scores(mi, ni) * series.factor(scores(mi, ni)) - row_max[mi]);
+      for (int ni = 0; ni < kCols; ++ni) {
+        const float bias = gradient * static_cast<float>(coords.col(ni) - coords.col(0)) + offset[mi];
+        scores(mi, ni) = exp2f(scores(mi, ni) * scale + bias);
         row_sum[mi] += scores(mi, ni);
       }
     }

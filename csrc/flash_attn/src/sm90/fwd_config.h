@@ -47,6 +47,9 @@ struct FwdConfig {
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
+  // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
+  // move the rings' indices into vector registers.
+  static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Two teams, and draws, leave no warps for pages; rows are looked up 32 at a time.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void run_draws(const FwdLaunch& launch, FwdStorage<Co
     for (int warp = 0; warp < 4; ++warp) {
       rows[warp] = LaneRows(mask, block.row_begin + 64 * group + 16 * warp + lane / 4);
     }
-    for (int i = 0; i < tile.count(); ++i) {
+    for (int i = 0; i < tile.count(); i = tile.after(i)) {
       const LaneColumns<kPairs> columns(mask.stream, tile.walk.block(i) * kPairs);
       storage.draws_empty[group].wait(phase);
       phase ^= 1;

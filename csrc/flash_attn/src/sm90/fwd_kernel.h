@@ -41,9 +41,8 @@ struct FwdConsumer {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
     if constexpr (!kStagesApart) free_stored_buffer();  // nobody waits for it yet
-    mainloop.run(tile, q_stage);
+    const int passing = mainloop.run(tile, q_stage);
     if constexpr (kStagesApart) free_q(q_stage);
-    mainloop.pass_key(tile);
     q_place.advance();
     if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     const Tile next = next_tile();
@@ -54,7 +53,7 @@ struct FwdConsumer {
     mainloop.finish();
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
     store_o(mainloop, tile, launch.o_map, q_stage);
-    mainloop.pass_value(tile);
+    mainloop.pass_values(passing);
     stored_stage = q_stage;
     if constexpr (!kOverlapsTiles) start_next(next);
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
@@ -107,9 +106,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     constexpr int kWarps = 4 / Config::kTeams;  // of a team
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
-    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
+    FwdProducer<Config> producer(launch, storages[team]);
     if constexpr (Config::kDrawsApart) {
-      if (role != kLoadWarp && role <= Config::kWarpGroups) run_draws<Config>(launch, storages[team], role - 1);
+      if (role == kLoadWarp) {
+        FwdScheduler<Config> scheduler(launch, storages[team], team);
+        producer.run([&] { scheduler.push_next(); });
+      } else if (role <= Config::kWarpGroups) {
+        run_draws<Config>(launch, storages[team], role - 1);
+      }
+    } else if (role == kLoadWarp) {
+      producer.run([] {});
     } else if (role == kSchedulerWarp) {
       FwdScheduler<Config> scheduler(launch, storages[team], team);
       while (scheduler.push_next()) {

@@ -71,6 +71,7 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int teams = params.multiprocessors * Config::kTeams;
   launch.section = uneven ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
+  launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
   launch.counter = launch.tiles > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }

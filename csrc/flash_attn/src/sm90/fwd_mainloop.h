@@ -7,6 +7,7 @@
 #include "common/block_range.h"
 #include "common/convert.h"
 #include "common/dropout.h"
+#include "common/hidden_steps.h"
 #include "common/mask.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
@@ -17,23 +18,36 @@
 namespace flash {
 namespace sm90 {
 
-// A row block, and the key blocks that it visits: at least one.
+// A row block as a consumer warpgroup sees it: the key blocks that the row block visits, at least one, and which of
+// them no row of the warpgroup sees. Those it lets pass; the first of the walk it computes all the same.
 template <class Config>
 struct FwdTile {
   RowBlock block;
   KeyWalk walk;
-  bool passes = false;  // no row of the warpgroup sees the last block of the walk: it lets it pass
+  HiddenSteps hidden;
+
+  // While they pass, V of the block before them is not given back.
+  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) <= Config::kKvStages,
+                "the rows of other warpgroups hide no more blocks than there are buffers");
 
   __device__ __forceinline__ FwdTile(const Flash_fwd_params& params, const RowBlock& block_, int group)
       : block(block_) {
     if (block.empty()) return;
     walk = key_walk<Config>(params, block);
-    const int last_row = min(block.row_begin + 64 * (group + 1), block.seqlen_q) - 1;
-    passes = walk.count() > 1 && visibility(params.window).key_end(last_row) <= (walk.range.end - 1) * Config::kBlockN;
+    const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
+    hidden = hidden_steps(visibility(params.window), walk, first_row, row_end, Config::kBlockN);
   }
 
-  // Blocks that the warpgroup computes: at least one.
-  __device__ __forceinline__ int count() const { return walk.count() - passes; }
+  // The walk but for what is hidden at its end.
+  __device__ __forceinline__ int count() const { return walk.count() - hidden.right; }
+  // The first step after first_step() that may need a mask.
+  __device__ __forceinline__ int edges_begin() const { return min(hidden.begin, count()); }
+  // The step that is computed after first_step(), if it is less than count().
+  __device__ __forceinline__ int second() const { return hidden.begin > 1 ? 1 : 1 + hidden.left; }
+  // The one after any step.
+  __device__ __forceinline__ int after(int step) const {
+    return step + 1 == edges_begin() ? step + 1 + hidden.left : step + 1;
+  }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -112,12 +126,12 @@ struct FwdMainloop {
   }
 
   // Raw scores to what the softmax takes: softcap, ALiBi, mask.
-  template <bool kEdge, class Scores>
+  template <bool kEdge, Modifiers kModifiers, class Scores>
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
     if constexpr (Config::kHasScoreMod) {
-      ScoreMod::apply_by_warp(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
+      ScoreMod::apply_by_warp<kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
     }
     if constexpr (kEdge) {
       apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
@@ -125,14 +139,19 @@ struct FwdMainloop {
     }
   }
 
-  // The common case of a softcap in one go; or false, with nothing done. Above head dim 128 there are not the
-  // registers: ptxas would move the rings' indices into vector registers.
-  template <class Scores>
-  __device__ __forceinline__ bool exponentiate_capped(Scores& scores) {
-    if constexpr (Config::kHasScoreMod && Config::kHeadDim <= 128) {
-      if (params.softcap > 0.0f && params.alibi_slopes_ptr == nullptr) {
-        return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
-      }
+  // The common case of an interior block in one go; or false, with nothing done.
+  template <Modifiers kModifiers, class Scores>
+  __device__ __forceinline__ bool exponentiate_modified(Scores& scores, const Tile& tile, int key) {
+    if constexpr (kModifiers == Modifiers::kSoftcap) {
+      return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
+    }
+    if constexpr (kModifiers == Modifiers::kAlibi) {
+      // Where the block lies on one side of the diagonal of all rows, the bias is linear in the column.
+      const int distance = tile.visibility(params.window).diagonal(row_begin(tile)) - key;
+      const bool is_before = distance >= Config::kBlockN - 1;
+      if (!is_before && distance + 63 > 0) return false;
+      return softmax.exponentiate_biased(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
+                                         is_before ? slope_log2 : -slope_log2, distance, params.softmax_slack_log2);
     }
     return false;
   }
@@ -159,10 +178,11 @@ struct FwdMainloop {
     }
   }
 
+  template <Modifiers kModifiers>
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if (Config::kHasScoreMod && params.has_dropout) {
+    if (Config::kHasScoreMod && kModifiers == Modifiers::kAny && params.has_dropout) {
       const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
       apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
@@ -198,28 +218,28 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
     auto scores = row_col_view(acc_s);
-    modify_scores<true>(scores, tile, key);
+    modify_scores<true, Modifiers::kAny>(scores, tile, key);
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
     draw(key);
-    set_probabilities(tile, key);
+    set_probabilities<Modifiers::kAny>(tile, key);
   }
 
-  // S and P of block i, and P V of block i - 1.
-  template <bool kEdge>
-  __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage) {
+  // S and P of block i, and P V of the block before, which is the first if it clears the output.
+  template <bool kEdge, Modifiers kModifiers>
+  __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage, bool clears) {
     wait_for_k();
     start_qk(q_stage);
-    start_pv(i == 1);
+    start_pv(clears);
     const int key = tile.walk.block(i) * Config::kBlockN;
     wait_for<1>(acc_s);
     release(storage.k_empty, k_place);
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
-    if (kEdge || !exponentiate_capped(scores)) {
-      modify_scores<kEdge>(scores, tile, key);
+    if (kEdge || !exponentiate_modified<kModifiers>(scores, tile, key)) {
+      modify_scores<kEdge, kModifiers>(scores, tile, key);
       raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
       softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
     }
@@ -233,7 +253,7 @@ struct FwdMainloop {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
     }
-    set_probabilities(tile, key);
+    set_probabilities<kModifiers>(tile, key);
   }
 
   // Q of a tile and its first block of keys have landed.
@@ -244,30 +264,53 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // All blocks of keys that the warpgroup sees after first_step(), but for P V of the last.
-  __device__ __forceinline__ void run(const Tile& tile, int q_stage) {
-    const int count = tile.count();
-    const int interior = min(tile.walk.interior(), count);
-    // Counted down, so that its end is not computed again in every step.
-    for (int left = interior - 1; left > 0; --left) step<false>(tile, interior - left, q_stage);
-    for (int i = max(interior, 1); i < count; ++i) step<true>(tile, i, q_stage);
-  }
-
-  // Lets a block pass: it has to land before its buffer can be given back. More than one could not wait for finish(),
-  // because V of the first would take the buffer of the V that the last product reads.
+  // Lets a block pass: it has to land before its buffer can be given back.
   __device__ __forceinline__ static void pass(const Barrier* full, Barrier* empty, KvPlace& place) {
     full[place.stage].wait(place.phase);
     release(empty, place);
   }
-  __device__ __forceinline__ void pass_key(const Tile& tile) {
-    if (tile.passes) pass(storage.k_full, storage.k_empty, k_place);
+  __device__ __forceinline__ void pass_keys(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) pass(storage.k_full, storage.k_empty, k_place);
   }
-  __device__ __forceinline__ void pass_value(const Tile& tile) {
-    if (tile.passes) pass(storage.v_full, storage.v_empty, v_place);
+  __device__ __forceinline__ void pass_values(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) pass(storage.v_full, storage.v_empty, v_place);
+  }
+
+  template <Modifiers kModifiers>
+  __device__ __forceinline__ void run_interior(const Tile& tile, int q_stage) {
+    const int end = tile.edges_begin();
+    // Counted down, so that its end is not computed again in every step.
+    for (int left = end - 1; left > 0; --left) step<false, kModifiers>(tile, end - left, q_stage, end - left == 1);
+  }
+
+  // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of
+  // the blocks that it lets pass after that one. Returns their number.
+  __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
+    const bool capped = params.softcap > 0.0f, biased = params.alibi_slopes_ptr != nullptr;
+    if (Config::kHasOwnLoops && capped != biased && params.scale_softmax > 0.0f && !params.has_dropout) {
+      if (capped) {
+        run_interior<Modifiers::kSoftcap>(tile, q_stage);
+      } else {
+        run_interior<Modifiers::kAlibi>(tile, q_stage);
+      }
+    } else {
+      run_interior<Modifiers::kAny>(tile, q_stage);
+    }
+    int passing = tile.hidden.left;
+    pass_keys(passing);
+    for (int i = tile.edges_begin() + passing; i < tile.count(); ++i) {
+      step<true, Modifiers::kAny>(tile, i, q_stage, i == tile.second());
+      pass_values(passing);
+      passing = 0;
+    }
+    pass_keys(tile.hidden.right);
+    return passing + tile.hidden.right;
   }
 
   // P V of the last block: started, not waited for.
-  __device__ __forceinline__ void start_last(const Tile& tile) { start_pv(tile.count() == 1); }
+  __device__ __forceinline__ void start_last(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
 
   // O is complete, and so is S of the next tile if it was started before.
   __device__ __forceinline__ void finish() {

@@ -8,6 +8,7 @@
 #include "sm90/fwd_storage.h"
 #include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
+#include "sm90/varlen_order.h"
 
 namespace flash {
 namespace sm90 {
@@ -19,26 +20,45 @@ struct FwdLaunch {
   int tiles;          // row blocks of all heads
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
+  bool sorted;        // those of a head go by VarlenOrder
   int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
 };
 
-// Place `index` in the order in which row blocks are handed out: heads in sections, the first of which may have fewer;
-// within a section the costliest rows of all heads first under a causal mask.
-__device__ __forceinline__ int scheduled_tile(const FwdLaunch& launch, int index) {
-  return plan::scheduled_tile(index, launch.tiles / launch.tiles_of_head, launch.tiles_of_head, launch.section);
-}
+// The order in which row blocks are handed out: heads in sections, the first of which may have fewer; within a section
+// the costliest rows of all heads first under a causal mask.
+template <class Config>
+struct TileOrder {
+  const FwdLaunch& launch;
+  const VarlenOrder varlen;
+  const int heads;
+  const int of_head;  // row blocks
 
-// The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
-// free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
-__device__ __forceinline__ int next_index(const FwdLaunch& launch, int index, int teams) {
-  if (launch.counter == nullptr) return index + teams;
-  int drawn = 0;
-  if (threadIdx.x % 32 == 0) {
-    drawn = atomicAdd(launch.counter, 1);
-    if (drawn == launch.tiles - 1) *launch.counter = 0;
+  __device__ __forceinline__ explicit TileOrder(const FwdLaunch& launch_)
+      : launch(launch_),
+        varlen(launch_.params, Config::kBlockM, launch_.sorted),
+        heads(launch_.tiles / launch_.tiles_of_head),
+        of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head) {}
+
+  __device__ __forceinline__ int count() const { return heads * of_head; }
+
+  __device__ __forceinline__ RowBlock at(int index) const {
+    int tile = plan::scheduled_tile(index, heads, of_head, launch.section);
+    if (launch.sorted) tile = tile / of_head * launch.tiles_of_head + varlen.slot(tile % of_head);
+    return row_block_at(launch.params, Config::kBlockM, tile);
   }
-  return teams + __shfl_sync(0xffffffffu, drawn, 0);
-}
+
+  // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
+  // free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
+  __device__ __forceinline__ int next(int index, int teams) const {
+    if (launch.counter == nullptr) return index + teams;
+    int drawn = 0;
+    if (threadIdx.x % 32 == 0) {
+      drawn = atomicAdd(launch.counter, 1);
+      if (drawn == count() - 1) *launch.counter = 0;
+    }
+    return teams + __shfl_sync(0xffffffffu, drawn, 0);
+  }
+};
 
 // Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
 template <class Config>
@@ -62,22 +82,27 @@ template <class Config>
 struct FwdScheduler {
   const FwdLaunch& launch;
   TileQueue<Config> queue;
+  const TileOrder<Config> order;
   const int teams;
   int index;
   bool is_first = true;
 
-  __device__ __forceinline__ FwdScheduler(const FwdLaunch& launch_, FwdStorage<Config>& storage, int team)
-      : launch(launch_), queue(storage), teams(gridDim.x * Config::kTeams), index(blockIdx.x * Config::kTeams + team) {}
+  __device__ __forceinline__ FwdScheduler(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int team)
+      : launch(launch_),
+        queue(storage_),
+        order(launch_),
+        teams(gridDim.x * Config::kTeams),
+        index(blockIdx.x * Config::kTeams + team) {}
 
   // When everybody has taken the last one. False: there is none, and an empty one was pushed.
   __device__ __forceinline__ bool push_next() {
     if (!is_first) {
       queue.wait_until_taken();
-      index = next_index(launch, index, teams);
+      index = order.next(index, teams);
     }
     is_first = false;
-    for (; index < launch.tiles; index = next_index(launch, index, teams)) {
-      const RowBlock block = row_block_at(launch.params, Config::kBlockM, scheduled_tile(launch, index));
+    for (; index < order.count(); index = order.next(index, teams)) {
+      const RowBlock block = order.at(index);
       if (block.empty()) continue;
       if (key_walk<Config>(launch.params, block).count() == 0) {
         store_nothing_seen<Config>(launch.params, block);
@@ -102,11 +127,10 @@ struct FwdProducer {
   Storage& storage;
   RingIndex<Config::kKvStages> k_place, v_place;
   RingIndex<Config::kQStages> q_place;
-  FwdScheduler<Config> scheduler;  // where its warp draws
-  const bool issues;               // this lane
+  const bool issues;  // this lane
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
-      : launch(launch_), storage(storage_), scheduler(launch_, storage_, 0), issues(threadIdx.x % 32 == 0) {}
+      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
   // A tile of kRows rows from coordinate `row` on, chunk by chunk.
   template <int kRows, int kChunks>
@@ -160,9 +184,10 @@ struct FwdProducer {
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) {
+  template <class Choose>
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue, const Choose& choose) const {
     const Flash_fwd_params& params = launch.params;
-    if constexpr (Config::kDrawsApart) scheduler.push_next();
+    choose();
     const RowBlock block = queue.take();
     return {block, key_walk<Config>(params, block),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
@@ -182,21 +207,24 @@ struct FwdProducer {
     if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
   }
 
-  __device__ __forceinline__ void run() {
+  // choose(): before a row block is taken, for the warp that chooses it itself.
+  template <class Choose>
+  __device__ __forceinline__ void run(const Choose& choose) {
     prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
     if (launch.params.is_paged()) {
       for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) load_q(block);
     } else {
-      run_unpaged(queue);
+      run_unpaged(queue, choose);
     }
   }
 
   // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
-  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue) {
+  template <class Choose>
+  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue, const Choose& choose) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
-    Tile tile = next_tile(queue);
+    Tile tile = next_tile(queue, choose);
     if (!tile.block.empty()) load_k(tile, 0);
     while (!tile.block.empty()) {
       load_q(tile.block);
@@ -205,7 +233,7 @@ struct FwdProducer {
         load_k(tile, i);
         load_v(tile, i - 1);
       }
-      const Tile next = next_tile(queue);
+      const Tile next = next_tile(queue, choose);
       if (!next.block.empty()) load_k(next, 0);
       load_v(tile, count - 1);
       tile = next;

@@ -8,15 +8,17 @@
 namespace flash {
 namespace sm90 {
 
-// Under ALiBi the block nearest to the diagonal is the first: its scores are the highest, and references that start low
-// would rise in nearly every block on the way to it.
+// With score modifiers the first block is one near the diagonal. Under ALiBi its scores are the highest, and references
+// that start low would rise in nearly every block on the way to it. Where the right side is masked it is the diagonal's
+// block of the first row, which all rows see but those that a window keeps from it: an edge, and edges go the long way,
+// as the first block does.
 template <class Config>
 __device__ __forceinline__ KeyWalk key_walk(const Flash_fwd_params& params, const RowBlock& block) {
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
   KeyWalk walk{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
-  if (Config::kHasScoreMod && params.alibi_slopes_ptr != nullptr && walk.interior() > 0) {
-    const int nearest = visibility.diagonal(block.row_begin + Config::kBlockM / 2) / Config::kBlockN;
-    walk.first = min(max(nearest - walk.range.interior_begin, 0), walk.interior() - 1);
+  if (Config::kHasScoreMod && walk.count() > 0) {
+    const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
+    walk.begin_with(min(max(visibility.diagonal(row) / Config::kBlockN, walk.range.begin), walk.range.end - 1));
   }
   return walk;
 }

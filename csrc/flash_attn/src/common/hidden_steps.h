@@ -1,0 +1,32 @@
+// Which key blocks of a row block's walk a part of its rows does not see; tests/cpp checks it by brute force.
+#pragma once
+
+#include "common/block_range.h"
+
+namespace flash {
+
+// Steps of a row block's walk whose keys no row of a part of it, [row_begin, row_end), sees: `left` of them from
+// `begin` on, which the rows before the part see, and the last `right`, which those after it see. Step 0 is never one
+// of them.
+struct HiddenSteps {
+  int begin = 1;  // of the edges
+  int left = 0;
+  int right = 0;
+};
+
+FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibility, const KeyWalk& walk, int row_begin,
+                                                     int row_end, int block_n) {
+  const int interior = walk.interior(), count = walk.count();
+  HiddenSteps hidden;
+  hidden.begin = walk.interior_steps_end();
+  const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
+  const int right = walk.range.end - seen_end < count ? walk.range.end - seen_end : count;
+  hidden.right = right - (walk.first >= count - right);
+  if (visibility.window.left == kUnbounded) return hidden;
+  const int before = visibility.key_begin(row_begin) / block_n - walk.range.begin;
+  const int left = before < 0 ? 0 : before < count - right ? before : count - right;
+  hidden.left = left - (walk.first >= interior && walk.first < interior + left);
+  return hidden;
+}
+
+}  // namespace flash
