@@ -111,7 +111,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
-        {128, 192, 80, 2, 2, false, 1},
+        {128, 192, 64, 3, 2, false, 1},
         {192, 128, 96, 2, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
@@ -150,12 +150,6 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
   return 2 * tile.head_dim * (tile.q_stages * tile.block_m + tile.kv_stages * tile.block_n) +
          2 * tile.value_dim() * tile.kv_stages * tile.block_n + 2 * tile.o_cols * tile.block_m;
-}
-
-// Whether shared memory has room for a step's draws of dropout, one half word for each score.
-constexpr bool sm90_draws_fit(const Sm90FwdTile& tile) {
-  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;
-  return sm90_fwd_tensor_bytes(tile) + 2 * tile.block_m * tile.block_n + kBarrierBytes <= kSmemBytes;
 }
 
 struct BwdTile {

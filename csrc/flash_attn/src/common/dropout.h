@@ -82,29 +82,12 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
   });
 }
 
-// All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit. (A
-// comparison of two fp16 numbers would be one instruction, but it takes 16 clocks of the multiprocessor.)
+// All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit.
 __device__ __forceinline__ uint32_t kept_halves(uint32_t uniforms, uint32_t complements) {
   uint32_t kept;  // copies of the highest bits, which __byte_perm() does not make
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(uniforms + complements));
   return kept;
 }
-
-// The words of a lane's columns in kPairs pairs of columns from `first` on, those of its accumulators. By a whole warp,
-// which makes each of them once.
-template <int kPairs>
-struct LaneColumns {
-  static_assert(kPairs % 4 == 0 && kPairs <= 64, "a lane makes two words");
-  uint32_t pairs[kPairs / 4];
-
-  __device__ __forceinline__ LaneColumns(const DropoutStream& stream, int first) {
-    const int lane = threadIdx.x % 32;
-    uint32_t own[2] = {dropout_column_pair(stream, first + lane)};
-    if constexpr (kPairs > 32) own[1] = dropout_column_pair(stream, first + 32 + lane);
-#pragma unroll
-    for (int n = 0; n < kPairs / 4; ++n) pairs[n] = __shfl_sync(0xffffffffu, own[n / 8], n % 8 * 4 + lane % 4);
-  }
-};
 
 // What a lane's two rows draw.
 struct LaneRows {
@@ -121,10 +104,9 @@ struct LaneRows {
     }
   }
 
-  // All ones in the halves of the i-th packed pair of accumulators that are kept.
-  template <int kPairs>
-  __device__ __forceinline__ uint32_t draw(const LaneColumns<kPairs>& columns, int i) const {
-    return kept_halves(dropout_uniforms(rows[i % 2], columns.pairs[i / 2]), complements[i % 2]);
+  // All ones in the halves of a pair of columns that row mi keeps.
+  __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
+    return kept_halves(dropout_uniforms(rows[mi], column_pair), complements[mi]);
   }
 };
 

@@ -37,23 +37,20 @@ struct FwdConfig {
   static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = 128 * (kTeams * kWarpGroups + 1);
-  // Dropout of packed probabilities; where there is shared memory for draws, warps of warpgroup 0 make them.
-  static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
-  static constexpr bool kDrawsApart = kDropsPacked && plan::sm90_draws_fit(kTile);
-  static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 64 : 40) : kDrawsApart ? 56 : 32;
-  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? (kDrawsApart ? 224 : 232)
-                                            : kWarpGroups == 3        ? (kDrawsApart ? 152 : 160)
-                                                                      : 112;
+  static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
+  // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
+  static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
+  // Two teams, and dropout, leave no warps for pages; rows are looked up 32 at a time.
+  static constexpr bool kHasPages = kTeams == 1 && !kDropsPacked && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
   // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
   // move the rings' indices into vector registers.
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
-  // Two teams, and draws, leave no warps for pages; rows are looked up 32 at a time.
-  static constexpr bool kHasPages = kTeams == 1 && !kDrawsApart && kBlockN % 32 == 0;
 
   template <int kN, class MmaOp>
   struct Checked {

@@ -4,7 +4,6 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "common/max_logit.h"
-#include "sm90/fwd_draws.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
@@ -13,9 +12,8 @@
 namespace flash {
 namespace sm90 {
 
-// Warps of warpgroup 0. Two teams have two of them each. Where draws of dropout are made apart, the loading warp
-// chooses row blocks too, and the others draw.
-enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kPagedVWarp = 3 };
+// Warps of warpgroup 0. Two teams have two of them each.
+enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kColWordsWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.
 template <class Config>
@@ -106,20 +104,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     constexpr int kWarps = 4 / Config::kTeams;  // of a team
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
-    FwdProducer<Config> producer(launch, storages[team]);
-    if constexpr (Config::kDrawsApart) {
-      if (role == kLoadWarp) {
-        FwdScheduler<Config> scheduler(launch, storages[team], team);
-        producer.run([&] { scheduler.push_next(); });
-      } else if (role <= Config::kWarpGroups) {
-        run_draws<Config>(launch, storages[team], role - 1);
-      }
-    } else if (role == kLoadWarp) {
-      producer.run([] {});
-    } else if (role == kSchedulerWarp) {
-      FwdScheduler<Config> scheduler(launch, storages[team], team);
-      while (scheduler.push_next()) {
-      }
+    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
+    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
+    if constexpr (Config::kDropsPacked) {
+      if (role == kColWordsWarp) run_col_words<Config>(launch, storages[team]);
     }
     if constexpr (Config::kHasPages) {
       if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();

@@ -44,10 +44,6 @@ struct FwdTile {
   __device__ __forceinline__ int edges_begin() const { return min(hidden.begin, count()); }
   // The step that is computed after first_step(), if it is less than count().
   __device__ __forceinline__ int second() const { return hidden.begin > 1 ? 1 : 1 + hidden.left; }
-  // The one after any step.
-  __device__ __forceinline__ int after(int step) const {
-    return step + 1 == edges_begin() ? step + 1 + hidden.left : step + 1;
-  }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -82,12 +78,9 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
-  uint32_t draws_phase = 0;
-  struct Drawing {
-    DropoutStream stream;
-    LaneRows rows;
-  } drawing;         // of the row block, where draws are not made apart
-  float slope_log2;  // of its head, for ALiBi
+  LaneRows dropout;                                                         // of the row block
+  uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
+  float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -156,25 +149,29 @@ struct FwdMainloop {
     return false;
   }
 
-  // What decides which probabilities are dropped, in the place of P, which no product reads any more.
-  __device__ __forceinline__ void draw(int key) {
-    auto pairs = cute::recast<uint32_t>(tOrP);
-    if constexpr (Config::kDrawsApart) {
-      storage.draws_full[group].wait(draws_phase);
-      draws_phase ^= 1;
+  // Reads the words of the columns of the key block at k_place, and gives its buffers back.
+  __device__ __forceinline__ void release_key() {
+    if constexpr (Config::kDropsPacked) {
 #pragma unroll
-      for (int i = 0; i < Storage::kDrawVectors; ++i) {
-        const uint4 drawn = storage.draws[group].lanes[i][threadIdx.x / 32 % 4][threadIdx.x % 32];
-        pairs(4 * i) = drawn.x;
-        pairs(4 * i + 1) = drawn.y;
-        pairs(4 * i + 2) = drawn.z;
-        pairs(4 * i + 3) = drawn.w;
+      for (int i = 0; i < Storage::kColVectors; ++i) {
+        const uint4 words = storage.col_words[k_place.stage][threadIdx.x % 4][i];
+        col_words[4 * i] = words.x;
+        col_words[4 * i + 1] = words.y;
+        col_words[4 * i + 2] = words.z;
+        col_words[4 * i + 3] = words.w;
       }
-      storage.draws_empty[group].arrive();
-    } else if constexpr (Config::kDropsPacked) {
-      const LaneColumns<Config::kBlockN / 2> columns(drawing.stream, key / 2);
+      __syncwarp();
+    }
+    release(storage.k_empty, k_place);
+  }
+
+  // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
+  // places only, and fills the pauses between the exponentials.
+  __device__ __forceinline__ void draw() {
+    if constexpr (Config::kDropsPacked) {
+      auto pairs = cute::recast<uint32_t>(tOrP);
 #pragma unroll
-      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = drawing.rows.draw(columns, i);
+      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = dropout.draw(i % 2, col_words[i / 2]);
     }
   }
 
@@ -208,11 +205,11 @@ struct FwdMainloop {
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
-    release(storage.k_empty, k_place);
+    release_key();
     const int key = tile.walk.block(0) * Config::kBlockN;
-    if constexpr (Config::kDropsPacked && !Config::kDrawsApart) {
+    if constexpr (Config::kDropsPacked) {
       const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      drawing = {mask.stream, LaneRows(mask, row_begin(tile) + coords.row(0))};
+      dropout = LaneRows(mask, row_begin(tile) + coords.row(0));
     }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
@@ -222,7 +219,7 @@ struct FwdMainloop {
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
-    draw(key);
+    draw();
     set_probabilities<Modifiers::kAny>(tile, key);
   }
 
@@ -234,7 +231,7 @@ struct FwdMainloop {
     start_pv(clears);
     const int key = tile.walk.block(i) * Config::kBlockN;
     wait_for<1>(acc_s);
-    release(storage.k_empty, k_place);
+    release_key();
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
@@ -248,7 +245,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
-    draw(key);
+    draw();
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);

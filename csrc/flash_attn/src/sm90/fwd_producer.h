@@ -77,44 +77,46 @@ __device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& param
   }
 }
 
-// Chooses the row blocks of a team. Those that see no key are done with here.
+// Row blocks that see no key are done with here.
 template <class Config>
-struct FwdScheduler {
-  const FwdLaunch& launch;
-  TileQueue<Config> queue;
-  const TileOrder<Config> order;
-  const int teams;
-  int index;
-  bool is_first = true;
-
-  __device__ __forceinline__ FwdScheduler(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int team)
-      : launch(launch_),
-        queue(storage_),
-        order(launch_),
-        teams(gridDim.x * Config::kTeams),
-        index(blockIdx.x * Config::kTeams + team) {}
-
-  // When everybody has taken the last one. False: there is none, and an empty one was pushed.
-  __device__ __forceinline__ bool push_next() {
-    if (!is_first) {
-      queue.wait_until_taken();
-      index = order.next(index, teams);
+__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
+  TileQueue<Config> queue(storage);
+  const int teams = gridDim.x * Config::kTeams;
+  const TileOrder<Config> order(launch);
+  for (int index = blockIdx.x * Config::kTeams + team; index < order.count(); index = order.next(index, teams)) {
+    const RowBlock block = order.at(index);
+    if (block.empty()) continue;
+    if (key_walk<Config>(launch.params, block).count() == 0) {
+      store_nothing_seen<Config>(launch.params, block);
+      continue;
     }
-    is_first = false;
-    for (; index < order.count(); index = order.next(index, teams)) {
-      const RowBlock block = order.at(index);
-      if (block.empty()) continue;
-      if (key_walk<Config>(launch.params, block).count() == 0) {
-        store_nothing_seen<Config>(launch.params, block);
-        continue;
-      }
-      queue.push(block);
-      return true;
-    }
-    queue.push(RowBlock{});
-    return false;
+    queue.push(block);
+    queue.wait_until_taken();
   }
-};
+  queue.push(RowBlock{});
+}
+
+// Puts the words of the columns, from which dropout draws, beside every block of K.
+template <class Config>
+__device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+  const Flash_fwd_params& params = launch.params;
+  TileQueue<Config> queue(storage);
+  RingIndex<Config::kKvStages> place;
+  for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) {
+    const DropoutStream stream = DropoutMask(params.dropout, block.batch, block.head).stream;
+    const KeyWalk walk = key_walk<Config>(params, block);
+    for (int i = 0; i < walk.count(); ++i) {
+      const int first_pair = walk.block(i) * (Config::kBlockN / 2);
+      storage.k_empty[place.stage].wait(place.phase ^ 1);
+      for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
+        uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
+        words[pair / 4] = dropout_column_pair(stream, first_pair + pair);
+      }
+      storage.k_full[place.stage].arrive();
+      place.advance();
+    }
+  }
+}
 
 // Issued by one lane; the whole warp walks along.
 template <class Config>
@@ -184,10 +186,8 @@ struct FwdProducer {
     int head_k;
   };
 
-  template <class Choose>
-  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue, const Choose& choose) const {
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    choose();
     const RowBlock block = queue.take();
     return {block, key_walk<Config>(params, block),
             TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
@@ -207,24 +207,21 @@ struct FwdProducer {
     if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
   }
 
-  // choose(): before a row block is taken, for the warp that chooses it itself.
-  template <class Choose>
-  __device__ __forceinline__ void run(const Choose& choose) {
+  __device__ __forceinline__ void run() {
     prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
     if (launch.params.is_paged()) {
       for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) load_q(block);
     } else {
-      run_unpaged(queue, choose);
+      run_unpaged(queue);
     }
   }
 
   // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
-  template <class Choose>
-  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue, const Choose& choose) {
+  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
-    Tile tile = next_tile(queue, choose);
+    Tile tile = next_tile(queue);
     if (!tile.block.empty()) load_k(tile, 0);
     while (!tile.block.empty()) {
       load_q(tile.block);
@@ -233,7 +230,7 @@ struct FwdProducer {
         load_k(tile, i);
         load_v(tile, i - 1);
       }
-      const Tile next = next_tile(queue, choose);
+      const Tile next = next_tile(queue);
       if (!next.block.empty()) load_k(next, 0);
       load_v(tile, count - 1);
       tile = next;

@@ -18,14 +18,10 @@ struct FwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(Config::kStagesApart ? 1024 : 8) Element o[Config::kWarpGroups][Config::kStagesApart ? Config::kSmemO : 1];
 
-  // With dropout, what a consumer draws in its next step: for each lane, its pairs of P in their order.
-  static constexpr int kDrawVectors = Config::kBlockN / 16;
-  struct Draws {
-    uint4 lanes[kDrawVectors][4][32];  // of each vector, warp and lane
-  };
-  struct NoDraws {};
-  std::conditional_t<Config::kDrawsApart, Draws, NoDraws> draws[Config::kWarpGroups];
-  Barrier draws_full[Config::kWarpGroups], draws_empty[Config::kWarpGroups];  // arrivals: every lane
+  // With dropout the words of the columns of a block of keys, beside its K: those of the pairs t, t + 4, t + 8, ... for
+  // the lanes 4 g + t.
+  static constexpr int kColVectors = (Config::kBlockN / 8 + 3) / 4;
+  uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
   // warp that read it; of tile_empty, of each lane.
@@ -40,9 +36,9 @@ struct FwdStorage {
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
-    const int loading_warps = is_paged ? 3 : 1 + Config::kWarpGroups * Config::kDrawsApart;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked;
     for (int i = 0; i < Config::kKvStages; ++i) {
-      k_full[i].init(is_paged ? 32 : 1);
+      k_full[i].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
       v_full[i].init(is_paged ? 32 : 1);
       k_empty[i].init(Config::kConsumerWarps);
       v_empty[i].init(Config::kConsumerWarps);
@@ -52,10 +48,6 @@ struct FwdStorage {
         q_full[i][group].init(1);
         q_empty[i][group].init(4);
       }
-    }
-    for (int group = 0; group < Config::kWarpGroups; ++group) {
-      draws_full[group].init(32);
-      draws_empty[group].init(128);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       tile_full[i].init(1);
