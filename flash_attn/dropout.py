@@ -1,9 +1,10 @@
 """The dropout mask: one definition for CPU and GPU.
 
 Whether a score is dropped depends only on (seed, offset, batch, head, row, column), never on how a kernel tiles the
-matrix. The bits come from the counter-based generators of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-easy as 1, 2, 3" (SC 2011): Philox4x32-10 derives three words per (batch, head), Philox2x32-7 derives two words per four
-scores. Unsigned 32-bit words are held in int64 tensors.
+matrix. Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) derives
+the keys of each (batch, head), the finalizer of MurmurHash3 (Appleby 2011) a word for every row and every pair of
+columns under them, and the folded product of both words the uniforms of the two scores. Unsigned 32-bit words are held
+in int64 tensors.
 """
 
 from __future__ import annotations
@@ -16,24 +17,19 @@ import torch
 _WORD = 0xFFFFFFFF
 _PHILOX4_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX4_BUMPS = (0x9E3779B9, 0xBB67AE85)
-_PHILOX2_MULTIPLIER = 0xD256D193
-_PHILOX2_BUMP = 0x9E3779B9
-_MASK_ROUNDS = 7
-# One random word pair serves the 2 x 2 scores (i, j), (i, j + 8), (i + 8, j), (i + 8, j + 8) of a 16 x 16 square,
-# the four that one thread of a tensor-core fragment holds.
-_SQUARE = 16
+_UNIFORM_BITS = 15
+_UNIFORM = 2**_UNIFORM_BITS - 1
 
 
 class DropoutStreams(NamedTuple):
-    """The words that select the random stream of each (batch, head); each int64 of shape (batches, heads)."""
+    """The keys that select the random stream of each (batch, head); each int64 of shape (batches, heads)."""
 
-    key: torch.Tensor
-    row_word: torch.Tensor
-    col_word: torch.Tensor
+    row_key: tuple[torch.Tensor, torch.Tensor]
+    col_key: tuple[torch.Tensor, torch.Tensor]
 
 
 def dropout_threshold(p: float) -> int:
-    """The 32-bit threshold T for drop probability p: a score is dropped iff its random word is below T."""
+    """The 32-bit threshold T for drop probability p: a score is dropped with probability T / 2^32."""
     return min(round(p * 2.0**32), 2**32 - 1)
 
 
@@ -61,17 +57,18 @@ def philox4x32(counter, key, rounds: int = 10):
     return c0, c1, c2, c3
 
 
-def philox2x32(counter, key, rounds: int = 10):
-    """Philox2x32: two counter words and one key word (int64 tensors, broadcastable) -> two words."""
-    c0, c1 = counter
-    for _ in range(rounds):
-        # In place and with one mask for both shift and xor: the mask of every score passes through here.
-        product = c0 * _PHILOX2_MULTIPLIER
-        c0 = (product >> 32) ^ (key ^ c1)
-        c0 &= _WORD
-        c1 = product.bitwise_and_(_WORD)
-        key = (key + _PHILOX2_BUMP) & _WORD
-    return c0, c1
+def _scramble(word: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3, a permutation of the 32-bit words."""
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
+    return word ^ (word >> 16)
+
+
+def _words(key: tuple[torch.Tensor, torch.Tensor], indices: range):
+    """Two words of each index (of a row, or of a pair of columns): int64 (batches, heads, indices)."""
+    index = torch.arange(indices.start, indices.stop, device=key[0].device)
+    first = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
+    return first, _scramble(first)
 
 
 def dropout_streams(
@@ -86,32 +83,26 @@ def dropout_streams(
         return torch.tensor(value & _WORD, dtype=torch.int64, device=device)
 
     counter = (words(batches)[:, None], words(heads)[None, :], constant(offset), constant(offset >> 32))
-    return DropoutStreams(*philox4x32(counter, (constant(seed), constant(seed >> 32)))[:3])
+    word = philox4x32(counter, (constant(seed), constant(seed >> 32)))
+    return DropoutStreams(word[:2], word[2:])
 
 
 def keep_block(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
     """The mask of rows [row0, row1) and columns [col0, col1): bool (batches, heads, rows, cols), True = kept."""
-    square_rows = range(row0 // _SQUARE, -(-row1 // _SQUARE))
-    square_cols = range(col0 // _SQUARE, -(-col1 // _SQUARE))
-    device = streams.key.device
-    half = _SQUARE // 2
-    row_group = torch.arange(square_rows.start * half, square_rows.stop * half, device=device)
-    col_group = torch.arange(square_cols.start * half, square_cols.stop * half, device=device)
-    counter = (
-        row_group[:, None] ^ streams.row_word[..., None, None],
-        col_group[None, :] ^ streams.col_word[..., None, None],
-    )
-    upper, lower = philox2x32(counter, streams.key[..., None, None], _MASK_ROUNDS)
+    pairs = range(col0 // 2, -(-col1 // 2))
+    addend, factor = _words(streams.row_key, range(row0, row1))
+    column = _words(streams.col_key, pairs)[1]
+    product = factor[..., None] * column[..., None, :]  # modulo 2^64, which keeps all 64 bits
+    product += ((addend << 32) | factor)[..., None]
+    product ^= product >> 32  # of which the lower word counts
 
-    shape = (*streams.key.shape, len(square_rows), 2, half, len(square_cols), 2, half)
-    keep = torch.empty(shape, dtype=torch.bool, device=device)
-    for row_half, word in enumerate((upper, lower)):
-        word = word.view(*streams.key.shape, len(square_rows), half, len(square_cols), half)
-        keep[:, :, :, row_half, :, :, 0] = word >= threshold
-        keep[:, :, :, row_half, :, :, 1] = (((word << 16) & _WORD) | (word >> 16)) >= threshold
-    keep = keep.view(*streams.key.shape, len(square_rows) * _SQUARE, len(square_cols) * _SQUARE)
-    first_row, first_col = square_rows.start * _SQUARE, square_cols.start * _SQUARE
-    return keep[:, :, row0 - first_row : row1 - first_row, col0 - first_col : col1 - first_col]
+    limit = ((threshold + (factor >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
+    keep = torch.empty((*product.shape, 2), dtype=torch.bool, device=product.device)
+    for odd in range(2):
+        uniform = (product >> (16 * odd)) & _UNIFORM
+        keep[..., odd] = uniform >= limit
+    first_col = 2 * pairs.start
+    return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 
 
 def dropout_mask(

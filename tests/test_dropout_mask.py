@@ -13,7 +13,6 @@ from flash_attn.dropout import (
     dropout_threshold,
     keep_block,
     keep_scale,
-    philox2x32,
     philox4x32,
 )
 
@@ -36,11 +35,6 @@ PHILOX4_VECTORS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-PHILOX2_VECTORS = [
-    (10, (0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
-    (10, (WORD, WORD), WORD, (0x2C3F628B, 0xAB4FD7AD)),
-    (10, (0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
-]
 
 
 @pytest.mark.parametrize("rounds, counter, key, result", PHILOX4_VECTORS)
@@ -48,9 +42,15 @@ def test_philox4x32_known_answers(rounds, counter, key, result):
     assert tuple(int(word) for word in philox4x32(words(*counter), words(*key), rounds)) == result
 
 
-@pytest.mark.parametrize("rounds, counter, key, result", PHILOX2_VECTORS)
-def test_philox2x32_known_answers(rounds, counter, key, result):
-    assert tuple(int(word) for word in philox2x32(words(*counter), *words(key), rounds)) == result
+def scramble(word):
+    """The finalizer of MurmurHash3 in Python integers."""
+    word = (word ^ word >> 16) * 0x85EBCA6B & WORD
+    word = (word ^ word >> 13) * 0xC2B2AE35 & WORD
+    return word ^ word >> 16
+
+
+def test_scrambler_known_answers():
+    assert [scramble(word) for word in (0, 1, 2, WORD)] == [0, 0x514E28B7, 0x30F4C306, 0x81F16F39]
 
 
 def plain_keep(seed, offset, batch, head, i, j, threshold):
@@ -61,16 +61,13 @@ def plain_keep(seed, offset, batch, head, i, j, threshold):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & WORD, (a >> 32) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-    key = c0
-    x0, x1 = (i // 16 * 8 + i % 8) ^ c1, (j // 16 * 8 + j % 8) ^ c2
-    for _ in range(7):
-        product = 0xD256D193 * x0
-        x0, x1 = (product >> 32) ^ key ^ x1, product & WORD
-        key = (key + 0x9E3779B9) & WORD
-    word = x1 if i // 8 % 2 else x0
-    if j // 8 % 2:
-        word = (word << 16 | word >> 16) & WORD
-    return word >= threshold
+    addend = (scramble(i ^ c0) + c1) & WORD
+    factor = scramble(addend)
+    column = scramble((scramble(j // 2 ^ c2) + c3) & WORD)
+    total = factor * column + factor + 2**32 * addend
+    word = (total >> 32 ^ total) & WORD
+    uniform = word >> (j % 2 * 16) & 0x7FFF
+    return uniform >= (threshold + (factor >> 15)) >> 17
 
 
 def state(seed, offset=0):
@@ -81,14 +78,18 @@ def state(seed, offset=0):
     "seed, offset", [(0, 0), (1, 7), (2**63 - 1, 2**62 + 5), (-3, -1), (0x1234567890ABCDEF, 2**33)]
 )
 def test_mask_follows_its_definition(seed, offset):
-    threshold = dropout_threshold(0.3)
-    mask = dropout_mask(state(seed, offset), 0.3, 2, 3, 37, 41)
-    expected = [
-        [[[plain_keep(seed, offset, b, h, i, j, threshold) for j in range(41)] for i in range(37)] for h in range(3)]
-        for b in range(2)
-    ]
-    assert mask.dtype == torch.bool and mask.shape == (2, 3, 37, 41)
-    assert torch.equal(mask, torch.tensor(expected))
+    for p in (0.3, 0.8):
+        threshold = dropout_threshold(p)
+        mask = dropout_mask(state(seed, offset), p, 2, 3, 37, 41)
+        expected = [
+            [
+                [[plain_keep(seed, offset, b, h, i, j, threshold) for j in range(41)] for i in range(37)]
+                for h in range(3)
+            ]
+            for b in range(2)
+        ]
+        assert mask.dtype == torch.bool and mask.shape == (2, 3, 37, 41)
+        assert torch.equal(mask, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (3, 50), (16, 32), (8, 9), (95, 100), (20, 20)])
@@ -149,6 +150,62 @@ def test_batches_heads_seeds_and_offsets_are_uncorrelated(p):
     ]
     for other in others:
         assert abs(correlation_z(mask, other, p)) < Z_BOUND
+
+
+def check_normal(z, name):
+    """Whether z-scores look standard normal: their mean square within 5 standard deviations, none beyond 6.5."""
+    z = z.flatten()
+    excess = (z.square().mean().item() - 1) * math.sqrt(z.numel() / 2)
+    assert abs(excess) < 5 and z.abs().max().item() < 6.5, (name, excess, z.abs().max().item())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_lines_and_pairs_of_lines_are_independent(p):
+    """Rows and columns are as uneven as coins, and no two of them know of each other: all pairs of a head."""
+    mask = dropout_mask(state(31), p, 1, 2, 1024, 1024)[0].double()
+    for lines in (*mask, *(head.T for head in mask)):
+        n = lines.shape[1]
+        counts = lines.sum(1)
+        check_normal((counts - n * (1 - p)) / math.sqrt(n * p * (1 - p)), "sums")
+        expected = counts[:, None] * counts / n
+        spread = ((n - counts[:, None]) * (n - counts) * expected / n / (n - 1)).sqrt()
+        z = (lines @ lines.T - expected) / spread
+        check_normal(z[torch.triu(torch.ones_like(z, dtype=torch.bool), 1)], "pairs")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 16])
+def test_triples_and_rectangles_are_independent(step):
+    """Products of three and four entries, with those that share a row's word, a column's word, or both."""
+    sign = dropout_mask(state(32), 0.5, 1, 2, 1024, 1024)[0].double() * 2 - 1
+    for heads in (sign, sign.mT):
+        across = heads * heads.roll(step, 2)  # products of two in a line
+        n = heads.shape[2]
+        check_normal((across @ heads.mT / math.sqrt(n))[:, :, ::3], "triples")
+        rectangles = across @ across.mT / math.sqrt(n)
+        keep = torch.triu(torch.ones_like(rectangles[0], dtype=torch.bool), 1)
+        check_normal(rectangles[:, keep], "rectangles")
+
+
+def test_both_columns_of_a_word_are_independent():
+    """All bits of the uniforms: every 5-bit cell of (even, odd) is as full as it should be."""
+    thresholds = [t << 27 for t in range(1, 16)]  # multiples of a 32nd, up to a half
+    streams = dropout_streams(33, 0, range(1), range(2))
+    below = torch.stack([~keep_block(streams, 0, 512, 0, 2048, t) for t in (*thresholds, 2**31)])
+    level = 16 - below.sum(0)  # 0 .. 15: the cell; 16: not below a half
+    even, odd = level[..., 0::2].flatten(), level[..., 1::2].flatten()
+    share = torch.tensor([1 / 32] * 16 + [0.5], dtype=torch.double)
+    cells = torch.bincount(even * 17 + odd, minlength=17 * 17).view(17, 17)
+    expected = even.numel() * share[:, None] * share
+    chi = ((cells - expected).square() / expected).sum().item()
+    assert abs(chi - 288) < 6 * math.sqrt(2 * 288)
+
+
+def test_limits_of_rows_make_any_probability_exact():
+    """Uniforms have 15 bits, but a row rounds its limit up or down: the rate over rows is that of 32 bits."""
+    p = 2.5 / 2**15
+    mask = dropout_mask(state(34), p, 1, 8, 2048, 1024)
+    n = mask.numel()
+    assert abs((~mask).sum().item() - n * p) < Z_BOUND * math.sqrt(n * p)
 
 
 def test_zero_probability_keeps_everything():

@@ -1,7 +1,10 @@
 // Division by a fixed divisor, and the published known answers of the random generators behind dropout.
+#include <algorithm>
+#include <vector>
+
 #include "check.h"
+#include "src/common/dropout_mask.h"
 #include "src/common/fast_div.h"
-#include "src/common/philox.h"
 
 namespace {
 
@@ -36,26 +39,46 @@ void check_divisions() {
 void check_philox() {
   struct Long {
     uint64_t seed, offset;
-    uint32_t batch, head, expected[3];
+    uint32_t batch, head, expected[4];
   };
   const Long longs[] = {
-      {0, 0, 0, 0, {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu}},
-      {~uint64_t{0}, ~uint64_t{0}, ~0u, ~0u, {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u}},
-      {0x299f31d0a4093822u, 0x0370734413198a2eu, 0x243f6a88u, 0x85a308d3u, {0xd16cfe09u, 0x94fdccebu, 0x5001e420u}},
+      {0, 0, 0, 0, {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}},
+      {~uint64_t{0}, ~uint64_t{0}, ~0u, ~0u, {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}},
+      {0x299f31d0a4093822u,
+       0x0370734413198a2eu,
+       0x243f6a88u,
+       0x85a308d3u,
+       {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}},
   };
   for (const Long& kat : longs) {
     const flash::DropoutStream stream = flash::dropout_stream(kat.seed, kat.offset, kat.batch, kat.head);
-    check::that(stream.key == kat.expected[0] && stream.row_xor == kat.expected[1] && stream.col_xor == kat.expected[2],
-                "Philox4x32-10", stream.key, stream.row_xor, stream.col_xor);
+    const uint32_t words[4] = {stream.row_key[0], stream.row_key[1], stream.col_key[0], stream.col_key[1]};
+    for (int i = 0; i < 4; ++i) check::that(words[i] == kat.expected[i], "Philox4x32-10", words[i]);
   }
-  const uint32_t shorts[][5] = {
-      {0u, 0u, 0u, 0x257a3673u, 0xcd26be2au},
-      {~0u, ~0u, ~0u, 0xab302c4du, 0x3dc9d239u},
-      {0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0xbedbbe6bu, 0xe4c770b3u},
-  };
-  for (const auto& kat : shorts) {
-    const flash::Word2 draw = flash::philox2x32_7(kat[0], kat[1], kat[2]);
-    check::that(draw.word[0] == kat[3] && draw.word[1] == kat[4], "Philox2x32-7", draw.word[0], draw.word[1]);
+}
+
+// Published values of MurmurHash3's finalizer, and that no two words share one.
+void check_scrambler() {
+  check::that(flash::murmur3_finalizer(0) == 0, "finalizer of 0");
+  check::that(flash::murmur3_finalizer(1) == 0x514e28b7u, "finalizer of 1", flash::murmur3_finalizer(1));
+  const flash::DropoutStream stream = flash::dropout_stream(3, 5, 1, 2);
+  std::vector<uint32_t> rows, pairs;
+  for (int i = 0; i < 1 << 20; ++i) {
+    rows.push_back(static_cast<uint32_t>(flash::dropout_row(stream, i)));
+    pairs.push_back(flash::dropout_column_pair(stream, i));
+  }
+  for (std::vector<uint32_t>* words : {&rows, &pairs}) {
+    std::sort(words->begin(), words->end());
+    check::that(std::adjacent_find(words->begin(), words->end()) == words->end(), "all words differ");
+  }
+}
+
+// Every threshold drops what it says, on the average over the words of rows.
+void check_limits() {
+  for (uint32_t threshold : {0u, 1u, 4294967u, 429496730u, 0x7fffffffu, 0x80000000u, 0x80000001u, 4290672328u, ~0u}) {
+    uint64_t below = 0;
+    for (uint64_t bits = 0; bits < 1 << 17; ++bits) below += flash::dropout_limit(bits << 15, threshold);
+    check::that(below == threshold, "mean limit", threshold, below);
   }
 }
 
@@ -64,5 +87,7 @@ void check_philox() {
 int main() {
   check_divisions();
   check_philox();
+  check_scrambler();
+  check_limits();
   return check::report();
 }

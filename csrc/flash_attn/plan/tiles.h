@@ -111,7 +111,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
-        {128, 128, 128, 2, 2, false, 1},
+        {128, 192, 64, 3, 2, false, 1},
         {192, 128, 96, 2, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },

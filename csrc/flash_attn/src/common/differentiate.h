@@ -72,11 +72,12 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout: scores become the probabilities that multiply dO (dropped ones
-// 0), dp dS.
-template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class RowValues, class Scores, class Gradients>
+// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
+// multiply dO (dropped ones 0), dp dS.
+template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Words, class RowValues, class Scores,
+          class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
-                                                      const ScorePlace& place, const Coords& coords,
+                                                      const ScorePlace& place, const Coords& coords, const Words& words,
                                                       const RowValues& lse_log2, const RowValues& softmax_d,
                                                       Scores& scores, Gradients& dp) {
   using namespace cute;
@@ -84,12 +85,11 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   uint32_t dropped[(kRows * kCols + 31) / 32] = {};
   if (kMayDrop && params.has_dropout) {
     const float keep_scale = params.dropout.keep_scale;
-    DropoutMask(params.dropout, place.batch, place.head)
-        .template for_each<kRows, kCols>(coords, place.row_begin, place.key_begin, [&](int mi, int ni, bool kept) {
-          const int element = mi * kCols + ni;
-          dropped[element / 32] |= static_cast<uint32_t>(!kept) << (element % 32);
-          dp(mi, ni) = kept ? dp(mi, ni) * keep_scale : 0.0f;
-        });
+    for_each_draw<kRows, kCols>(params.dropout.threshold, words, coords, [&](int mi, int ni, bool kept) {
+      const int element = mi * kCols + ni;
+      dropped[element / 32] |= static_cast<uint32_t>(!kept) << (element % 32);
+      dp(mi, ni) = kept ? dp(mi, ni) * keep_scale : 0.0f;
+    });
   }
   subtract_softmax_d(dp, softmax_d);
   if (params.has_score_mod) {

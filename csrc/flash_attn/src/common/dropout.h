@@ -1,9 +1,9 @@
-// Dropout of probabilities held in accumulators; the mask itself is defined in philox.h.
+// Dropout of probabilities held in accumulators; the mask itself is defined in dropout_mask.h.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "common/philox.h"
+#include "common/dropout_mask.h"
 #include "flash.h"
 
 namespace flash {
@@ -35,79 +35,78 @@ struct DropoutMask {
     const PhiloxSeed state(dropout.state);
     stream = dropout_stream(state.seed, state.offset, batch, head);
   }
+};
 
-  // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one; row_begin
-  // and col_begin are multiples of 16. One draw serves two rows and two columns, which are 8 apart in the matrix.
-  template <int kRows, int kCols, class Coords, class Visit>
-  __device__ __forceinline__ void for_each(const Coords& coords, int row_begin, int col_begin,
-                                           const Visit& visit) const {
-    constexpr int kRowStep = Coords::kRowsApart8, kColStep = Coords::kColsApart8;
-    static_assert(kRows % (2 * kRowStep) == 0 && kCols % (2 * kColStep) == 0, "elements come in 16 x 16 squares");
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      if (mi / kRowStep % 2 != 0) continue;
-      const uint32_t row_counter = dropout_group(row_begin + coords.row(mi)) ^ stream.row_xor;
-#pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        if (ni / kColStep % 2 != 0) continue;
-        const uint32_t col_counter = dropout_group(col_begin + coords.col(ni)) ^ stream.col_xor;
-        const Word2 draw = philox2x32_7(row_counter, col_counter, stream.key);
-#pragma unroll
-        for (int half = 0; half < 4; ++half) {
-          visit(mi + half / 2 * kRowStep, ni + half % 2 * kColStep,
-                dropout_uniform(draw, half / 2, half % 2) >= threshold);
-        }
-      }
-    }
-  }
+// The words of the rows and columns of a tile, made by the thread that wants them.
+template <class Coords>
+struct DropoutWords {
+  const DropoutStream& stream;
+  const Coords& coords;
+  int row_begin, col_begin;
 
-  template <class Probabilities, class Coords>
-  __device__ __forceinline__ void apply(Probabilities& probabilities, const Coords& coords, int row_begin,
-                                        int col_begin) const {
-    using namespace cute;
-    constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
-    for_each<kRows, kCols>(coords, row_begin, col_begin, [&](int mi, int ni, bool kept) {
-      probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
-    });
+  __device__ __forceinline__ uint64_t row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
+  __device__ __forceinline__ uint32_t column_pair(int ni) const {
+    return dropout_column_pair(stream, (col_begin + coords.col(ni)) / 2);
   }
 };
 
-// The draws of a row_col_view's elements, made before the elements are there.
-template <int kRows, int kCols>
-struct DropoutDraws {
-  static constexpr int kDraws = kRows * kCols / 4;
-  Word2 draws[kDraws + (kDraws == 0)];
-  uint32_t threshold;
-
-  // As DropoutMask::for_each(), by a whole warp.
-  template <class Coords>
-  __device__ __forceinline__ void draw(const DropoutMask& mask, const Coords& coords, int row_begin, int col_begin) {
-    static_assert(Coords::kRowsApart8 == 1 && Coords::kColsApart8 == 2 && kRows == 2 && kCols % 4 == 0,
-                  "a draw serves both rows, and columns 2 indices apart");
-    const uint32_t row_counter = dropout_group(row_begin + coords.row(0)) ^ mask.stream.row_xor;
-    uint32_t all = 0;
+// Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one. Columns are
+// counted from an even one.
+template <int kRows, int kCols, class Words, class Coords, class Visit>
+__device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
+                                              const Visit& visit) {
+  uint32_t column_pairs[kCols];
 #pragma unroll
-    for (int i = 0; i < kDraws; ++i) {
-      const uint32_t col_counter = dropout_group(col_begin + coords.col(i / 2 * 4 + i % 2)) ^ mask.stream.col_xor;
-      draws[i] = philox2x32_7(row_counter, col_counter, mask.stream.key);
-      all ^= draws[i].word[0] ^ draws[i].word[1];
+  for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const uint64_t row = words.row(mi);
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      const int shift = coords.col(ni) % 2 * 16;
+      const uint32_t uniform = dropout_uniforms(row, column_pairs[ni], 0x7FFFu << shift);
+      visit(mi, ni, uniform >= dropout_limit(row, threshold) << shift);
     }
-    // Left alone, ptxas moves the draws to where they are used, behind the products that should hide them. It moves no
-    // shuffle over a branch, and cannot know that this one leaves the threshold as it is.
-    threshold = mask.threshold + (all ^ __shfl_sync(0xffffffffu, all, threadIdx.x % 32));
+  }
+}
+
+// Dropped probabilities become 0.
+template <class Probabilities, class Coords>
+__device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabilities& probabilities,
+                                              const Coords& coords, int row_begin, int col_begin) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
+  const DropoutWords<Coords> words{mask.stream, coords, row_begin, col_begin};
+  for_each_draw<kRows, kCols>(mask.threshold, words, coords, [&](int mi, int ni, bool kept) {
+    probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+  });
+}
+
+// All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit.
+__device__ __forceinline__ uint32_t kept_halves(uint32_t uniforms, uint32_t complements) {
+  uint32_t kept;  // copies of the highest bits, which __byte_perm() does not make
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(uniforms + complements));
+  return kept;
+}
+
+// What a lane's two rows draw.
+struct LaneRows {
+  uint64_t rows[2];
+  uint32_t complements[2];  // of the limits, in both halves
+
+  LaneRows() = default;
+
+  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row) {
+#pragma unroll
+    for (int mi = 0; mi < 2; ++mi) {
+      rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
+      complements[mi] = (0x8000u - dropout_limit(rows[mi], mask.threshold)) * 0x10001u;
+    }
   }
 
-  template <class Probabilities>
-  __device__ __forceinline__ void apply(Probabilities& probabilities) const {
-    using namespace cute;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        const bool kept = dropout_uniform(draws[ni / 4 * 2 + ni % 2], mi, ni / 2 % 2) >= threshold;
-        probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
-      }
-    }
+  // All ones in the halves of a pair of columns that row mi keeps.
+  __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
+    return kept_halves(dropout_uniforms(rows[mi], column_pair), complements[mi]);
   }
 };
 

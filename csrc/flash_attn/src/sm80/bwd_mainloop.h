@@ -202,8 +202,12 @@ struct BwdMainloop {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
     const ScorePlace place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
-    differentiate_general<Config::kBlockM, Config::kBlockN, Config::kVariant == BwdVariant::kDropout>(
-        params, visibility, place, coords, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
+    constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
+    DropoutMask mask;
+    if constexpr (kMayDrop) mask = DropoutMask(params.dropout, place.batch, place.head);
+    const DropoutWords<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
+    differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
+        params, visibility, place, coords, words, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }
 
   __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {

@@ -165,7 +165,8 @@ struct FwdMainloop {
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.template update<kEdge>(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      DropoutMask(params.dropout, block.batch, block.head).apply(scores, coords, block.row_begin, key);
+      const DropoutMask mask(params.dropout, block.batch, block.head);
+      apply_dropout(mask, scores, coords, block.row_begin, key);
     }
     const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)

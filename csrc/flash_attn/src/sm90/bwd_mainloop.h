@@ -62,6 +62,16 @@ struct BwdMainloop {
       Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqGroup;
   using EarlyRowValues = std::conditional_t<kLoadsRowValues, LoadedRowValues, RowValues>;
 
+  // From which dropout draws.
+  struct StoredWords {
+    const uint64_t* rows;
+    const uint32_t* pairs;
+    const Coords& coords;
+
+    __device__ __forceinline__ uint64_t row(int mi) const { return rows[coords.row(mi)]; }
+    __device__ __forceinline__ uint32_t column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
+  };
+
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
   Storage& storage;
@@ -234,8 +244,9 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      differentiate_general<Config::kBlockM, 64, true>(params, visibility, score_place, coords, lse_log2, softmax_d,
-                                                       scores, dp);
+      const StoredWords words{storage.dropout_rows[stage], storage.dropout_pairs[stage] + 32 * key_share(), coords};
+      differentiate_general<Config::kBlockM, 64, true>(params, visibility, score_place, coords, words, lse_log2,
+                                                       softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
     }
   }

@@ -159,6 +159,22 @@ __device__ __forceinline__ void for_each_drawn_block(const BwdLaunch& launch, Bw
   }
 }
 
+// The words from which dropout draws in a step, by one warp.
+template <class Config>
+__device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                    const KeyBlock& block, const RowStep& at, int stage) {
+  const DropoutStream stream = DropoutMask(params.dropout, block.batch, at.head).stream;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int row = lane; row < Config::kBlockM; row += 32) {
+    storage.dropout_rows[stage][row] = dropout_row(stream, at.row_block * Config::kBlockM + row);
+  }
+#pragma unroll
+  for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
+    storage.dropout_pairs[stage][pair] = dropout_column_pair(stream, block.n_block * (Config::kBlockN / 2) + pair);
+  }
+}
+
 // The LSE and softmax_d of the rows of each step; rows beyond the sequence get an LSE of +inf, which makes their
 // probabilities 0. A step's values are on their way while the buffers of the step are still in use.
 template <class Config>
@@ -183,6 +199,9 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
     storage.q_empty[place.stage].wait(place.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[place.stage][32 * j + lane] = lse_log2[j];
+    if constexpr (Config::kVariant != BwdVariant::kPlain) {
+      if (params.has_dropout) store_dropout_words(params, storage, block, at, place.stage);
+    }
     storage.q_full[place.stage].arrive();
     storage.do_empty[place.stage].wait(place.phase ^ 1);
 #pragma unroll

@@ -35,6 +35,11 @@ struct BwdStorage {
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
 
+  // Beside Q, with dropout: the words of the rows, and of the pairs of columns, that their head gives them.
+  static constexpr bool kMayDrop = Config::kVariant != BwdVariant::kPlain;
+  alignas(16) uint64_t dropout_rows[Config::kStages][kMayDrop ? Config::kBlockM : 2];
+  uint32_t dropout_pairs[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
+
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.

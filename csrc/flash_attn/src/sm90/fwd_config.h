@@ -41,16 +41,16 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
-  // Two teams have no warps for pages, and rows are looked up 32 at a time.
-  static constexpr bool kHasPages = kTeams == 1 && kBlockN % 32 == 0;
+  // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
+  static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
+  // Two teams, and dropout, leave no warps for pages; rows are looked up 32 at a time.
+  static constexpr bool kHasPages = kTeams == 1 && !kDropsPacked && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
   // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
   // move the rings' indices into vector registers.
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
-  // Draws ahead of the scores take registers that score modifiers need.
-  static constexpr bool kDrawsAhead = kVariant == FwdVariant::kDropout;
 
   template <int kN, class MmaOp>
   struct Checked {

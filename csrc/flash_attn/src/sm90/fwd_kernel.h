@@ -13,7 +13,7 @@ namespace flash {
 namespace sm90 {
 
 // Warps of warpgroup 0. Two teams have two of them each.
-enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kPagedVWarp = 3 };
+enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kColWordsWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.
 template <class Config>
@@ -106,6 +106,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
+    if constexpr (Config::kDropsPacked) {
+      if (role == kColWordsWarp) run_col_words<Config>(launch, storages[team]);
+    }
     if constexpr (Config::kHasPages) {
       if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();
       if (launch.params.is_paged() && role == kPagedVWarp) PagedLoader<Config, kV>(launch, storages[team]).run();

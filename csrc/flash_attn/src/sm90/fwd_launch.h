@@ -106,7 +106,10 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
   using ScoreMod = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kScoreMod>;
   if (params.has_score_mod) return sm90::run_flash_fwd<ScoreMod, kDtype>(params, stream);
-  if (params.has_dropout) return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  if (params.has_dropout) {
+    if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
+    return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
+  }
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short =

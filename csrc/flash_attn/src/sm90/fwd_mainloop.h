@@ -78,9 +78,9 @@ struct FwdMainloop {
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows> softmax;
-  DropoutDraws<kRows, Config::kDrawsAhead ? Config::kBlockN / 4 : 0> draws;
-  DropoutMask dropout_mask;  // of the row block
-  float slope_log2;          // of its head, for ALiBi
+  LaneRows dropout;                                                         // of the row block
+  uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
+  float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -149,22 +149,50 @@ struct FwdMainloop {
     return false;
   }
 
-  // What decides which probabilities are dropped depends on their places only: it is drawn while products run.
-  __device__ __forceinline__ void draw(const Tile& tile, int key) {
-    if constexpr (Config::kDrawsAhead) draws.draw(dropout_mask, coords, row_begin(tile), key);
+  // Reads the words of the columns of the key block at k_place, and gives its buffers back.
+  __device__ __forceinline__ void release_key() {
+    if constexpr (Config::kDropsPacked) {
+#pragma unroll
+      for (int i = 0; i < Storage::kColVectors; ++i) {
+        const uint4 words = storage.col_words[k_place.stage][threadIdx.x % 4][i];
+        col_words[4 * i] = words.x;
+        col_words[4 * i + 1] = words.y;
+        col_words[4 * i + 2] = words.z;
+        col_words[4 * i + 3] = words.w;
+      }
+      __syncwarp();
+    }
+    release(storage.k_empty, k_place);
+  }
+
+  // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
+  // places only, and fills the pauses between the exponentials.
+  __device__ __forceinline__ void draw() {
+    if constexpr (Config::kDropsPacked) {
+      auto pairs = cute::recast<uint32_t>(tOrP);
+#pragma unroll
+      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = dropout.draw(i % 2, col_words[i / 2]);
+    }
   }
 
   template <Modifiers kModifiers>
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if constexpr (Config::kDrawsAhead) draws.apply(scores);
     if (Config::kHasScoreMod && kModifiers == Modifiers::kAny && params.has_dropout) {
-      DropoutMask(params.dropout, tile.block.batch, tile.block.head).apply(scores, coords, row_begin(tile), key);
+      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
+      apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
-    for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+    for (int i = 0; i < size(pairs); ++i) {
+      const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
+      if constexpr (Config::kDropsPacked) {
+        pairs(i) &= pair;
+      } else {
+        pairs(i) = pair;
+      }
+    }
   }
 
   // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
@@ -177,20 +205,21 @@ struct FwdMainloop {
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
-    release(storage.k_empty, k_place);
+    release_key();
     const int key = tile.walk.block(0) * Config::kBlockN;
-    if constexpr (Config::kDrawsAhead) {
-      dropout_mask = DropoutMask(params.dropout, tile.block.batch, tile.block.head);
+    if constexpr (Config::kDropsPacked) {
+      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
+      dropout = LaneRows(mask, row_begin(tile) + coords.row(0));
     }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
-    draw(tile, key);
     auto scores = row_col_view(acc_s);
     modify_scores<true, Modifiers::kAny>(scores, tile, key);
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
+    draw();
     set_probabilities<Modifiers::kAny>(tile, key);
   }
 
@@ -201,10 +230,8 @@ struct FwdMainloop {
     start_qk(q_stage);
     start_pv(clears);
     const int key = tile.walk.block(i) * Config::kBlockN;
-    draw(tile, key);
-    if constexpr (Config::kDrawsAhead) storage.v_full[v_place.stage].wait(v_place.phase);  // over long ago: a branch
     wait_for<1>(acc_s);
-    release(storage.k_empty, k_place);
+    release_key();
     auto scores = row_col_view(acc_s);
     float correction[kRows];
     bool raised = false;
@@ -218,6 +245,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
+    draw();
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/dropout.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
@@ -93,6 +94,28 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     queue.wait_until_taken();
   }
   queue.push(RowBlock{});
+}
+
+// Puts the words of the columns, from which dropout draws, beside every block of K.
+template <class Config>
+__device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+  const Flash_fwd_params& params = launch.params;
+  TileQueue<Config> queue(storage);
+  RingIndex<Config::kKvStages> place;
+  for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) {
+    const DropoutStream stream = DropoutMask(params.dropout, block.batch, block.head).stream;
+    const KeyWalk walk = key_walk<Config>(params, block);
+    for (int i = 0; i < walk.count(); ++i) {
+      const int first_pair = walk.block(i) * (Config::kBlockN / 2);
+      storage.k_empty[place.stage].wait(place.phase ^ 1);
+      for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
+        uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
+        words[pair / 4] = dropout_column_pair(stream, first_pair + pair);
+      }
+      storage.k_full[place.stage].arrive();
+      place.advance();
+    }
+  }
 }
 
 // Issued by one lane; the whole warp walks along.

@@ -18,6 +18,11 @@ struct FwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(Config::kStagesApart ? 1024 : 8) Element o[Config::kWarpGroups][Config::kStagesApart ? Config::kSmemO : 1];
 
+  // With dropout the words of the columns of a block of keys, beside its K: those of the pairs t, t + 4, t + 8, ... for
+  // the lanes 4 g + t.
+  static constexpr int kColVectors = (Config::kBlockN / 8 + 3) / 4;
+  uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
+
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
   // warp that read it; of tile_empty, of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
@@ -31,9 +36,9 @@ struct FwdStorage {
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
-    const int loading_warps = is_paged ? 3 : 1;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked;
     for (int i = 0; i < Config::kKvStages; ++i) {
-      k_full[i].init(is_paged ? 32 : 1);
+      k_full[i].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
       v_full[i].init(is_paged ? 32 : 1);
       k_empty[i].init(Config::kConsumerWarps);
       v_empty[i].init(Config::kConsumerWarps);
