@@ -65,6 +65,19 @@ void check_directions(const Visibility& visibility, int block_m, int block_n) {
   }
 }
 
+// Row blocks whose scores with a range of keys need no mask: exactly those of which every row sees every key.
+void check_interior_rows(const Visibility& visibility, int block_m, int block_n) {
+  for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
+    const flash::RowRange range = flash::interior_rows(visibility, n * block_n, (n + 1) * block_n, block_m);
+    for (int m = 0; m * block_m < visibility.seqlen_q; ++m) {
+      const int row_end = std::min((m + 1) * block_m, visibility.seqlen_q);
+      const bool interior = block_facts(visibility, m * block_m, row_end, n, block_n).interior;
+      check::that((m >= range.begin && m < range.end) == interior, "interior rows", m, n, visibility.seqlen_q,
+                  visibility.seqlen_k, visibility.window.left, visibility.window.right, block_m, block_n);
+    }
+  }
+}
+
 void check_row_block(const Visibility& visibility, int row_begin, int row_end, int block_n) {
   const BlockRange range = flash::block_range(visibility, row_begin, row_end, block_n);
   const int blocks = (visibility.seqlen_k + block_n - 1) / block_n;
@@ -179,6 +192,7 @@ void check_all_small_problems() {
                 if (block_m % 3 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 3, block_n);
               }
               check_directions(visibility, block_m, block_n);
+              check_interior_rows(visibility, block_m, block_n);
             }
           }
         }

@@ -190,10 +190,11 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
   return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
 }
 
-// wgmma family: one producer warpgroup and two consumer warpgroups; one thread block per SM.
+// wgmma family: one producer warpgroup and two consumer warpgroups, at head dim 64 one more for dQ; one thread block
+// per SM.
 struct Sm90BwdTile {
   int head_dim;
-  int block_m;  // query rows per step; with 64 the consumers share dQ by columns, with 128 by rows
+  int block_m;  // query rows per step
   int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
   int stages;   // shared memory buffers of Q and of dO
   int head_dim_v = 0;  // of V and O; 0: head_dim
@@ -201,9 +202,12 @@ struct Sm90BwdTile {
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
+// Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
+constexpr bool has_dq_group(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+
 constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
-    {64, 128, 128, 2},
+    {64, 64, 128, 3},
     {128, 64, 128, 2},
     {256, 64, 64, 2},
 };

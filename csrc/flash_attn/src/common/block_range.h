@@ -136,6 +136,19 @@ FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int
   return range;
 }
 
+// The row blocks of which every row sees all keys [key_begin, key_end): their scores need no mask.
+FLASH_HOST_DEVICE constexpr RowRange interior_rows(const Visibility& visibility, int key_begin, int key_end,
+                                                   int block_m) {
+  const int seqlen_q = visibility.seqlen_q;
+  const int64_t shift = static_cast<int64_t>(visibility.seqlen_k) - seqlen_q;
+  const bool open_right = visibility.window.right == kUnbounded, open_left = visibility.window.left == kUnbounded;
+  // First row that sees the last key, and the one behind the last row that sees the first key.
+  const int first = open_right ? 0 : clamp_row(key_end - 1 - shift - visibility.window.right, seqlen_q);
+  const int last = open_left ? seqlen_q : clamp_row(key_begin - shift + visibility.window.left + 1, seqlen_q);
+  if (key_end > visibility.seqlen_k) return RowRange{};
+  return {(first + block_m - 1) / block_m, last == seqlen_q ? (last + block_m - 1) / block_m : last / block_m};
+}
+
 // Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes. The
 // packed rows fall into batch + 2 segments: those before the first sequence, the sequences, and those after the last.
 // Segment i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks.

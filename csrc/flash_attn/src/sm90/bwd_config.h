@@ -16,8 +16,7 @@ namespace sm90 {
 enum class BwdVariant { kPlain, kGeneral };
 
 // Where dQ is summed up. kGlobal: in fp32 tiles in global memory, to which each block of keys adds. kShared: in shared
-// memory, by a thread block that walks all blocks of keys of a head, and of which each consumer has dQ of its own keys:
-// they share rows, and nothing else.
+// memory, by a thread block that walks all blocks of keys of a head.
 enum class DqPlace { kGlobal, kShared };
 
 template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal,
@@ -28,6 +27,8 @@ struct BwdConfig {
   static constexpr bool kKeepsDq = kDqPlace == DqPlace::kShared;
   static constexpr plan::Sm90BwdTile kTile =
       kKeepsDq ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
+  // A warpgroup of its own computes dQ from the dS of both consumers, which do not wait for each other's then.
+  static constexpr bool kHasDqGroup = plan::has_dq_group(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
   static constexpr int kBlockM = kTile.block_m;
@@ -38,13 +39,14 @@ struct BwdConfig {
   // Then both compute all scores: two fifths more products, but neither waits for the other.
   static constexpr bool kSplitsKeys = kBlockN == 128;
   static_assert(kBlockN == 64 || kBlockN == 128, "a consumer has the 64 keys of a wgmma");
-  static_assert(kBlockM == 64 || (kBlockM == 128 && kSplitsKeys), "a row of dS is a whole number of 128-byte chunks");
+  static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte chunks");
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kThreads = kConsumers + (kHasDqGroup ? 256 : 128);
   static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kConsumerRegisters = kHasDqGroup ? 192 : 240;
+  static constexpr int kDqGroupRegisters = 104;
 
   template <class MmaOp>
   using Mma = decltype(cute::make_tiled_mma(MmaOp{}));
@@ -58,12 +60,10 @@ struct BwdConfig {
   static constexpr int kDvCols = kSplitsKeys ? kHeadDimV : kHeadDimV / 2;
   template <int kCols>
   using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kCols>, kK, kMn>())>;
-  // dQ = dS K, from shared memory: each consumer has half of the rows, or half of the columns, a slice at a time. With
-  // dQ in shared memory it has all of both, of its own keys, so that neither waits for the other's dS.
-  static constexpr bool kSplitsDqRows = kBlockM == 128;
+  // dQ = dS K, from shared memory: by the dQ group, or each consumer has half of the columns, a slice at a time.
   static constexpr int kDqSlices = !kSplitsKeys && kHeadDim % 256 == 0 ? 2 : 1;
-  static constexpr int kDqCols = (kSplitsDqRows || kKeepsDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
-  static constexpr int kDqKeys = kKeepsDq ? 64 : kBlockN;
+  static constexpr int kDqCols = (kHasDqGroup ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
+  static constexpr int kDqWarps = kHasDqGroup ? 4 : kConsumerWarps;
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a row of chunks of columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled. A consumer's
@@ -86,34 +86,36 @@ struct BwdConfig {
   using SmemLayoutQ = Tile<kBlockM, kHeadDim>;  // and dO, and dQ of the conversion
   using SmemLayoutQt = TransposedTile<kBlockM, kHeadDim>;
   using SmemLayoutDs = Tile<kBlockM, kBlockN>;
-  using SmemLayoutDst = TransposedTile<kBlockM, kBlockN>;  // dS^T
-  static constexpr int kSmemQ = kBlockM * kHeadDim;        // elements
+  static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements
   static constexpr int kSmemDo = kBlockM * kHeadDimV;
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKeyParts = kKeepsDq ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
-  static constexpr int kDqTile = kBlockM * kHeadDim;            // floats
-  static constexpr int kDqOfSlice = kDqTile / (kKeepsDq ? 4 : kConsumerWarps) / kDqSlices;  // of one warp
+  static constexpr int kKvStages = kHasDqGroup && !kKeepsDq ? 2 : 1;  // buffers of K and V
+  static constexpr int kKeyParts = kHasDqGroup ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
+  static constexpr int kDqTile = kBlockM * kHeadDim;               // floats
+  static constexpr int kDqOfSlice = kDqTile / kDqWarps / kDqSlices;  // of one warp
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
   static constexpr int kDqStaged = kDqSlices == 1 && !kKeepsDq ? kDqOfSlice : 0;
+  static constexpr int kDqBuffers = kHasDqGroup ? 2 : 1;
+  // The bulk copy engine gets them one step later, behind the fence of the next dS: a fence of their own would wait
+  // until shared memory, which the products of other warps keep busy, has taken them.
+  static constexpr bool kDefersAdditions = kSplitsKeys && !kHasDqGroup && kBlockM == 64 && kDqStaged > 0;
   static constexpr int kDqInShared =  // floats
-      kKeepsDq ? plan::kSharedDqRows * kHeadDim : kConsumerWarps * kDqStaged;
-  // dK and dV leave through the buffers of dS and dQ, so that the next K and V may arrive meanwhile; where these have
-  // no room, through those of K and V.
+      kKeepsDq ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kDqStaged;
+  // dK and dV leave through buffers of their own, or those of dS and dQ, so that the next K and V may arrive meanwhile;
+  // where these have no room, through those of K and V.
   static constexpr bool kFreesKeysEarly = kSplitsKeys;
+  static constexpr bool kStagesGradients = kHasDqGroup && !kKeepsDq;
   static constexpr bool kDkBesideDv = kSmemDs >= kSmemK;
   static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemV && 2 * kDqInShared >= kSmemK),
                 "dV has the room of both dS, dK that of dQ");
-  using RowCopyT = RowCopy<Element, kConsumers, kChunkCols, kHeadDim>;
+  using RowCopyT = RowCopy<Element, 32 * kDqWarps, kChunkCols, kHeadDim>;  // of the conversion
 
-  // Of the 64-row and kDqCols-column pieces of a dQ tile, the one that is this consumer's slice; and where a consumer
-  // warp's floats of it stand in the fp32 tile.
-  CUTE_HOST_DEVICE static constexpr int dq_row_share(int group) { return kSplitsDqRows ? group : 0; }
-  CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) {
-    return kSplitsDqRows || kKeepsDq ? 0 : group * kDqSlices + slice;
-  }
+  // Of the kDqCols-column pieces of a dQ tile, the one that is this warpgroup's slice; and where a warp's floats of it
+  // stand in the fp32 tile.
+  CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) { return group * kDqSlices + slice; }
   CUTE_HOST_DEVICE static constexpr int dq_place(int warp, int slice) {
     return (warp * kDqSlices + slice) * kDqOfSlice;
   }

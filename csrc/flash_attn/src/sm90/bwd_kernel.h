@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/row_store.h"
+#include "sm90/bwd_dq_group.h"
 #include "sm90/bwd_mainloop.h"
 #include "sm90/bwd_producer.h"
 
@@ -52,20 +53,22 @@ struct BwdConsumer {
   BwdStorage<Config>& storage;
   const int group;
   RingIndex<Config::kStages> place;
-  uint32_t kv_phase = 0;
+  RingIndex<Config::kKvStages> kv_place;
+  RingIndex<2> ds_place;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
-      : launch(launch_), storage(storage_), group(group_) {}
+      : launch(launch_), storage(storage_), group(group_) {
+    if constexpr (Config::kHasDqGroup) {
+      if (group == 1) BwdMainloop<Config>::pass_token(group);
+    }
+  }
 
   // Gradients of one block of keys and values, and its share of dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const KeyBlock& block) {
-    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_phase);
-    if constexpr (Config::kKeepsDq) {
-      if (block.n_block == 0) mainloop.start_head();
-    }
+    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_place, ds_place);
     mainloop.run();
     const bool has_rows = mainloop.walk.count() > 0;
-    if (!has_rows) mainloop.wait_for_own_stores();  // else the first step has
+    if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
     store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
                                storage.staged_dv());
     __syncwarp();
@@ -74,10 +77,11 @@ struct BwdConsumer {
     __syncwarp();
     if constexpr (!Config::kFreesKeysEarly) {
       mainloop.wait_for_own_stores();
-      storage.kv_empty[0].arrive();
+      storage.kv_empty[0][0].arrive();
     }
     place = mainloop.place;
-    kv_phase ^= has_rows;
+    ds_place = mainloop.ds_place;
+    if (has_rows) kv_place.advance();
   }
 
   // Shared memory outlives the last stores' reading of it.
@@ -106,6 +110,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     if (!Config::kSplitsKeys && warp == kTurnWarp) {
       for_each_drawn_block(launch, storage,
                            [&](const KeyBlock& block) { pass_turns<Config>(launch.params, storage, block, place); });
+    }
+  } else if (Config::kHasDqGroup && warp_group == 3) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
+    if constexpr (Config::kHasDqGroup) {
+      BwdDqGroup<Config> dq_group(launch, storage);
+      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { dq_group.run(block); });
+      dq_group.finish();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
@@ -150,6 +161,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_each_key_block<Config>(
           launch, [&](const KeyBlock& block) { load_statistics<Config>(launch.params, storage, block, place); });
     }
+  } else if (warp_group == 3) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
+    BwdDqGroup<Config> dq_group(launch, storage);
+    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { dq_group.run(block); });
+    dq_group.finish();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
@@ -158,9 +174,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-// dQ tile of one row block: fp32 in the order of the consumers' accumulators to rows of Elements.
+// dQ tile of one row block: fp32 in the order of the accumulators to rows of Elements.
 template <class Config>
-__global__ void __launch_bounds__(Config::kConsumers)
+__global__ void __launch_bounds__(32 * Config::kDqWarps)
     flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
   using namespace cute;
   using Element = typename Config::Element;
@@ -180,8 +196,8 @@ __global__ void __launch_bounds__(Config::kConsumers)
     load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
-    auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
-                            make_coord(Config::dq_row_share(group), Config::dq_column_share(group, slice)));
+    auto share =
+        local_tile(staged, Shape<_64, Int<Config::kDqCols>>{}, make_coord(_0{}, Config::dq_column_share(group, slice)));
     const auto values = convert<Element>(acc_dq);
     copy(Store{}, store.retile_S(values), store.partition_D(share));
   }

@@ -1,7 +1,7 @@
 // The computing side of the wgmma backward: one warpgroup with 64 keys of the block, which meet every row block that
 // sees them, for all query heads of their K/V head, and all columns of dK and dV or half of them. These stay in
-// registers over the whole loop; dQ is reduced into fp32 tiles in global memory. Gradients by recomputation from the
-// LSE: Dao et al. 2022, appendix B.
+// registers over the whole loop; dQ is reduced into fp32 tiles in global memory, or left to the dQ group. Gradients by
+// recomputation from the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -56,6 +56,22 @@ struct BwdMainloop {
     __device__ __forceinline__ uint32_t column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
   };
 
+  // The same in registers, loaded before a product of two operands in shared memory begins, which leaves nothing of its
+  // bandwidth to others.
+  struct LoadedRowValues {
+    static constexpr int kRows = Config::kBlockM / 4;
+    float2 pairs[kRows / 2];
+
+    __device__ __forceinline__ explicit LoadedRowValues(const RowValues& values) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) pairs[i] = values.pair(2 * i);
+    }
+    __device__ __forceinline__ float2 pair(int mi) const { return pairs[mi / 2]; }
+  };
+  static constexpr bool kLoadsRowValues =
+      Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqGroup;
+  using EarlyRowValues = std::conditional_t<kLoadsRowValues, LoadedRowValues, RowValues>;
+
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
   Storage& storage;
@@ -66,13 +82,16 @@ struct BwdMainloop {
   const RowWalk walk;
   const Coords coords;  // rows are queries of the row block, columns keys of this warpgroup
   RingIndex<Config::kStages> place;
-  uint32_t kv_phase;
+  RingIndex<Config::kKvStages> kv_place;
+  RingIndex<2> ds_place;        // of the dQ group
+  float* staged_for = nullptr;  // where this warp's staged share of dQ is to be added
 
   AccDkv<Config::kDkCols> acc_dk;
   AccDkv<Config::kDvCols> acc_dv;
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const KeyBlock& block_,
-                                         int group_, RingIndex<Config::kStages> place_ = {}, uint32_t kv_phase_ = 0)
+                                         int group_, RingIndex<Config::kStages> place_,
+                                         RingIndex<Config::kKvStages> kv_place_, RingIndex<2> ds_place_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
@@ -83,7 +102,8 @@ struct BwdMainloop {
         walk(row_walk(launch_.params, block_, Config::kBlockM, Config::kBlockN)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         place(place_),
-        kv_phase(kv_phase_) {
+        kv_place(kv_place_),
+        ds_place(ds_place_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -132,23 +152,27 @@ struct BwdMainloop {
   __device__ __forceinline__ void start_dq(int buffer, int slice, AccDq& acc_dq) const {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k), typename Config::SmemLayoutKt{});            // (D, N)
-    const int keys = Config::kKeepsDq ? group : 0;
-    const auto rows = local_tile(ds, Shape<_64, Int<Config::kDqKeys>>{}, make_coord(Config::dq_row_share(group), keys));
-    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kDqKeys>>{},
-                                 make_coord(Config::dq_column_share(group, slice), keys));
-    start(typename Config::MmaDq{}, rows, cols, acc_dq);
+    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});         // (D, N)
+    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
+                                 make_coord(Config::dq_column_share(group, slice), _0{}));
+    start(typename Config::MmaDq{}, ds, cols, acc_dq);
   }
 
+  // dS^T of this warp's 16 keys, transposed, into rows of queries: a piece is 8 keys of one query, 8 pieces a matrix.
+  // Rows that are 16 apart are swizzled alike. The wgmma that reads it is of the async proxy: a fence has to follow.
   template <class Values>
   __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
-    using namespace cute;
-    using Store = Copy_Atom<SM90_U16x8_STSM_T, Element>;
-    auto ds = local_tile(make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDst{}),
-                         Shape<_64, Int<Config::kBlockM>>{}, make_coord(key_share(), _0{}));
-    const auto store = make_tiled_copy_C(Store{}, typename Config::MmaSdP{}).get_thread_slice(thread);
-    copy(Store{}, store.retile_S(values), store.partition_D(ds));
-    tma_store_fence();  // the wgmma that reads it is of the async proxy
+    constexpr int kChunk = Config::kChunkCols;
+    const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
+    const int key = 64 * key_share() + thread / 32 * 16 + lane / 8 % 2 * kPieceCols;
+    Element* const first = storage.ds[buffer] + key / kChunk * Config::kBlockM * kChunk +
+                           piece_place(kChunk, row, key % kChunk / kPieceCols);
+    const auto pairs = cute::recast<uint32_t>(values);  // of queries; then keys 8 apart, then queries 8 apart
+#pragma unroll
+    for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
+      cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
+                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kChunk));
+    }
   }
 
   __device__ __forceinline__ static void wait_for_consumers() {
@@ -157,16 +181,8 @@ struct BwdMainloop {
   __device__ __forceinline__ void wait_for_warpgroup() const {
     cutlass::arch::NamedBarrier::sync(128, kConsumerBarrier + 1 + group);
   }
-  static constexpr uint32_t kConsumerBarrier = 1;  // 0 is __syncthreads()
-
-  // Waits for those whose dS this consumer reads.
-  __device__ __forceinline__ void wait_for_sharers() const {
-    if constexpr (Config::kKeepsDq) {
-      wait_for_warpgroup();
-    } else {
-      wait_for_consumers();
-    }
-  }
+  // 0 is __syncthreads(); one of each consumer follows, then its token.
+  static constexpr uint32_t kConsumerBarrier = 1, kTokenBarrier = kConsumerBarrier + 3;
 
   // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
   // keys do not wait for each other.
@@ -178,9 +194,13 @@ struct BwdMainloop {
     if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
     const int buffer = Config::kSplitsKeys ? i % 2 : group;
     write_ds(values, buffer);
+    fence_buffer();
     if constexpr (Config::kSplitsKeys) {
-      if (i > 0) complete_additions();
-      wait_for_sharers();
+      if (i > 0) {
+        add_deferred();
+        complete_additions();
+      }
+      wait_for_consumers();
       if (i > 0) pass_turn_of(walk.before(at));
     } else {
       wait_for_warpgroup();
@@ -196,30 +216,38 @@ struct BwdMainloop {
     const int stage = place.stage;
     AccSdP acc_s, acc_dp;
     storage.q_full[stage].wait(place.phase);
-    start_scores<Config::kHeadDim>(storage.k, storage.q[stage], acc_s);
+    const RowValues lse_rows{storage.lse_log2[stage], coords};
+    const EarlyRowValues lse_log2(lse_rows);
+    start_scores<Config::kHeadDim>(storage.k[0], storage.q[stage], acc_s);
     storage.do_full[stage].wait(place.phase);
-    start_scores<Config::kHeadDimV>(storage.v, storage.dout[stage], acc_dp);
-    const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
+    start_scores<Config::kHeadDimV>(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
+    differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
+    finish_step(at, acc_dp, i);
+  }
+
+  // S, which is complete, becomes P, and dP, which is under way, dS. kStartsDv: dV is under way then.
+  template <bool kStartsDv, class LseRows>
+  __device__ __forceinline__ void differentiate(const RowStep& at, bool is_interior, const LseRows& lse_log2,
+                                                AccSdP& acc_s, AccSdP& acc_dp) {
+    const int stage = place.stage;
+    const ScorePlace score_place{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
-    const RowValues lse_log2{storage.lse_log2[stage], coords}, softmax_d{storage.softmax_d[stage], coords};
+    const RowValues softmax_d{storage.softmax_d[stage], coords};
     if constexpr (Config::kVariant == BwdVariant::kPlain) {
-      mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
+      if (!is_interior) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, score_place);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
-      const auto p = convert<Element>(acc_s);
-      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
-      wait_for<1>(acc_dp);
-      differentiate_scores(scores, dp, softmax_d);
-      finish_step(at, acc_dp, i);
+      const EarlyRowValues softmax_d_of_rows(softmax_d);
+      if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      wait_for<kStartsDv>(acc_dp);
+      differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
       const StoredWords words{storage.dropout_rows[stage], storage.dropout_pairs[stage] + 32 * key_share(), coords};
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, score_place, coords, words, lse_log2,
                                                        softmax_d, scores, dp);
-      const auto p = convert<Element>(acc_s);
-      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
-      finish_step(at, acc_dp, i);
+      if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
     }
   }
 
@@ -255,10 +283,7 @@ struct BwdMainloop {
     return Config::kDqStaged > 0 && (Config::kSplitsKeys || !is_deterministic());
   }
 
-  // With dQ in shared memory a thread block adds alone.
-  __device__ __forceinline__ bool is_deterministic() const {
-    return !Config::kKeepsDq && params.dq_turns_ptr != nullptr;
-  }
+  __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
 
   // The bulk copy engine has read what this warp gave it to store.
   __device__ __forceinline__ void wait_for_own_stores() const {
@@ -269,89 +294,26 @@ struct BwdMainloop {
   // dK and dV of the block of keys before this one have left the buffers of dS and dQ.
   __device__ __forceinline__ void wait_for_staged_gradients() const {
     wait_for_own_stores();
-    wait_for_sharers();
-  }
-
-  __device__ __forceinline__ BlockRange key_blocks_of(int row_block) const {
-    const int row_begin = row_block * Config::kBlockM;
-    return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
-  }
-
-  __device__ __forceinline__ bool is_last_consumer() const { return group == Config::kWarpGroups - 1; }
-
-  // The floats of a tile of dQ in shared memory that this warp and the same one of the other consumer add to: 16 rows.
-  __device__ __forceinline__ float* own_dq(int row_block) const {
-    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
-  }
-
-  // Adds to dQ in shared memory, the consumers one after the other. The first one finds nothing there at the first
-  // block of keys that the rows see; the last one sends dQ off at the last. The first one adds to the same rows again
-  // two steps later at the earliest (see run()), when the last one has released a stage since.
-  __device__ __forceinline__ void keep_dq(const RowStep& at, AccDq& acc_dq) const {
-    const BlockRange keys = key_blocks_of(at.row_block);
-    float* const own = own_dq(at.row_block);
-    if (is_last_consumer()) storage.dq_added[place.stage].wait(place.phase);
-    if (is_last_consumer() || block.n_block != keys.begin) add_staged_dq(acc_dq, own, thread % 32);
-    if (is_last_consumer() && block.n_block == keys.end - 1) {
-      send_dq(at, acc_dq);
+    if constexpr (Config::kHasDqGroup) {
+      wait_for_warpgroup();
     } else {
-      stage_dq(acc_dq, own, thread % 32);
-    }
-    if (!is_last_consumer()) storage.dq_added[place.stage].arrive();
-  }
-
-  // 16 rows of dQ as Elements, through the place of this warp's floats.
-  __device__ __forceinline__ void send_dq(const RowStep& at, AccDq& acc_dq) const {
-    using namespace cute;
-    static_assert(Config::kHeadDim == Config::kChunkCols && Config::kBlockM == 64, "rows of 128 bytes, 16 of them");
-    const int lane = thread % 32;
-#pragma unroll
-    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
-    const auto values = convert<Element>(acc_dq);
-    const auto pairs = recast<uint32_t>(values);
-    Element* const rows = reinterpret_cast<Element*>(own_dq(at.row_block));
-    __syncwarp();  // all lanes have read their floats
-#pragma unroll
-    for (int i = 0; i < size(pairs); i += 4) {
-      Element* const piece = rows + piece_place(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
-      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3), *reinterpret_cast<uint128_t*>(piece));
-    }
-    tma_store_fence();
-    __syncwarp();
-    if (is_first_lane()) {
-      SM90_TMA_STORE_5D::copy(&launch.dq_map, rows, 0, at.row_block * Config::kBlockM + thread / 32 * 16, at.head,
-                              block.batch, 0);
-      tma_store_arrive();
-    }
-    __syncwarp();
-  }
-
-  // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
-  // keys is 0.
-  __device__ __forceinline__ void start_head() const {
-    wait_for_own_stores();
-    wait_for_consumers();
-    if (!is_last_consumer()) return;
-    const int row_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    for (int row_block = 0; row_block < row_blocks; ++row_block) {
-      if (key_blocks_of(row_block).count() > 0) continue;
-      AccDq zeros;
-      cute::clear(zeros);
-      send_dq({block.head_k, row_block}, zeros);
+      wait_for_consumers();
     }
   }
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
-  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) const {
+  __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) {
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
-    if constexpr (Config::kKeepsDq) {
-      keep_dq(at, acc_dq);
-    } else if (stages_dq()) {
-      float* const staged = storage.dq + warp * Config::kDqStaged;
+    if (stages_dq()) {
+      float* const staged = staged_dq();
       if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
       __syncwarp();
       stage_dq(acc_dq, staged, thread % 32);
+      if (defers_additions()) {
+        staged_for = target;
+        return;
+      }
       fence_buffer();
       __syncwarp();
       if (is_first_lane()) {
@@ -366,6 +328,21 @@ struct BwdMainloop {
       reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma wants whole warps
+  }
+
+  // In deterministic mode additions leave as early as they can, because others wait for them.
+  __device__ __forceinline__ bool defers_additions() const { return Config::kDefersAdditions && !is_deterministic(); }
+
+  // Has the share of dQ added that was staged before the last fence_buffer() of all lanes.
+  __device__ __forceinline__ void add_deferred() const {
+    if (!defers_additions()) return;
+    __syncwarp();
+    if (is_first_lane()) reduce_bulk(staged_for, staged_dq(), Config::kDqStaged);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ float* staged_dq() const {
+    return storage.dq + (4 * group + thread / 32) * Config::kDqStaged;
   }
 
   __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
@@ -403,25 +380,136 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // On return both consumers are done with shared memory; with dQ there, this one with its share of the rest.
+  // The other consumer may turn to its scores. Both would otherwise do so at the same time, step after step, and leave
+  // the tensor cores idle meanwhile, because they start together and get equal shares.
+  __device__ __forceinline__ static void pass_token(int group) {
+    cutlass::arch::NamedBarrier::arrive(Config::kConsumers, kTokenBarrier + 1 - group);
+  }
+  __device__ __forceinline__ void wait_for_token() const {
+    cutlass::arch::NamedBarrier::sync(Config::kConsumers, kTokenBarrier + group);
+  }
+
+  // For the dQ group, which has the fence: there it holds up nobody.
+  template <class Values>
+  __device__ __forceinline__ void leave_ds(const Values& ds, bool is_first) {
+    storage.ds_empty[ds_place.stage].wait(ds_place.phase ^ 1);
+    if (!Config::kStagesGradients && is_first) wait_for_staged_gradients();
+    write_ds(ds, ds_place.stage);
+    storage.ds_full[ds_place.stage].arrive();
+    ds_place.advance();
+  }
+
+  // A step whose rows see none of this consumer's keys.
+  __device__ __forceinline__ void leave_zeros(bool is_first) {
+    AccSdP zeros;
+    cute::clear(zeros);
+    storage.q_full[place.stage].wait(place.phase);
+    storage.do_full[place.stage].wait(place.phase);
+    wait_for_token();
+    pass_token(group);
+    leave_ds(convert<Element>(zeros), is_first);
+    release(storage.do_empty);
+    release(storage.q_empty);
+    place.advance();
+  }
+
+  // The steps [begin, end) of the block, the first of them at `at`. S of a step is computed beside dK of the one
+  // before.
+  __device__ __forceinline__ void run_seen(RowStep at, int begin, int end) {
+    using namespace cute;
+    const RowRange interior = interior_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
+    Element* const keys = storage.k[kv_place.stage];
+    Element* const values = storage.v[kv_place.stage];
+    AccSdP acc_s;
+    storage.q_full[place.stage].wait(place.phase);
+    start_scores<Config::kHeadDim>(keys, storage.q[place.stage], acc_s);
+    wait_for<0>(acc_s);
+    for (int i = begin; i < end; ++i) {
+      const int stage = place.stage;
+      AccSdP acc_dp;
+      storage.do_full[stage].wait(place.phase);
+      start_scores<Config::kHeadDimV>(values, storage.dout[stage], acc_dp);
+      wait_for_token();
+      differentiate<false>(at, at.row_block >= interior.begin && at.row_block < interior.end,
+                           RowValues{storage.lse_log2[place.stage], coords}, acc_s, acc_dp);
+      const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
+      pass_token(group);
+      leave_ds(ds, i == 0);
+      // Operands in registers hold the warp while other products run: nothing that could run meanwhile is left.
+      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
+      start_dkv<Config::kDkCols>(ds, storage.q[stage], acc_dk);
+      place.advance();
+      walk.advance(at);
+      if (i + 1 < end) {
+        AccSdP next;
+        storage.q_full[place.stage].wait(place.phase);
+        start_scores<Config::kHeadDim>(keys, storage.q[place.stage], next);
+        wait_for<1>(acc_dk);
+        release_step(stage);
+        wait_for<0>(next);
+        copy(next, acc_s);
+      } else {
+        wait_for<0>(acc_dk);
+        release_step(stage);
+      }
+    }
+  }
+
+  // dV and dK are complete.
+  __device__ __forceinline__ void release_step(int stage) {
+    cute::warpgroup_fence_operand(acc_dv);
+    storage.do_empty[stage].arrive();
+    storage.q_empty[stage].arrive();
+  }
+
+  // With a dQ group. Steps of rows that see none of this consumer's keys come first and last.
+  __device__ __forceinline__ void run_beside_dq_group(int count) {
+    const RowRange own = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
+    const bool is_seen = own.end > own.begin;
+    const int begin = is_seen ? (walk.rows.end - own.end) * walk.heads : count;
+    const int end = is_seen ? count - (own.begin - walk.rows.begin) * walk.heads : count;
+    for (int i = 0; i < begin; ++i) leave_zeros(i == 0);
+    if (is_seen) run_seen({walk.first_head, own.end - 1}, begin, end);
+    for (int i = end; i < count; ++i) leave_zeros(false);
+    storage.kv_empty[kv_place.stage][group].arrive();
+    if constexpr (!Config::kStagesGradients) wait_for_ds_readers();
+  }
+
+  // The dQ group has read all dS of this consumer.
+  __device__ __forceinline__ void wait_for_ds_readers() const {
+    RingIndex<2> next = ds_place;
+    for (int i = 0; i < 2; ++i) {
+      storage.ds_empty[next.stage].wait(next.phase ^ 1);
+      next.advance();
+    }
+  }
+
+  // On return both consumers are done with shared memory; with a dQ group this one with its share.
   __device__ __forceinline__ void run() {
     const int count = walk.count();
     if (count == 0) return;
-    const int part = Config::kKeepsDq ? group : 0;
-    storage.k_full[part].wait(kv_phase);
-    storage.v_full[part].wait(kv_phase);
-    RowStep at = walk.start(), last = at;
-    for (int i = 0; i < count; ++i) {
-      step(at, i);
-      last = at;
-      walk.advance(at);
+    const int part = Config::kHasDqGroup ? group : 0;
+    storage.k_full[kv_place.stage][part].wait(kv_place.phase);
+    storage.v_full[kv_place.stage][part].wait(kv_place.phase);
+    if constexpr (Config::kHasDqGroup) {
+      run_beside_dq_group(count);
+    } else {
+      RowStep at = walk.start(), last = at;
+      for (int i = 0; i < count; ++i) {
+        step(at, i);
+        last = at;
+        walk.advance(at);
+      }
+      if constexpr (Config::kFreesKeysEarly) storage.kv_empty[0][0].arrive();
+      if constexpr (Config::kSplitsKeys) complete_additions();
+      if constexpr (Config::kDefersAdditions) {
+        fence_buffer();
+        add_deferred();
+      }
+      if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
+      wait_for_consumers();
+      if constexpr (Config::kSplitsKeys) pass_turn_of(last);
     }
-    if constexpr (Config::kFreesKeysEarly) storage.kv_empty[part].arrive();
-    if constexpr (Config::kSplitsKeys) complete_additions();
-    if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
-    wait_for_sharers();
-    if (Config::kKeepsDq && count == 1) wait_for_consumers();  // the next step may have the same rows
-    if constexpr (Config::kSplitsKeys) pass_turn_of(last);
   }
 };
 

@@ -21,7 +21,7 @@ struct BwdLoader {
   BwdStorage<Config>& storage;
   const bool issues;  // this lane
   RingIndex<Config::kStages> place;
-  uint32_t kv_phase = 0;
+  RingIndex<Config::kKvStages> kv_place;
   bool is_first = true;
 
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
@@ -94,14 +94,15 @@ struct BwdLoader {
   __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int head) const {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKeyParts;
+    const int stage = kv_place.stage;
 #pragma unroll
     for (int i = 0; i < Config::kKeyParts; ++i) {
       const int first = i * kRows, place = first * Config::kChunkCols;
-      storage.kv_empty[i].wait(kv_phase ^ 1);
-      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[i], storage.k + place, keys,
-                                                     row + first, head, kHint);
-      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[i], storage.v + place, keys,
-                                                      row + first, head, kHint);
+      storage.kv_empty[stage][i].wait(kv_place.phase ^ 1);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + place,
+                                                     keys, row + first, head, kHint);
+      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + place,
+                                                      keys, row + first, head, kHint);
     }
   }
 
@@ -117,14 +118,14 @@ struct BwdLoader {
       // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
       // that.
       if constexpr (!Config::kFreesKeysEarly) {
-        storage.kv_empty[0].wait(kv_phase ^ 1);
-        kv_phase ^= 1;
+        storage.kv_empty[0][0].wait(kv_place.phase ^ 1);
+        kv_place.advance();
       }
       return;
     }
     RowStep at = walk.start();
     const int key = block.n_block * Config::kBlockN;
-    if (!is_first) prefetch_keys(keys, key, block.head_k);
+    if (!is_first && Config::kKvStages == 1) prefetch_keys(keys, key, block.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
@@ -138,7 +139,7 @@ struct BwdLoader {
       place.advance();
       walk.advance(at);
     }
-    kv_phase ^= 1;
+    kv_place.advance();
   }
 };
 

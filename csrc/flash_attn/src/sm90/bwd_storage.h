@@ -23,14 +23,15 @@ template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kSmemK];
-  alignas(1024) Element v[Config::kSmemV];
+  alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
+  alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
   // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
-  // had finished reading it. Consumers with the same keys have one each.
+  // had finished reading it; the dQ group makes a ring of them. Consumers with the same keys have one each.
   alignas(1024) Element ds[2][Config::kSmemDs];
   alignas(1024) float dq[Config::kDqInShared > 0 ? Config::kDqInShared : 1];
+  alignas(1024) Element gradients[Config::kStagesGradients ? Config::kSmemV + Config::kSmemK : 1];
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
 
@@ -42,10 +43,10 @@ struct BwdStorage {
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  // dq_added: the first consumer has added to dQ in shared memory in the step of this stage. work_full: the loading
-  // warp, work_empty: all threads that read it.
-  Barrier k_full[Config::kKeyParts], v_full[Config::kKeyParts], kv_empty[Config::kKeyParts];
-  Barrier dq_added[Config::kStages];
+  // ds_full: the consumers, ds_empty: the dQ group. work_full: the loading warp, work_empty: all threads that read it.
+  Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
+  Barrier kv_empty[Config::kKvStages][Config::kKeyParts];
+  Barrier ds_full[2], ds_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
@@ -53,32 +54,40 @@ struct BwdStorage {
 
   int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
 
-  // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS.
+  // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS^T.
   static_assert(!Config::kKeepsDq || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
   __device__ __forceinline__ Element* staged_dk() {
-    if constexpr (!Config::kFreesKeysEarly) return k;
+    if constexpr (!Config::kFreesKeysEarly) return k[0];
+    if constexpr (Config::kStagesGradients) return gradients + Config::kSmemV;
     return Config::kDkBesideDv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
   }
-  __device__ __forceinline__ Element* staged_dv() { return Config::kFreesKeysEarly ? ds[0] : v; }
+  __device__ __forceinline__ Element* staged_dv() {
+    if constexpr (Config::kStagesGradients) return gradients;
+    return Config::kFreesKeysEarly ? ds[0] : v[0];
+  }
 
   __device__ __forceinline__ void init_barriers() {
-    for (int i = 0; i < Config::kKeyParts; ++i) {
-      k_full[i].init(1);
-      v_full[i].init(1);
-      kv_empty[i].init(Config::kConsumers / Config::kKeyParts);
+    constexpr int kDqGroup = Config::kHasDqGroup ? 128 : 0;
+    for (int i = 0; i < Config::kKvStages; ++i) {
+      for (int part = 0; part < Config::kKeyParts; ++part) {
+        k_full[i][part].init(1);
+        v_full[i][part].init(1);
+        kv_empty[i][part].init(Config::kConsumers / Config::kKeyParts + kDqGroup);
+      }
     }
     for (int i = 0; i < Config::kStages; ++i) {
       q_full[i].init(1 + 32);
       do_full[i].init(1 + 32);
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
-      dq_added[i].init(128);
       turn_added[i].init(Config::kConsumerWarps);
       turn_passed[i].init(1);
     }
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + 32 * (Config::kSplitsKeys ? 1 : 2));
+      work_empty[i].init(Config::kConsumers + kDqGroup + 32 * (Config::kSplitsKeys ? 1 : 2));
+      ds_full[i].init(Config::kConsumers);
+      ds_empty[i].init(128);
     }
     Barrier::fence_init();
   }
