@@ -53,6 +53,10 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
   return section < 1 ? 1 : static_cast<int>(section);
 }
 
+// Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
+// counter, instead of one head after the other in equal shares (docs/tuning.md).
+constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
+
 // Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
 // row block of all heads, then the second. Few heads left for the last section would leave multiprocessors idle at the
 // end: the first section has the odd number.
