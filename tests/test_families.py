@@ -164,7 +164,8 @@ def test_lengths(hopper, run_family, head_dim, seqlen_q, seqlen_k):
 
 
 # More row blocks than multiprocessors, so that thread blocks take several: by the counter where the mask or the lengths
-# make them uneven, else in equal shares. 192 rows a tile at head dim 64 need more than 1024 rows.
+# make them uneven and at head dim 128, else in equal shares. 192 rows a tile at head dim 64 need more than 1024 rows.
+# Up to 32 packed sequences are sorted by their keys, more are not.
 LARGE = {
     "full": Case(2, 1500, 1500, 16, 4, 128, DTYPE),
     "causal": Case(4, 1000, 1000, 16, 4, 128, DTYPE, causal=True),
@@ -175,6 +176,7 @@ LARGE = {
     "causal192": Case(3, 900, 900, 12, 12, 192, DTYPE, causal=True),
     "dropout": Case(2, 900, 900, 16, 16, 64, DTYPE, causal=True, dropout=0.15),
     "packed": Case(9, 700, 900, 16, 4, 128, DTYPE, causal=True, kind="packed"),
+    "packed_many": Case(40, 300, 350, 8, 4, 128, DTYPE, causal=True, kind="padded"),
     "packed64": Case(9, 1400, 1500, 16, 4, 64, DTYPE, kind="padded"),
     "pages32": Case(9, 700, 900, 16, 4, 32, "float16", causal=True, kind="packed", page_size=16),
 }
@@ -185,7 +187,7 @@ def test_more_row_blocks_than_multiprocessors(hopper, run_family, name):
     check_both(make_problem(LARGE[name], hopper), run_family)
 
 
-@pytest.mark.parametrize("name", ("causal", "packed"))
+@pytest.mark.parametrize("name", ("full", "causal", "packed", "packed_many"))
 def test_launches_in_a_row(hopper, name):
     """Every launch leaves the counter as the next one wants it, other grids in between included."""
     problem, other = (make_problem(case, hopper) for case in (LARGE[name], LARGE["causal64"]))
@@ -196,7 +198,7 @@ def test_launches_in_a_row(hopper, name):
     check_forward(problem, *wanted)
 
 
-@pytest.mark.parametrize("name", ("causal", "packed"))
+@pytest.mark.parametrize("name", ("full", "causal", "packed"))
 def test_two_streams_at_once(hopper, name):
     problem = make_problem(LARGE[name], hopper)
     wanted = run(problem)[:2]
