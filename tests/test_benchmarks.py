@@ -24,7 +24,6 @@ import implementations
 import measure
 import plots
 import progress
-import report
 import rows
 import timing
 import torch_peers
@@ -172,20 +171,6 @@ def own_features():
     """Of no peer."""
     case = features()[1].case
     return [rows.Row("features", dataclasses.replace(case, **{name: True})) for name in ("sinks", "max_logit")]
-
-
-def test_speeds_relative_to_the_plain_call():
-    plain = Case(2, 48, 48, 4, 4, 16, "float32", causal=True)
-    variants = (
-        {}, {"softcap": 3.0}, {"kind": "packed", "seqlens": (48, 48)}, {"causal": False}, {"window": (7, -1)},
-    )  # fmt: skip
-    made = [rows.Row("features", dataclasses.replace(plain, **variant)) for variant in variants]
-    described = [measure.describe(row, "fwd") for row in made]
-    for entry, tflops in zip(described, (8.0, 4.0, 6.0, 1.0, 2.0)):
-        entry["results"] = {"ours": {"tflops": tflops}}
-    assert made[2].label.endswith("b2 s48 packed")
-    expected = [f"  {share} {made[i].label} fwd" for i, share in ((1, "0.500"), (2, "0.750"), (4, "0.250"))]
-    assert report.relative_lines({"rows": described})[1:] == expected
 
 
 @pytest.mark.parametrize("name", ["ours", "sdpa_flash", "sdpa_math", "naive"])
@@ -365,6 +350,25 @@ def test_report_prints_the_table(result_path, result):
     assert done.stdout.startswith("ms, TFLOPS (speed of ours to it)")
     lines = done.stdout.splitlines()
     assert sum(line.startswith("d64 ") for line in lines) == sum(row["head_dim"] == 64 for row in result["rows"])
+
+
+def test_report_states_speeds_relative_to_the_plain_call(result, tmp_path):
+    plain = Case(2, 48, 48, 4, 4, 16, "float32", causal=True)
+    variants = (
+        {}, {"softcap": 3.0}, {"kind": "packed", "seqlens": (48, 48)}, {"causal": False}, {"window": (7, -1)},
+    )  # fmt: skip
+    made = [rows.Row("features", dataclasses.replace(plain, **variant)) for variant in variants]
+    described = [measure.describe(row, "fwd") for row in made]
+    for entry, tflops in zip(described, (8.0, 4.0, 6.0, 1.0, 2.0)):
+        entry["results"] = {"ours": {"ms": 1.0, "tflops": tflops}}
+    assert made[2].label.endswith("b2 s48 packed")
+    (tmp_path / "made.json").write_text(json.dumps({**result, "rows": described}))
+    done = run_script("report.py", tmp_path / "made.json")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    expected = [f"  {share} {made[i].label} fwd" for i, share in ((1, "0.500"), (2, "0.750"), (4, "0.250"))]
+    first = lines.index("speed of ours relative to its plain dense call (TFLOPS)") + 1
+    assert [line for line in lines[first:] if line.startswith("  ")] == expected
 
 
 def test_curves_hold_every_cell(result):
