@@ -164,7 +164,7 @@ def test_lengths(hopper, run_family, head_dim, seqlen_q, seqlen_k):
 
 
 # More row blocks than multiprocessors, so that thread blocks take several: by the counter where the mask or the lengths
-# make them uneven, else in equal shares. 192 rows a tile at head dim 64 need more than 1024 rows.
+# make them uneven and at head dim 128, else in equal shares. 192 rows a tile at head dim 64 need more than 1024 rows.
 # Up to 32 packed sequences are sorted by their keys, more are not.
 LARGE = {
     "full": Case(2, 1500, 1500, 16, 4, 128, DTYPE),
@@ -187,7 +187,7 @@ def test_more_row_blocks_than_multiprocessors(hopper, run_family, name):
     check_both(make_problem(LARGE[name], hopper), run_family)
 
 
-@pytest.mark.parametrize("name", ("causal", "packed"))
+@pytest.mark.parametrize("name", ("full", "causal", "packed", "packed_many"))
 def test_launches_in_a_row(hopper, name):
     """Every launch leaves the counter as the next one wants it, other grids in between included."""
     problem, other = (make_problem(case, hopper) for case in (LARGE[name], LARGE["causal64"]))
@@ -198,7 +198,7 @@ def test_launches_in_a_row(hopper, name):
     check_forward(problem, *wanted)
 
 
-@pytest.mark.parametrize("name", ("causal", "packed"))
+@pytest.mark.parametrize("name", ("full", "causal", "packed"))
 def test_two_streams_at_once(hopper, name):
     problem = make_problem(LARGE[name], hopper)
     wanted = run(problem)[:2]

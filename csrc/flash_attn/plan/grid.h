@@ -53,6 +53,10 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
   return section < 1 ? 1 : static_cast<int>(section);
 }
 
+// Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
+// counter, instead of one head after the other in equal shares (docs/tuning.md).
+constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
+
 // Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
 // row block of all heads, then the second. Few heads left for the last section would leave multiprocessors idle at the
 // end: the first section has the odd number.
@@ -80,17 +84,17 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 
 // How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
 // to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
-// head with few row blocks is better off with few of them; with fewer than four of 64 keys, whose heads are wide, the
-// rows of all heads that advance together leave the L2 cache. Nothing waits in the other mode: there the more of them
-// read the same rows at a time, the less power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread
-// block.
+// head with few row blocks is better off with few of them. With too few of 64 keys, whose heads are wide, the rows of
+// all heads that advance together leave the L2 cache; half of them where a causal mask hides half of the rows. Nothing
+// waits in the other mode: there the more of them read the same rows at a time, the less power the L2 cache takes
+// (measured with 128 keys). `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
 constexpr int kStepsPerRunningKeyBlock = 4;
 
-constexpr int running_key_blocks(bool is_deterministic, int64_t row_blocks, int block_n) {
+constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t row_blocks, int block_n) {
   const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
-  const int fewest = block_n <= 64 ? 4 : 2;
+  const int fewest = block_n > 64 ? 2 : is_causal ? 4 : 8;
   if (!is_deterministic) return block_n <= 64 ? kRunningKeyBlocks : kUnorderedKeyBlocks;
   return wanted > kRunningKeyBlocks ? kRunningKeyBlocks : wanted < fewest ? fewest : static_cast<int>(wanted);
 }

@@ -61,7 +61,8 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = launch.params;
   const int64_t rows = params.is_varlen() && params.b > 0 ? params.seqlen_q / params.b : params.seqlen_q;
-  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, rows / Config::kBlockM, Config::kBlockN);
+  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, params.window.right != kUnbounded,
+                                               rows / Config::kBlockM, Config::kBlockN);
   launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
                                params.multiprocessors, running);
   launch.counter = launch.grid.blocks > params.multiprocessors ? params.tile_counter_ptr : nullptr;

@@ -70,7 +70,8 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const int64_t head_bytes = 2 * keys_of_head(params) * (params.d + params.d_v) / params.h_h_k_ratio;
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int teams = params.multiprocessors * Config::kTeams;
-  launch.section = uneven ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
+  const bool in_sections = uneven || plan::sm90_draws_equal_tiles(Config::kHeadDim);
+  launch.section = in_sections ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
   launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
   launch.counter = launch.tiles > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;

@@ -112,9 +112,10 @@ struct FwdMainloop {
     start_gemm(mma, tOrP, tOrV, acc_o, clears);
   }
 
-  // This warp has read the buffer.
+  // This warp has read the buffer; or this lane, which racecheck wants where lanes read what a warp then overwrites.
+  template <bool kEveryLane = false>
   __device__ __forceinline__ static void release(Barrier* empty, KvPlace& place) {
-    if (threadIdx.x % 32 == 0) empty[place.stage].arrive();
+    if (kEveryLane || threadIdx.x % 32 == 0) empty[place.stage].arrive();
     place.advance();
   }
 
@@ -160,9 +161,8 @@ struct FwdMainloop {
         col_words[4 * i + 2] = words.z;
         col_words[4 * i + 3] = words.w;
       }
-      __syncwarp();
     }
-    release(storage.k_empty, k_place);
+    release<Config::kDropsPacked>(storage.k_empty, k_place);
   }
 
   // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
@@ -261,18 +261,20 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // Lets a block pass: it has to land before its buffer can be given back.
-  __device__ __forceinline__ static void pass(const Barrier* full, Barrier* empty, KvPlace& place) {
-    full[place.stage].wait(place.phase);
-    release(empty, place);
-  }
+  // Lets blocks pass: they have to land before their buffers can be given back.
   __device__ __forceinline__ void pass_keys(int count) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) pass(storage.k_full, storage.k_empty, k_place);
+    for (int i = 0; i < count; ++i) {
+      wait_for_k();
+      release<Config::kDropsPacked>(storage.k_empty, k_place);
+    }
   }
   __device__ __forceinline__ void pass_values(int count) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) pass(storage.v_full, storage.v_empty, v_place);
+    for (int i = 0; i < count; ++i) {
+      storage.v_full[v_place.stage].wait(v_place.phase);
+      release(storage.v_empty, v_place);
+    }
   }
 
   template <Modifiers kModifiers>

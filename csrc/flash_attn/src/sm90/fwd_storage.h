@@ -24,7 +24,7 @@ struct FwdStorage {
   uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
-  // warp that read it; of tile_empty, of each lane.
+  // warp that read it; of tile_empty, and of k_empty with words of columns, of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
@@ -40,7 +40,7 @@ struct FwdStorage {
     for (int i = 0; i < Config::kKvStages; ++i) {
       k_full[i].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
       v_full[i].init(is_paged ? 32 : 1);
-      k_empty[i].init(Config::kConsumerWarps);
+      k_empty[i].init((Config::kDropsPacked ? 32 : 1) * Config::kConsumerWarps);
       v_empty[i].init(Config::kConsumerWarps);
     }
     for (int i = 0; i < Config::kQStages; ++i) {
