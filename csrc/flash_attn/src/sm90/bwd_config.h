@@ -99,9 +99,8 @@ struct BwdConfig {
   // while they wait for the L2 cache the other consumer computes.
   static constexpr int kDqStaged = kDqSlices == 1 && !kKeepsDq ? kDqOfSlice : 0;
   static constexpr int kDqBuffers = kHasDqGroup ? 2 : 1;
-  // The bulk copy engine gets them one step later, behind the fence of the next dS: a fence of their own would wait
-  // until shared memory, which the products of other warps keep busy, has taken them.
-  static constexpr bool kDefersAdditions = kSplitsKeys && !kHasDqGroup && kBlockM == 64 && kDqStaged > 0;
+  // Two warps beside the loading ones have whole tiles added (BwdDqAdder).
+  static constexpr bool kHasDqAdders = kSplitsKeys && !kKeepsDq;
   static constexpr int kDqInShared =  // floats
       kKeepsDq ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kDqStaged;
   // dK and dV leave through buffers of their own, or those of dS and dQ, so that the next K and V may arrive meanwhile;

@@ -9,8 +9,7 @@
 #include "common/bwd_schedule.h"
 #include "common/convert.h"
 #include "common/dq_tile.h"
-#include "common/dq_turns.h"
-#include "sm90/bulk_reduce.h"
+#include "sm90/bwd_dq_adder.h"
 #include "sm90/bwd_storage.h"
 #include "sm90/gemm.h"
 #include "sm90/tile_place.h"
@@ -24,7 +23,6 @@ struct BwdDqGroup {
   using AccDq = decltype(cute::partition_fragment_C(typename Config::MmaDq{},
                                                     cute::Shape<cute::_64, cute::Int<Config::kDqCols>>{}));
   static_assert(Config::kBlockM == 64 && Config::kDqCols == Config::kHeadDim, "one product a step");
-  static constexpr uint32_t kBarrier = 6;  // behind those of the consumers
 
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
@@ -37,10 +35,6 @@ struct BwdDqGroup {
       : launch(launch_), params(launch_.params), storage(storage_), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
-  // With dQ in shared memory a thread block adds alone.
-  __device__ __forceinline__ bool is_deterministic() const {
-    return !Config::kKeepsDq && params.dq_turns_ptr != nullptr;
-  }
 
   __device__ __forceinline__ void run(const KeyBlock& block) {
     if (Config::kKeepsDq && block.n_block == 0) start_head(block);
@@ -48,71 +42,33 @@ struct BwdDqGroup {
     const int count = walk.count();
     if (count == 0) return;
     for (int i = 0; i < Config::kKeyParts; ++i) storage.k_full[kv_place.stage][i].wait(kv_place.phase);
-    RowStep at = walk.start(), last = at;
+    RowStep at = walk.start();
     for (int i = 0; i < count; ++i) {
-      step(block, at, last, i);
-      last = at;
+      step(block, at);
       walk.advance(at);
     }
     for (int i = 0; i < Config::kKeyParts; ++i) storage.kv_empty[kv_place.stage][i].arrive();
     kv_place.advance();
-    pass_turn_of(block, last);
   }
 
-  // `last`: the step before this one.
-  __device__ __forceinline__ void step(const KeyBlock& block, const RowStep& at, const RowStep& last, int i) {
+  __device__ __forceinline__ void step(const KeyBlock& block, const RowStep& at) {
     using namespace cute;
     typename Config::MmaDq mma;
     const auto slice = mma.get_slice(thread);
     const auto ds = make_tensor(make_smem_ptr(storage.ds[place.stage]), typename Config::SmemLayoutDs{});   // (M, N)
     const auto k = make_tensor(make_smem_ptr(storage.k[kv_place.stage]), typename Config::SmemLayoutKt{});  // (D, N)
-    const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
     AccDq acc_dq;
     storage.ds_full[place.stage].wait(place.phase);
-    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
     fence_buffer();  // between the consumers' stores and what reads them here
     start_gemm(mma, slice.partition_fragment_A(ds), slice.partition_fragment_B(k), acc_dq, true);
-    if (i > 0) pass_turn_of(block, last);
     wait_for<0>(acc_dq);
     storage.ds_empty[place.stage].arrive();
     if constexpr (Config::kKeepsDq) {
       keep(block, at, acc_dq);
     } else {
-      add(block, at, tile, seen, acc_dq);
+      leave_dq<Config>(storage, place, acc_dq, thread);
     }
     place.advance();
-  }
-
-  // One step later, which hides the way to memory.
-  __device__ __forceinline__ void pass_turn_of(const KeyBlock& block, const RowStep& at) const {
-    if (!is_deterministic()) return;
-    if (is_first_lane()) wait_for_additions();
-    __syncwarp();
-    cutlass::arch::NamedBarrier::sync(128, kBarrier);
-    if (thread == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
-    __syncwarp();
-  }
-
-  // `seen`: the turn counter before the product.
-  __device__ __forceinline__ void add(const KeyBlock& block, const RowStep& at, int64_t tile, int seen,
-                                      const AccDq& acc_dq) const {
-    const int warp = thread / 32;
-    float* const staged = storage.dq + place.stage * Config::kDqTile + Config::dq_place(warp, 0);
-    if (is_first_lane()) cute::tma_store_wait<Config::kDqBuffers - 1>();  // what this buffer held has been read
-    __syncwarp();
-    stage_dq(acc_dq, staged, thread % 32);
-    fence_buffer();
-    __syncwarp();
-    if (is_first_lane()) {
-      if (is_deterministic()) {
-        const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-        wait_for_turn(params.dq_turns_ptr + tile,
-                      dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
-        fence_before_additions();
-      }
-      reduce_bulk(params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, 0), staged, Config::kDqOfSlice);
-    }
-    __syncwarp();  // wgmma wants whole warps
   }
 
   __device__ __forceinline__ BlockRange key_blocks_of(const KeyBlock& block, int row_block) const {

@@ -12,7 +12,7 @@
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2 };
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2, kFirstAddingWarp = 2 };
 
 // This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
 // more.
@@ -54,7 +54,7 @@ struct BwdConsumer {
   const int group;
   RingIndex<Config::kStages> place;
   RingIndex<Config::kKvStages> kv_place;
-  RingIndex<2> ds_place;
+  RingIndex<2> left_place;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
@@ -65,7 +65,7 @@ struct BwdConsumer {
 
   // Gradients of one block of keys and values, and its share of dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const KeyBlock& block) {
-    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_place, ds_place);
+    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_place, left_place);
     mainloop.run();
     const bool has_rows = mainloop.walk.count() > 0;
     if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
@@ -80,7 +80,7 @@ struct BwdConsumer {
       storage.kv_empty[0][0].arrive();
     }
     place = mainloop.place;
-    ds_place = mainloop.ds_place;
+    left_place = mainloop.left_place;
     if (has_rows) kv_place.advance();
   }
 
@@ -110,6 +110,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     if (!Config::kSplitsKeys && warp == kTurnWarp) {
       for_each_drawn_block(launch, storage,
                            [&](const KeyBlock& block) { pass_turns<Config>(launch.params, storage, block, place); });
+    }
+    if constexpr (Config::kHasDqAdders) {
+      if (warp >= kFirstAddingWarp) {
+        BwdDqAdder<Config> adder{launch.params, storage, warp - kFirstAddingWarp};
+        for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { adder.run(block); });
+      }
     }
   } else if (Config::kHasDqGroup && warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();

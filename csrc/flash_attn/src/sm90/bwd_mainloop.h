@@ -14,6 +14,7 @@
 #include "common/dq_tile.h"
 #include "common/dq_turns.h"
 #include "sm90/bulk_reduce.h"
+#include "sm90/bwd_dq_adder.h"
 #include "sm90/bwd_storage.h"
 #include "sm90/gemm.h"
 #include "sm90/tile_place.h"
@@ -83,15 +84,14 @@ struct BwdMainloop {
   const Coords coords;  // rows are queries of the row block, columns keys of this warpgroup
   RingIndex<Config::kStages> place;
   RingIndex<Config::kKvStages> kv_place;
-  RingIndex<2> ds_place;        // of the dQ group
-  float* staged_for = nullptr;  // where this warp's staged share of dQ is to be added
+  RingIndex<2> left_place;  // of dS for the dQ group, or dQ for the warps that add
 
   AccDkv<Config::kDkCols> acc_dk;
   AccDkv<Config::kDvCols> acc_dv;
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const KeyBlock& block_,
                                          int group_, RingIndex<Config::kStages> place_,
-                                         RingIndex<Config::kKvStages> kv_place_, RingIndex<2> ds_place_)
+                                         RingIndex<Config::kKvStages> kv_place_, RingIndex<2> left_place_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
@@ -103,7 +103,7 @@ struct BwdMainloop {
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         place(place_),
         kv_place(kv_place_),
-        ds_place(ds_place_) {
+        left_place(left_place_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -187,7 +187,7 @@ struct BwdMainloop {
   // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
   // keys do not wait for each other.
   template <class Values>
-  __device__ __forceinline__ int exchange_ds(const Values& values, const RowStep& at, int i) const {
+  __device__ __forceinline__ int exchange_ds(const Values& values, int i) const {
     if constexpr (Config::kFreesKeysEarly) {
       if (i == 0) wait_for_staged_gradients();
     }
@@ -196,12 +196,7 @@ struct BwdMainloop {
     write_ds(values, buffer);
     fence_buffer();
     if constexpr (Config::kSplitsKeys) {
-      if (i > 0) {
-        add_deferred();
-        complete_additions();
-      }
       wait_for_consumers();
-      if (i > 0) pass_turn_of(walk.before(at));
     } else {
       wait_for_warpgroup();
     }
@@ -254,12 +249,12 @@ struct BwdMainloop {
   // dK and dQ; dV is under way. A slice of dQ is added while other products run.
   __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
-    const int buffer = exchange_ds(ds, at, i);
+    const int buffer = exchange_ds(ds, i);
     AccDq acc_dq;
     start_dq(buffer, 0, acc_dq);
     start_dkv<Config::kDkCols>(ds, storage.q[place.stage], acc_dk);
     const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
-    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
+    const int seen = !Config::kHasDqAdders && is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
@@ -276,11 +271,6 @@ struct BwdMainloop {
     }
     if constexpr (!Config::kSplitsKeys) announce_additions();
     place.advance();
-  }
-
-  // Consumers with the same keys have no barrier behind which their turn could be passed: they add from registers.
-  __device__ __forceinline__ bool stages_dq() const {
-    return Config::kDqStaged > 0 && (Config::kSplitsKeys || !is_deterministic());
   }
 
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
@@ -303,46 +293,25 @@ struct BwdMainloop {
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
   __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) {
+    if constexpr (Config::kHasDqAdders) {
+      leave_dq<Config>(storage, left_place, acc_dq, 128 * group + thread);
+      left_place.advance();
+      return;
+    }
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
-    if (stages_dq()) {
-      float* const staged = staged_dq();
-      if (is_first_lane()) cute::tma_store_wait<0>();  // the buffer has been read
-      __syncwarp();
+    if (Config::kDqStaged > 0 && !is_deterministic()) {
+      float* const staged = storage.dq + warp * Config::kDqStaged;
+      wait_for_own_stores();  // the buffer has been read
       stage_dq(acc_dq, staged, thread % 32);
-      if (defers_additions()) {
-        staged_for = target;
-        return;
-      }
       fence_buffer();
       __syncwarp();
-      if (is_first_lane()) {
-        if (is_deterministic()) {
-          wait_for_turn_at(at, tile, seen);
-          fence_before_additions();
-        }
-        reduce_bulk(target, staged, Config::kDqStaged);
-      }
+      if (is_first_lane()) reduce_bulk(target, staged, Config::kDqStaged);
     } else {
       if (is_deterministic() && slice == 0) wait_for_turn_at(at, tile, seen);
       reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma wants whole warps
-  }
-
-  // In deterministic mode additions leave as early as they can, because others wait for them.
-  __device__ __forceinline__ bool defers_additions() const { return Config::kDefersAdditions && !is_deterministic(); }
-
-  // Has the share of dQ added that was staged before the last fence_buffer() of all lanes.
-  __device__ __forceinline__ void add_deferred() const {
-    if (!defers_additions()) return;
-    __syncwarp();
-    if (is_first_lane()) reduce_bulk(staged_for, staged_dq(), Config::kDqStaged);
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ float* staged_dq() const {
-    return storage.dq + (4 * group + thread / 32) * Config::kDqStaged;
   }
 
   __device__ __forceinline__ void wait_for_turn_at(const RowStep& at, int64_t tile, int seen) const {
@@ -351,22 +320,6 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
-
-  // Staged additions of a step are complete behind the barrier of the next one, which hides the way to memory: there
-  // one thread passes the turn. Each warp waits for its own before the barrier.
-  __device__ __forceinline__ void complete_additions() const {
-    if (!is_deterministic()) return;
-    if (is_first_lane()) wait_for_additions();
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
-    if (!is_deterministic()) return;
-    if (group == 0 && thread == 0) {
-      pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
-    }
-    __syncwarp();
-  }
 
   // Additions from registers: tells pass_turns() that this warp has added in this step. A warp of its own passes the
   // turn, because that waits until memory has taken them.
@@ -392,11 +345,11 @@ struct BwdMainloop {
   // For the dQ group, which has the fence: there it holds up nobody.
   template <class Values>
   __device__ __forceinline__ void leave_ds(const Values& ds, bool is_first) {
-    storage.ds_empty[ds_place.stage].wait(ds_place.phase ^ 1);
+    storage.ds_empty[left_place.stage].wait(left_place.phase ^ 1);
     if (!Config::kStagesGradients && is_first) wait_for_staged_gradients();
-    write_ds(ds, ds_place.stage);
-    storage.ds_full[ds_place.stage].arrive();
-    ds_place.advance();
+    write_ds(ds, left_place.stage);
+    storage.ds_full[left_place.stage].arrive();
+    left_place.advance();
   }
 
   // A step whose rows see none of this consumer's keys.
@@ -477,7 +430,7 @@ struct BwdMainloop {
 
   // The dQ group has read all dS of this consumer.
   __device__ __forceinline__ void wait_for_ds_readers() const {
-    RingIndex<2> next = ds_place;
+    RingIndex<2> next = left_place;
     for (int i = 0; i < 2; ++i) {
       storage.ds_empty[next.stage].wait(next.phase ^ 1);
       next.advance();
@@ -494,21 +447,19 @@ struct BwdMainloop {
     if constexpr (Config::kHasDqGroup) {
       run_beside_dq_group(count);
     } else {
-      RowStep at = walk.start(), last = at;
+      RowStep at = walk.start();
       for (int i = 0; i < count; ++i) {
         step(at, i);
-        last = at;
         walk.advance(at);
       }
       if constexpr (Config::kFreesKeysEarly) storage.kv_empty[0][0].arrive();
-      if constexpr (Config::kSplitsKeys) complete_additions();
-      if constexpr (Config::kDefersAdditions) {
-        fence_buffer();
-        add_deferred();
+      // The additions have left the buffer of dQ.
+      if constexpr (Config::kHasDqAdders) {
+        wait_for_dq_buffer<Config>(storage, left_place);
+      } else if constexpr (Config::kDqStaged > 0) {
+        wait_for_own_stores();
       }
-      if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
       wait_for_consumers();
-      if constexpr (Config::kSplitsKeys) pass_turn_of(last);
     }
   }
 };

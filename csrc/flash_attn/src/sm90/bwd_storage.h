@@ -43,10 +43,11 @@ struct BwdStorage {
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  // ds_full: the consumers, ds_empty: the dQ group. work_full: the loading warp, work_empty: all threads that read it.
+  // ds_full: the consumers, ds_empty: the dQ group. dq_full: those who computed dQ, dq_empty: the warp that adds.
+  // work_full: the loading warp, work_empty: all threads that read it.
   Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
   Barrier kv_empty[Config::kKvStages][Config::kKeyParts];
-  Barrier ds_full[2], ds_empty[2];
+  Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
@@ -65,6 +66,9 @@ struct BwdStorage {
     if constexpr (Config::kStagesGradients) return gradients;
     return Config::kFreesKeysEarly ? ds[0] : v[0];
   }
+
+  // Where the tile of dQ at this place of the ring waits to be added.
+  __device__ __forceinline__ float* dq_tile(int place) { return dq + place % Config::kDqBuffers * Config::kDqTile; }
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kDqGroup = Config::kHasDqGroup ? 128 : 0;
@@ -85,9 +89,11 @@ struct BwdStorage {
     }
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + kDqGroup + 32 * (Config::kSplitsKeys ? 1 : 2));
+      work_empty[i].init(Config::kConsumers + kDqGroup + 32 * (Config::kSplitsKeys ? 3 : 2));
       ds_full[i].init(Config::kConsumers);
       ds_empty[i].init(128);
+      dq_full[i].init(32 * Config::kDqWarps);
+      dq_empty[i].init(1);
     }
     Barrier::fence_init();
   }
