@@ -38,7 +38,6 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.capability = compute_capability(params.device);
   query.head_dim = params.max_head_dim();
   query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-  query.keys = mean_keys(params);
   query.multiprocessors = params.multiprocessors;
 
   const Visibility sequence = mean_sequence(params);

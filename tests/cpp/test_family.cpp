@@ -13,62 +13,69 @@ using flash::plan::FamilyQuery;
 void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
-      for (bool is_small : {false, true}) {
-        FamilyQuery query{capability, head_dim, 132, 512, 132, false, 1, 1, 512};
-        if (!is_small) query.row_tiles = 133;
+      for (int64_t row_tiles : {66, 132, 133}) {
+        const FamilyQuery query{capability, head_dim, row_tiles, 132, false, 1, 1, 512};
         const bool serves = capability == 90;
-        const bool wgmma = serves && !(is_small && head_dim <= 128);
+        const int widest = row_tiles == 66 ? 128 : row_tiles == 132 ? 64 : 0;
+        const bool wgmma = serves && head_dim > widest;
         const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
-        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, is_small);
+        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, row_tiles);
         check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim);
         check::that((choose_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
-                    is_small);
+                    row_tiles);
         for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
           check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim);
         }
       }
     }
   }
-  FamilyQuery many_keys{90, 64, 1, 513, 132, false, 1, 1, 513};
-  check::that(choose_family(many_keys, nullptr) == Family::kWgmma, "many keys");
 }
 
-FamilyQuery shape(int capability, int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
-  FamilyQuery query{capability, head_dim, 0, keys, 132, true, 0, 0, keys};
+FamilyQuery shape(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
+  FamilyQuery query{90, head_dim, 0, 132, true, 0, 0, keys};
   query.row_tiles = batch * heads * ((queries + 127) / 128);
   query.split_rows = queries * (heads / heads_k);
   query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
   return query;
 }
 
-// What was measured to be faster on an H200 (docs/tuning.md).
-void check_split() {
+// What was measured to be the fastest on an H200 (docs/tuning.md).
+void check_measured() {
   const FamilyQuery split[] = {
-      shape(90, 1, 1, 512, 16, 16, 128),   shape(90, 1, 1, 4096, 16, 16, 128),  shape(90, 4, 1, 2048, 16, 16, 128),
-      shape(90, 32, 1, 4096, 32, 8, 128),  shape(90, 1, 1, 4096, 8, 8, 64),     shape(90, 1, 1, 4096, 8, 8, 256),
-      shape(90, 1, 16, 2048, 8, 8, 64),    shape(90, 1, 64, 4096, 16, 16, 128), shape(90, 1, 128, 8192, 16, 16, 128),
-      shape(90, 1, 256, 16384, 8, 8, 128), shape(90, 1, 128, 8192, 16, 16, 64), shape(90, 1, 128, 8192, 8, 8, 256),
-      shape(90, 16, 8, 4096, 32, 8, 128),  shape(90, 16, 16, 4096, 32, 8, 128)};
-  const FamilyQuery whole[] = {shape(90, 1, 1, 256, 16, 16, 128),     shape(90, 8, 1, 4096, 16, 16, 128),
-                               shape(90, 1, 64, 512, 2, 2, 256),      shape(90, 1, 512, 512, 4, 4, 128),
-                               shape(90, 1, 1024, 1024, 4, 4, 128),   shape(90, 1, 2048, 2048, 2, 2, 128),
-                               shape(90, 1, 4096, 4096, 1, 1, 128),   shape(90, 1, 1024, 1024, 4, 4, 64),
-                               shape(90, 1, 128, 8192, 32, 32, 128),  shape(90, 1, 512, 8192, 8, 8, 128),
-                               shape(90, 1, 512, 8192, 32, 8, 128),   shape(90, 8, 128, 4096, 32, 8, 128),
-                               shape(90, 1, 2048, 32768, 32, 8, 128), shape(90, 1, 16384, 16384, 16, 16, 128)};
-  for (FamilyQuery query : split) {
-    check::that(choose_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.keys,
+      shape(1, 1, 512, 16, 16, 128),   shape(1, 1, 4096, 16, 16, 128),  shape(4, 1, 2048, 16, 16, 128),
+      shape(32, 1, 4096, 32, 8, 128),  shape(1, 1, 4096, 8, 8, 64),     shape(1, 1, 4096, 8, 8, 256),
+      shape(1, 16, 2048, 8, 8, 64),    shape(1, 64, 4096, 16, 16, 128), shape(1, 128, 8192, 16, 16, 128),
+      shape(1, 256, 16384, 8, 8, 128), shape(1, 128, 8192, 16, 16, 64), shape(1, 128, 8192, 16, 16, 256),
+      shape(16, 8, 4096, 32, 8, 128),  shape(16, 16, 4096, 32, 8, 128), shape(1, 64, 512, 2, 2, 256),
+      shape(1, 512, 2048, 4, 4, 64),   shape(1, 128, 2048, 16, 16, 64), shape(1, 128, 2048, 16, 16, 128),
+      shape(1, 512, 2048, 2, 2, 256),  shape(1, 64, 2048, 32, 8, 128),  shape(4, 16, 4096, 32, 8, 128)};
+  const FamilyQuery wgmma[] = {
+      shape(8, 1, 4096, 16, 16, 128),     shape(1, 1024, 1024, 4, 4, 128),  shape(1, 2048, 2048, 2, 2, 128),
+      shape(1, 4096, 4096, 1, 1, 128),    shape(1, 128, 8192, 32, 32, 128), shape(1, 512, 8192, 8, 8, 128),
+      shape(1, 512, 8192, 32, 8, 128),    shape(8, 128, 4096, 32, 8, 128),  shape(1, 2048, 32768, 32, 8, 128),
+      shape(8, 64, 1024, 16, 16, 128),    shape(1, 512, 2048, 16, 16, 256), shape(1, 512, 512, 16, 16, 256),
+      shape(1, 16384, 16384, 16, 16, 64), shape(32, 512, 512, 16, 16, 64)};
+  const FamilyQuery mma_sync[] = {shape(1, 512, 512, 16, 16, 64),  shape(1, 512, 512, 4, 4, 128),
+                                  shape(1, 512, 512, 16, 16, 128), shape(1, 1024, 1024, 4, 4, 64),
+                                  shape(1, 512, 2048, 16, 16, 64), shape(1, 128, 512, 16, 16, 64),
+                                  shape(1, 256, 256, 16, 16, 256)};
+  for (const FamilyQuery& query : wgmma) {
+    check::that(choose_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
                 query.head_dim);
-    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.keys);
-    check::that(choose_family(query, "wgmma") == Family::kWgmma, "wgmma", query.keys);
-    query.may_split = false;
-    check::that(choose_family(query, nullptr) != Family::kSplitKv, "not served", query.keys);
-    check::that(choose_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.keys);
+    check::that(choose_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.seen_keys);
   }
-  for (const FamilyQuery& query : whole) {
-    check::that(choose_family(query, nullptr) != Family::kSplitKv, "whole", query.split_rows, query.keys,
+  for (const FamilyQuery& query : mma_sync) {
+    check::that(choose_family(query, nullptr) == Family::kMmaSync, "mma_sync", query.row_tiles, query.seen_keys,
                 query.head_dim);
-    check::that(choose_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.keys);
+  }
+  for (FamilyQuery query : split) {
+    check::that(choose_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.seen_keys,
+                query.head_dim);
+    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
+    check::that(choose_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
+    query.may_split = false;
+    check::that(choose_family(query, nullptr) != Family::kSplitKv, "not served", query.seen_keys);
+    check::that(choose_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.seen_keys);
   }
 }
 
@@ -148,7 +155,7 @@ void check_value_dims() {
 
 int main() {
   check_choice();
-  check_split();
+  check_measured();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   check_shared_dq_tile();

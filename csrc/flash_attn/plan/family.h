@@ -22,7 +22,6 @@ struct FamilyQuery {
   int capability;  // 10 * major + minor
   int head_dim;
   int64_t row_tiles;  // of 128 rows, of all heads
-  int64_t keys;       // of one sequence
   int multiprocessors;
   bool may_split;       // without dropout, sinks and max_logit
   int64_t split_rows;   // packed rows of a K/V head
@@ -37,34 +36,39 @@ constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDi
 
 constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
-// One wave of short tiles: there the smaller tiles and the plain launch of mma.sync are faster (docs/tuning.md).
-constexpr int kSmallKeys = 512;
-constexpr int kSmallHeadDim = 128;
-
-constexpr bool is_small(const FamilyQuery& query) {
-  return query.head_dim <= kSmallHeadDim && query.keys <= kSmallKeys && query.row_tiles <= query.multiprocessors;
+// What a call takes by each family, in picoseconds, of an H200; the ratios are what counts (docs/tuning.md). A wave of
+// row tiles takes a time for each key that they see.
+constexpr int64_t tile_waves(const FamilyQuery& query) {
+  return (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
 }
 
-// Few rows against many keys: tiles of rows leave multiprocessors idle, while shares of keys fill them. Estimates in
-// picoseconds, of an H200; their ratios are what counts (docs/tuning.md). A wave of row tiles takes a time for each
-// key; shares of keys take the time of all tiles over all multiprocessors, and the merge. Tiles of more than 16 packed
-// rows are slow, and so is their merge.
-constexpr int64_t kMergeCost = 4000000, kLargeMergeCost = 15000000;
-
-constexpr int64_t row_tiles_cost(const FamilyQuery& query) {
-  const int64_t waves = (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
-  const bool wgmma = wgmma_serves(query) && !is_small(query);
-  return waves * query.seen_keys * (wgmma ? 6000 + 50 * wgmma_head_dim(query.head_dim) : 2000 + 100 * query.head_dim);
+// Thread blocks of 64 rows while all tiles are of one wave: two on a multiprocessor hold each other up.
+constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
+  const int64_t alone = tile_waves(query) * query.seen_keys * (1800 + 112 * query.head_dim);
+  return 3000000 + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
+constexpr int64_t wgmma_cost(const FamilyQuery& query) {
+  const int64_t wide = 2800 + 60 * query.head_dim;
+  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 14000 : wide < 10500 ? 10500 : wide;
+  return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+}
+
+// Shares of keys take the time of all tiles over all multiprocessors, and the merge, which is slow for tiles of more
+// than 16 packed rows.
 constexpr int64_t split_cost(const FamilyQuery& query) {
-  const bool is_large = query.split_rows > kv_tile(query.head_dim, 0).rows();
+  const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.split_rows)).rows();
   const int64_t work = query.seen_keys * query.split_tiles * query.head_dim / query.multiprocessors;
-  return is_large ? 240 * work + kLargeMergeCost : 120 * work + kMergeCost;
+  return rows <= 16 ? 5500000 + 120 * work : 12500000 + (rows <= 32 ? 130 : 238) * work;
 }
 
-constexpr bool prefers_split(const FamilyQuery& query) {
-  return query.may_split && split_cost(query) < row_tiles_cost(query);
+// The fastest by these estimates. More than one wave of row tiles is wgmma's.
+constexpr Family fastest_family(const FamilyQuery& query) {
+  const bool in_one_wave = query.row_tiles <= query.multiprocessors;
+  const bool wgmma = wgmma_serves(query) && (!in_one_wave || wgmma_cost(query) < mma_sync_cost(query));
+  const int64_t whole = wgmma ? wgmma_cost(query) : mma_sync_cost(query);
+  if (query.may_split && split_cost(query) < whole) return Family::kSplitKv;
+  return wgmma ? Family::kWgmma : Family::kMmaSync;
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma" and "split_kv" take that family wherever it
@@ -74,8 +78,7 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
   if (is_forced("mma_sync")) return Family::kMmaSync;
   if (is_forced("wgmma") && wgmma_serves(query)) return Family::kWgmma;
   if (is_forced("split_kv") && query.may_split) return Family::kSplitKv;
-  if (prefers_split(query)) return Family::kSplitKv;
-  return wgmma_serves(query) && !is_small(query) ? Family::kWgmma : Family::kMmaSync;
+  return fastest_family(query);
 }
 
 // Of the backward, the deterministic one too, for head dims above 32.
