@@ -90,13 +90,13 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 // (measured with 128 keys). `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
-constexpr int kStepsPerRunningKeyBlock = 4;
 
 constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t row_blocks, int block_n) {
-  const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
-  const int fewest = block_n > 64 ? 2 : is_causal ? 4 : 8;
-  if (!is_deterministic) return block_n <= 64 ? kRunningKeyBlocks : kUnorderedKeyBlocks;
-  return wanted > kRunningKeyBlocks ? kRunningKeyBlocks : wanted < fewest ? fewest : static_cast<int>(wanted);
+  const bool is_wide = block_n <= 64;
+  if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
+  const int fewest = !is_wide ? 2 : is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
+  const int64_t wanted = row_blocks / (is_wide ? 4 : 8);
+  return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
 
 // How many heads advance together (HeadOrder), so that about `running` blocks of keys of each run at a time.
