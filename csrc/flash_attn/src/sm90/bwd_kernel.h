@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/convert_dq.h"
+#include "sm90/bwd_dq_adder.h"
 #include "sm90/bwd_dq_group.h"
 #include "sm90/bwd_mainloop.h"
 #include "sm90/bwd_producer.h"
@@ -58,7 +59,7 @@ struct BwdConsumer {
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
-    if constexpr (Config::kHasDqGroup) {
+    if constexpr (Config::kHasToken) {
       if (group == 1) BwdMainloop<Config>::pass_token(group);
     }
   }
