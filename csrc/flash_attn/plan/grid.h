@@ -86,8 +86,8 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 // to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
 // head with few row blocks under a causal mask is better off with few of them. With too few, the rows of all heads that
 // advance together leave the L2 cache, earlier with 64 keys, whose heads are wide; half of the rows where a causal mask
-// hides the others. Nothing waits in the other mode: there the more of them read the same rows at a time, the less power
-// the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
+// hides the others. Nothing waits in the other mode: there the more of them read the same rows at a time, the less
+// power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
 

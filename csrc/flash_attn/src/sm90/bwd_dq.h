@@ -1,5 +1,5 @@
-// All columns of a step's dQ by one warpgroup, from the dS that the consumers leave in shared memory, and its way to the
-// warps that add it.
+// All columns of a step's dQ by one warpgroup, from the dS that the consumers leave in shared memory, and its way to
+// the warps that add it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

@@ -154,7 +154,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void start_dq(int slice, AccDq& acc_dq) const {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[group]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});         // (D, N)
+    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});        // (D, N)
     const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
                                  make_coord(Config::dq_column_share(group, slice), _0{}));
     start(typename Config::MmaDq{}, ds, cols, acc_dq);
