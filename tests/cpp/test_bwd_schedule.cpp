@@ -80,11 +80,14 @@ void check_shared_dq() {
 void check_running() {
   using flash::plan::running_key_blocks;
   check::that(running_key_blocks(false, false, 8, 128) == 32, "not deterministic");
-  check::that(running_key_blocks(true, false, 8, 128) == 2, "few row blocks");
+  check::that(running_key_blocks(true, false, 8, 128) == 8, "few row blocks");
+  check::that(running_key_blocks(true, true, 32, 128) == 4, "half of the rows");
+  check::that(running_key_blocks(true, true, 48, 128) == 6, "more row blocks");
+  check::that(running_key_blocks(true, true, 1 << 20, 128) == 8, "long sequences");
   check::that(running_key_blocks(true, false, 8, 64) == 8, "wide heads");
   check::that(running_key_blocks(true, true, 8, 64) == 4, "wide heads, half of the rows");
   check::that(running_key_blocks(true, true, 32, 64) == 8, "many row blocks");
-  check::that(running_key_blocks(true, false, 1 << 20, 128) == 16, "long sequences");
+  check::that(running_key_blocks(true, false, 1 << 20, 64) == 16, "wide heads, long sequences");
 }
 
 void check_walk() {

@@ -84,19 +84,19 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 
 // How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
 // to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
-// head with few row blocks is better off with few of them. With too few of 64 keys, whose heads are wide, the rows of
-// all heads that advance together leave the L2 cache; half of them where a causal mask hides half of the rows. Nothing
-// waits in the other mode: there the more of them read the same rows at a time, the less power the L2 cache takes
-// (measured with 128 keys). `block_n`: keys of a thread block.
+// head with few row blocks under a causal mask is better off with few of them. With too few, the rows of all heads that
+// advance together leave the L2 cache, earlier with 64 keys, whose heads are wide; half of the rows where a causal mask
+// hides the others. Nothing waits in the other mode: there the more of them read the same rows at a time, the less
+// power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
-constexpr int kStepsPerRunningKeyBlock = 4;
 
 constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t row_blocks, int block_n) {
-  const int64_t wanted = row_blocks / kStepsPerRunningKeyBlock;
-  const int fewest = block_n > 64 ? 2 : is_causal ? 4 : 8;
-  if (!is_deterministic) return block_n <= 64 ? kRunningKeyBlocks : kUnorderedKeyBlocks;
-  return wanted > kRunningKeyBlocks ? kRunningKeyBlocks : wanted < fewest ? fewest : static_cast<int>(wanted);
+  const bool is_wide = block_n <= 64;
+  if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
+  const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
+  const int64_t wanted = row_blocks / (is_wide ? 4 : 8);
+  return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
 
 // How many heads advance together (HeadOrder), so that about `running` blocks of keys of each run at a time.

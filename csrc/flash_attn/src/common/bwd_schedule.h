@@ -35,8 +35,9 @@ struct HeadOrder {
     const int band = band_size.divide(index);
     const int first_head = band * width.divisor, offset = index - band * band_size.divisor;
     const int heads_left = heads - first_head;
-    const int block = heads_left < width.divisor ? offset / heads_left : width.divide(offset);
-    return {first_head + offset - block * (heads_left < width.divisor ? heads_left : width.divisor), block};
+    const bool is_whole = heads_left >= width.divisor;  // only the last band may have fewer heads
+    const int block = is_whole ? width.divide(offset) : offset / heads_left;
+    return {first_head + offset - block * (is_whole ? width.divisor : heads_left), block};
   }
 };
 

@@ -1,6 +1,7 @@
 // The mma.sync backward kernels: the main one over blocks of keys, and the conversion of dQ.
 #pragma once
 
+#include "common/convert_dq.h"
 #include "common/row_store.h"
 #include "sm80/bwd_mainloop.h"
 
@@ -51,29 +52,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
 }
 
-// dQ tile of one row block: fp32 in accumulator order to rows of Elements.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
-    flash_bwd_convert_dq_kernel(const __grid_constant__ BwdLaunch launch) {
+    flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
   using namespace cute;
   using Element = typename Config::Element;
   extern __shared__ __align__(128) char smem[];
-  const Flash_bwd_params& params = launch.params;
-  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
-  if (block.empty()) return;
-  const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
-                        block.row_begin / Config::kBlockM;
-  typename BwdMainloop<Config>::AccDq acc_dq;
-  load_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
-#pragma unroll
-  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
   auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutDq{});
-  stage_accumulator<Element>(typename Config::MmaDq{}, acc_dq, staged);
-  __syncthreads();
-  Element* const rows =
-      static_cast<Element*>(params.dq_ptr) +
-      matrix_offset(params.dq_strides, params.is_varlen(), block.batch, block.q_begin + block.row_begin, block.head);
-  store_rows<typename Config::RowCopyT>(staged, rows, params.dq_strides.row, block.row_end - block.row_begin, params.d);
+  convert_dq<Config>(params, staged, [&](const float* tile) {
+    typename BwdMainloop<Config>::AccDq acc_dq;
+    load_dq<Config::kThreads>(acc_dq, tile, threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    stage_accumulator<Element>(typename Config::MmaDq{}, acc_dq, staged);
+  });
 }
 
 }  // namespace flash

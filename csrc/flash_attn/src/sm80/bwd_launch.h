@@ -30,12 +30,11 @@ cudaError_t run_flash_bwd(BwdLaunch arguments, cudaStream_t stream) {
 }
 
 template <class Config>
-cudaError_t run_flash_bwd_convert_dq(const BwdLaunch& arguments, cudaStream_t stream) {
+cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const Flash_bwd_params& params = arguments.params;
   const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
   return launch(flash_bwd_convert_dq_kernel<Config>, blocks, Config::kThreads,
-                Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), arguments, params.device, stream,
+                Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), params, params.device, stream,
                 configured_devices);
 }
 
@@ -50,7 +49,7 @@ cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, cudaStream_t stream
     constexpr BwdVariant kVariant = kHasDropout ? BwdVariant::kDropout : BwdVariant::kPlain;
     return run_flash_bwd<BwdConfig<kDtype, kHeadDim, kVariant>>(arguments, stream);
   });
-  return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(arguments, stream) : status;
+  return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(params, stream) : status;
 }
 
 }  // namespace flash

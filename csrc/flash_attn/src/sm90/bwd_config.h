@@ -41,6 +41,12 @@ struct BwdConfig {
   static_assert(kBlockN == 64 || kBlockN == 128, "a consumer has the 64 keys of a wgmma");
   static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte chunks");
 
+  // Without one, consumers with keys of their own take turns with dQ, a step each, and one step late: nobody waits for
+  // the other one's dS, and they fall out of step by themselves. The others have a token.
+  static constexpr bool kAlternatesDq = kSplitsKeys && !kHasDqGroup;
+  static constexpr bool kHasToken = !kAlternatesDq;
+  static constexpr bool kHasWholeDq = kHasDqGroup || kAlternatesDq;  // a warpgroup has all columns of a step's dQ
+
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = kConsumers + (kHasDqGroup ? 256 : 128);
@@ -60,10 +66,10 @@ struct BwdConfig {
   static constexpr int kDvCols = kSplitsKeys ? kHeadDimV : kHeadDimV / 2;
   template <int kCols>
   using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kCols>, kK, kMn>())>;
-  // dQ = dS K, from shared memory: by the dQ group, or each consumer has half of the columns, a slice at a time.
+  // dQ = dS K, from shared memory: by one warpgroup, or each consumer has half of the columns, a slice at a time.
   static constexpr int kDqSlices = !kSplitsKeys && kHeadDim % 256 == 0 ? 2 : 1;
-  static constexpr int kDqCols = (kHasDqGroup ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
-  static constexpr int kDqWarps = kHasDqGroup ? 4 : kConsumerWarps;
+  static constexpr int kDqCols = (kHasWholeDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
+  static constexpr int kDqWarps = kHasWholeDq ? 4 : kConsumerWarps;
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a row of chunks of columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled. A consumer's

@@ -5,32 +5,12 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/bwd_schedule.h"
-#include "common/dq_tile.h"
 #include "common/dq_turns.h"
 #include "sm90/bulk_reduce.h"
 #include "sm90/bwd_storage.h"
 
 namespace flash {
 namespace sm90 {
-
-// What the tile at this place overwrites has been read.
-template <class Config>
-__device__ __forceinline__ void wait_for_dq_buffer(const BwdStorage<Config>& storage, const RingIndex<2>& place) {
-  if constexpr (Config::kDqBuffers == 2) {
-    storage.dq_empty[place.stage].wait(place.phase ^ 1);
-  } else {  // by the other warp
-    storage.dq_empty[place.stage ^ 1].wait(place.phase ^ (place.stage ^ 1));
-  }
-}
-
-// For the warp that has the tile added, by all threads that computed it.
-template <class Config, class Accumulator>
-__device__ __forceinline__ void leave_dq(BwdStorage<Config>& storage, const RingIndex<2>& place,
-                                         const Accumulator& acc_dq, int thread) {
-  wait_for_dq_buffer<Config>(storage, place);
-  stage_dq(acc_dq, storage.dq_tile(place.stage) + Config::dq_place(thread / 32, 0), thread % 32);
-  storage.dq_full[place.stage].arrive();
-}
 
 // One of the two warps: every second tile, also where they share a buffer.
 template <class Config>

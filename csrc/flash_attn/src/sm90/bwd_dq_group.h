@@ -1,7 +1,6 @@
 // dQ of a thread block by a warpgroup of its own, from the dS that the consumers leave in shared memory: dQ = dS K.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
@@ -9,9 +8,8 @@
 #include "common/bwd_schedule.h"
 #include "common/convert.h"
 #include "common/dq_tile.h"
-#include "sm90/bwd_dq_adder.h"
+#include "sm90/bwd_dq.h"
 #include "sm90/bwd_storage.h"
-#include "sm90/gemm.h"
 #include "sm90/tile_place.h"
 
 namespace flash {
@@ -52,17 +50,8 @@ struct BwdDqGroup {
   }
 
   __device__ __forceinline__ void step(const KeyBlock& block, const RowStep& at) {
-    using namespace cute;
-    typename Config::MmaDq mma;
-    const auto slice = mma.get_slice(thread);
-    const auto ds = make_tensor(make_smem_ptr(storage.ds[place.stage]), typename Config::SmemLayoutDs{});   // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[kv_place.stage]), typename Config::SmemLayoutKt{});  // (D, N)
     AccDq acc_dq;
-    storage.ds_full[place.stage].wait(place.phase);
-    fence_buffer();  // between the consumers' stores and what reads them here
-    start_gemm(mma, slice.partition_fragment_A(ds), slice.partition_fragment_B(k), acc_dq, true);
-    wait_for<0>(acc_dq);
-    storage.ds_empty[place.stage].arrive();
+    compute_dq<Config>(storage, place, kv_place.stage, thread, acc_dq);
     if constexpr (Config::kKeepsDq) {
       keep(block, at, acc_dq);
     } else {

@@ -4,7 +4,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/row_store.h"
+#include "common/convert_dq.h"
+#include "sm90/bwd_dq_adder.h"
 #include "sm90/bwd_dq_group.h"
 #include "sm90/bwd_mainloop.h"
 #include "sm90/bwd_producer.h"
@@ -58,7 +59,7 @@ struct BwdConsumer {
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
-    if constexpr (Config::kHasDqGroup) {
+    if constexpr (Config::kHasToken) {
       if (group == 1) BwdMainloop<Config>::pass_token(group);
     }
   }
@@ -180,38 +181,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-// dQ tile of one row block: fp32 in the order of the accumulators to rows of Elements.
 template <class Config>
 __global__ void __launch_bounds__(32 * Config::kDqWarps)
     flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
   using namespace cute;
   using Element = typename Config::Element;
-  extern __shared__ __align__(1024) char smem[];
-  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
-  if (block.empty()) return;
-  const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
-                        block.row_begin / Config::kBlockM;
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
+  extern __shared__ __align__(1024) char smem[];
   const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
-  const float* const tile = params.dq_accum_ptr + index * Config::kDqTile;
-  const int group = threadIdx.x / 128;
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
+  convert_dq<Config>(params, staged, [&](const float* tile) {
 #pragma unroll
-  for (int slice = 0; slice < Config::kDqSlices; ++slice) {
-    typename BwdMainloop<Config>::AccDq acc_dq;
-    load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
+    for (int slice = 0; slice < Config::kDqSlices; ++slice) {
+      typename BwdMainloop<Config>::AccDq acc_dq;
+      load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
 #pragma unroll
-    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
-    auto share =
-        local_tile(staged, Shape<_64, Int<Config::kDqCols>>{}, make_coord(_0{}, Config::dq_column_share(group, slice)));
-    const auto values = convert<Element>(acc_dq);
-    copy(Store{}, store.retile_S(values), store.partition_D(share));
-  }
-  __syncthreads();
-  Element* const rows =
-      static_cast<Element*>(params.dq_ptr) +
-      matrix_offset(params.dq_strides, params.is_varlen(), block.batch, block.q_begin + block.row_begin, block.head);
-  store_rows<typename Config::RowCopyT>(staged, rows, params.dq_strides.row, block.row_end - block.row_begin, params.d);
+      for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+      auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
+                              make_coord(_0{}, Config::dq_column_share(threadIdx.x / 128, slice)));
+      const auto values = convert<Element>(acc_dq);
+      copy(Store{}, store.retile_S(values), store.partition_D(share));
+    }
+  });
 }
 
 }  // namespace sm90

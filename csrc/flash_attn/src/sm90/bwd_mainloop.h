@@ -1,6 +1,6 @@
 // The computing side of the wgmma backward: one warpgroup with 64 keys of the block, which meet every row block that
 // sees them, for all query heads of their K/V head, and all columns of dK and dV or half of them. These stay in
-// registers over the whole loop; dQ is reduced into fp32 tiles in global memory, or left to the dQ group. Gradients by
+// registers over the whole loop; dQ is reduced into fp32 tiles in global memory, or left to others. Gradients by
 // recomputation from the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
@@ -14,7 +14,7 @@
 #include "common/dq_tile.h"
 #include "common/dq_turns.h"
 #include "sm90/bulk_reduce.h"
-#include "sm90/bwd_dq_adder.h"
+#include "sm90/bwd_dq.h"
 #include "sm90/bwd_storage.h"
 #include "sm90/gemm.h"
 #include "sm90/tile_place.h"
@@ -84,7 +84,8 @@ struct BwdMainloop {
   const Coords coords;  // rows are queries of the row block, columns keys of this warpgroup
   RingIndex<Config::kStages> place;
   RingIndex<Config::kKvStages> kv_place;
-  RingIndex<2> left_place;  // of dS for the dQ group, or dQ for the warps that add
+  RingIndex<2> left_place;  // of dS
+  RingIndex<2> dq_place;    // of the first dS whose dQ is to be computed
 
   AccDkv<Config::kDkCols> acc_dk;
   AccDkv<Config::kDvCols> acc_dv;
@@ -103,7 +104,8 @@ struct BwdMainloop {
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         place(place_),
         kv_place(kv_place_),
-        left_place(left_place_) {
+        left_place(left_place_),
+        dq_place(left_place_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -149,10 +151,10 @@ struct BwdMainloop {
   }
 
   // A slice of this warpgroup's share of dQ = dS K.
-  __device__ __forceinline__ void start_dq(int buffer, int slice, AccDq& acc_dq) const {
+  __device__ __forceinline__ void start_dq(int slice, AccDq& acc_dq) const {
     using namespace cute;
-    const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});         // (D, N)
+    const auto ds = make_tensor(make_smem_ptr(storage.ds[group]), typename Config::SmemLayoutDs{});  // (M, N)
+    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});        // (D, N)
     const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
                                  make_coord(Config::dq_column_share(group, slice), _0{}));
     start(typename Config::MmaDq{}, ds, cols, acc_dq);
@@ -184,23 +186,14 @@ struct BwdMainloop {
   // 0 is __syncthreads(); one of each consumer follows, then its token.
   static constexpr uint32_t kConsumerBarrier = 1, kTokenBarrier = kConsumerBarrier + 3;
 
-  // Puts dS where all that need it find it, and waits until it is whole. Returns the buffer. Consumers with the same
-  // keys do not wait for each other.
+  // For consumers with the same keys, each of which has a dS of its own: puts it into shared memory and waits until it
+  // is whole.
   template <class Values>
-  __device__ __forceinline__ int exchange_ds(const Values& values, int i) const {
-    if constexpr (Config::kFreesKeysEarly) {
-      if (i == 0) wait_for_staged_gradients();
-    }
-    if constexpr (!Config::kSplitsKeys) wait_for_warpgroup();  // the last dS has been read
-    const int buffer = Config::kSplitsKeys ? i % 2 : group;
-    write_ds(values, buffer);
+  __device__ __forceinline__ void exchange_ds(const Values& values) const {
+    wait_for_warpgroup();  // the last dS has been read
+    write_ds(values, group);
     fence_buffer();
-    if constexpr (Config::kSplitsKeys) {
-      wait_for_consumers();
-    } else {
-      wait_for_warpgroup();
-    }
-    return buffer;
+    wait_for_warpgroup();
   }
 
   __device__ __forceinline__ void release(Barrier* empty) const { empty[place.stage].arrive(); }
@@ -217,8 +210,14 @@ struct BwdMainloop {
     storage.do_full[stage].wait(place.phase);
     start_scores<Config::kHeadDimV>(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
+    if constexpr (Config::kHasToken) wait_for_token();
     differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
-    finish_step(at, acc_dp, i);
+    if constexpr (Config::kHasToken) pass_token(group);
+    if constexpr (Config::kAlternatesDq) {
+      finish_alternating_step(acc_dp, i);
+    } else {
+      finish_step(at, acc_dp);
+    }
   }
 
   // S, which is complete, becomes P, and dP, which is under way, dS. kStartsDv: dV is under way then.
@@ -246,21 +245,43 @@ struct BwdMainloop {
     }
   }
 
-  // dK and dQ; dV is under way. A slice of dQ is added while other products run.
-  __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds, int i) {
+  // dK, and dQ of the step before if that is this consumer's; dV is under way.
+  __device__ __forceinline__ void finish_alternating_step(const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
-    const int buffer = exchange_ds(ds, i);
+    leave_ds(ds, i == 0);
+    start_dkv<Config::kDkCols>(ds, storage.q[place.stage], acc_dk);
+    wait_for<0>(acc_dk);
+    release_step(place.stage);
+    place.advance();
+    if (i > 0) take_dq();
+  }
+
+  // dQ of the next step, if it is this consumer's.
+  __device__ __forceinline__ void take_dq() {
+    if (dq_place.stage == group) {
+      AccDq acc_dq;
+      compute_dq<Config>(storage, dq_place, 0, thread, acc_dq);
+      leave_dq<Config>(storage, dq_place, acc_dq, thread);
+      __syncwarp();  // wgmma wants whole warps
+    }
+    dq_place.advance();
+  }
+
+  // dK and dQ; dV is under way. A slice of dQ is added while other products run.
+  __device__ __forceinline__ void finish_step(const RowStep& at, const AccSdP& acc_ds) {
+    const auto ds = convert<Element>(acc_ds);
+    exchange_ds(ds);
     AccDq acc_dq;
-    start_dq(buffer, 0, acc_dq);
+    start_dq(0, acc_dq);
     start_dkv<Config::kDkCols>(ds, storage.q[place.stage], acc_dk);
     const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
-    const int seen = !Config::kHasDqAdders && is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
+    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + tile) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
     add_dq(at, tile, 0, seen, acc_dq);
     if constexpr (Config::kDqSlices == 2) {
-      start_dq(buffer, 1, acc_dq);
+      start_dq(1, acc_dq);
       wait_for<1>(acc_dk);
       release(storage.q_empty);
       wait_for<0>(acc_dq);
@@ -269,7 +290,7 @@ struct BwdMainloop {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
     }
-    if constexpr (!Config::kSplitsKeys) announce_additions();
+    announce_additions();
     place.advance();
   }
 
@@ -293,11 +314,6 @@ struct BwdMainloop {
 
   // A slice of each warp's share. `seen`: the turn counter before the product.
   __device__ __forceinline__ void add_dq(const RowStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) {
-    if constexpr (Config::kHasDqAdders) {
-      leave_dq<Config>(storage, left_place, acc_dq, 128 * group + thread);
-      left_place.advance();
-      return;
-    }
     const int warp = 4 * group + thread / 32;
     float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_place(warp, slice);
     if (Config::kDqStaged > 0 && !is_deterministic()) {
@@ -342,7 +358,7 @@ struct BwdMainloop {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers, kTokenBarrier + group);
   }
 
-  // For the dQ group, which has the fence: there it holds up nobody.
+  // For whoever computes dQ, who has the fence: there it holds up nobody.
   template <class Values>
   __device__ __forceinline__ void leave_ds(const Values& ds, bool is_first) {
     storage.ds_empty[left_place.stage].wait(left_place.phase ^ 1);
@@ -428,7 +444,7 @@ struct BwdMainloop {
     if constexpr (!Config::kStagesGradients) wait_for_ds_readers();
   }
 
-  // The dQ group has read all dS of this consumer.
+  // Whoever computes dQ has read all dS of this consumer.
   __device__ __forceinline__ void wait_for_ds_readers() const {
     RingIndex<2> next = left_place;
     for (int i = 0; i < 2; ++i) {
@@ -452,14 +468,15 @@ struct BwdMainloop {
         step(at, i);
         walk.advance(at);
       }
-      if constexpr (Config::kFreesKeysEarly) storage.kv_empty[0][0].arrive();
-      // The additions have left the buffer of dQ.
-      if constexpr (Config::kHasDqAdders) {
+      if constexpr (Config::kAlternatesDq) {
+        take_dq();
+        storage.kv_empty[0][0].arrive();
+        wait_for_ds_readers();
         wait_for_dq_buffer<Config>(storage, left_place);
-      } else if constexpr (Config::kDqStaged > 0) {
-        wait_for_own_stores();
+      } else {
+        if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // the additions have left the buffer of dQ
+        wait_for_consumers();
       }
-      wait_for_consumers();
     }
   }
 };

@@ -27,8 +27,7 @@ struct BwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
-  // dS^T of both consumers. Two of them: a consumer that writes one has passed the barrier behind which the other one
-  // had finished reading it; the dQ group makes a ring of them. Consumers with the same keys have one each.
+  // A ring of dS^T of both consumers, for whoever computes dQ. Consumers with the same keys have one each.
   alignas(1024) Element ds[2][Config::kSmemDs];
   alignas(1024) float dq[Config::kDqInShared > 0 ? Config::kDqInShared : 1];
   alignas(1024) Element gradients[Config::kStagesGradients ? Config::kSmemV + Config::kSmemK : 1];
@@ -43,7 +42,7 @@ struct BwdStorage {
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
   // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
-  // ds_full: the consumers, ds_empty: the dQ group. dq_full: those who computed dQ, dq_empty: the warp that adds.
+  // ds_full: the consumers, ds_empty: who computed dQ. dq_full: those who computed dQ, dq_empty: the warp that adds.
   // work_full: the loading warp, work_empty: all threads that read it.
   Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
   Barrier kv_empty[Config::kKvStages][Config::kKeyParts];
