@@ -75,6 +75,40 @@ def test_replay_with_other_lengths_and_tables(device, page_size, seqlen_q, causa
         check_attention(static, out, lse)
 
 
+@pytest.mark.parametrize("head_dim,page_size", ((64, 0), (128, 256)))
+@pytest.mark.parametrize("planned", (False, True))
+def test_replay_of_halved_tiles(device, head_dim, page_size, planned):
+    """One tile for each multiprocessor: sequences of equal lengths are cut into halves, which on sm_90 pairs of thread
+    blocks merge. Other lengths; then plans of other lengths, whose results mean nothing, but whose calls return."""
+    batch = torch.cuda.get_device_properties(device).multi_processor_count
+    equal = (2048,) * batch
+    case = KvCase(equal, capacity=2048, nheads=4, nheads_k=1, head_dim=head_dim, page_size=page_size)
+    static = make_problem(case, device)
+    plan = plan_for(static) if planned else None
+    out = torch.empty_like(static.q)
+
+    def step():
+        if planned:
+            plan.update(static.lengths)
+        return run(static, out=out, plan=plan)
+
+    graph, (_, lse) = captured(step)
+    steps = (equal, (2000,) * (batch - 1) + (1,), (0, -1) * (batch // 2) + (9,) * (batch % 2), (1536,) * batch, equal)
+    for lengths in steps:
+        fill(static, make_problem(dataclasses.replace(case, lengths=lengths), device))
+        out.fill_(float("nan"))
+        graph.replay()
+        check_attention(static, out, lse)
+    if planned:
+        for lengths in steps[1:4]:
+            other = torch.tensor(lengths, dtype=torch.int32, device=device)
+            run(static, cache_seqlens=other, plan=plan)
+            plan.update(other)
+            run(static, plan=plan)
+            plan.update(static.lengths)
+        check_attention(static, *run(static, plan=plan))
+
+
 def test_one_graph_of_many_layers(device):
     """A plan is updated once and read by all layers; their results are those of separate calls."""
     case = KvCase((1000, 3, 0, 1999), capacity=CAPACITY, nheads=8, page_size=16)

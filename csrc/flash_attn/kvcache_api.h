@@ -99,6 +99,7 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.max_runs = plan.max_runs;
   params.slot_rows = plan.slot_rows;
   params.merges = plan::kv_may_cut(plan, params.capacity, params.block_n);
+  params.in_pairs = params.merges && plan.in_pairs;
   return plan;
 }
 

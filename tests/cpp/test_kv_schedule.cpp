@@ -53,6 +53,24 @@ void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_
   if (cuts.rule == CutRule::kParts) check::that(parts <= cuts.value, "number of parts", parts, cuts.value);
 }
 
+// Free cuts: both stretches of a pair know of a half, and have nothing else.
+void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
+  for (int pair = 0; 2 * pair + 1 < thread_blocks; ++pair) {
+    for (const Tile& tile : tiles) {
+      bool is_half[2];
+      for (int rank : {0, 1}) {
+        const int index = 2 * pair + rank;
+        const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
+        is_half[rank] = !segment.empty() && flash::kv_is_half(segment, tile.count, share, index);
+        const bool same = tile.begin == 2 * pair * share && tile.count == 2 * share;
+        const bool is_cut = segment.from > 0 || segment.to < tile.count;
+        check::that(is_half[rank] == (same && is_cut && !segment.empty()), "a tile of two stretches", pair, share);
+      }
+      check::that(is_half[0] == is_half[1], "both halves", pair, tile.begin, share);
+    }
+  }
+}
+
 void check_line(std::mt19937& random) {
   auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
   const KvCuts all_cuts[] = {{CutRule::kAnywhere, below(6)},
@@ -71,6 +89,7 @@ void check_line(std::mt19937& random) {
   check::that(share * thread_blocks >= total, "the shares cover the line", share, thread_blocks, total);
   std::set<int> slots;
   for (const Tile& tile : tiles) check_tile(cuts, tile, share, thread_blocks, slots);
+  if (cuts.rule == CutRule::kAnywhere) check_halves(cuts, tiles, share, thread_blocks);
   // A merge is found by the first stretch that begins inside of the tile.
   for (const Tile& tile : tiles) {
     int found = 0;
@@ -169,6 +188,30 @@ void check_whole_tiles() {
   }
 }
 
+// Equal lengths: thread blocks are launched in pairs only where stretches are halves of tiles up to some length.
+void check_pairs() {
+  using namespace flash::plan;
+  struct Expected {
+    int batch, heads_k;
+    bool in_pairs;
+    int most_keys;  // of which a tile is cut into halves
+  };
+  for (const Expected& expected :
+       {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},
+        Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
+    const KvPlan plan = kv_plan({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
+    check::that(plan.in_pairs == expected.in_pairs, "in pairs", expected.batch, expected.heads_k);
+    if (!plan.in_pairs) continue;
+    const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
+    for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
+      const int64_t count = ceil_div(keys, block_n), tiles = expected.batch * expected.heads_k;
+      check::that(2 * flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share) == count, "halves", keys);
+    }
+  }
+  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_pairs, "given splits");
+  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_pairs, "batch invariant");
+}
+
 }  // namespace
 
 int main() {
@@ -178,5 +221,6 @@ int main() {
   check_plans();
   check_allocation_does_not_matter();
   check_whole_tiles();
+  check_pairs();
   return check::report();
 }

@@ -54,6 +54,7 @@ struct KvPlan {
   int row_tiles;  // tiles of one K/V head and sequence of a dense batch
   int64_t items;  // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
   int thread_blocks;
+  bool in_pairs;        // better launched in pairs, where the kernel can (common/block_pair.h)
   int64_t least_share;  // key blocks of a thread block
   KvCuts cuts;
   int run_blocks;  // batch-invariant: key blocks that are summed before they are merged; else unbounded
@@ -99,6 +100,13 @@ constexpr int64_t kv_sharing_blocks(int64_t tiles, int64_t resident) {
   return whole * 10 >= resident * 9 ? whole : resident;
 }
 
+// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them (kv_is_half()):
+// shares are rounded up, so that with somewhat more thread blocks than two for each tile they still are halves of tiles
+// of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter ones, pairs do not pay.
+constexpr bool kv_in_pairs(int64_t tiles, int64_t thread_blocks) {
+  return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
+}
+
 constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   KvPlan plan{};
   const int group = problem.heads_k > 0 ? problem.heads / problem.heads_k : 1;
@@ -123,6 +131,7 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   const int64_t sharing = by_shares ? kv_sharing_blocks(tiles, resident) : resident;
   const int64_t useful = ceil_div(most_blocks, plan.least_share);
   plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
+  plan.in_pairs = by_shares && kv_in_pairs(tiles, plan.thread_blocks);
   plan.run_blocks = kUnbounded;
   if (problem.batch_invariant) {
     plan_runs(problem, tile, plan);

@@ -71,6 +71,12 @@ FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(int whole_up_to, int count
   return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
 }
 
+// Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
+// where thread blocks are launched in pairs, these two merge it.
+FLASH_HOST_DEVICE constexpr bool kv_is_half(const KvSegment& segment, int count, int64_t share, int index) {
+  return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
+}
+
 // Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
 // leaves at most one other tile unfinished (slot 1).
 FLASH_HOST_DEVICE constexpr int kv_slot(int index, const KvSegment& segment) {

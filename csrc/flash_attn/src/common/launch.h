@@ -32,40 +32,47 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int smem
   return cudaGetLastError();
 }
 
-// Whether code for sm_90 runs, which can be launched before the kernel ahead of it has finished (common/pdl.h).
-inline cudaError_t can_depend(const void* kernel, bool& possible) {
-  cudaFuncAttributes attributes{};
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-  possible = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
-  return status;
+// Whether code for sm_90 runs, which can be launched before the kernel ahead of it has finished (common/pdl.h), and in
+// clusters. Asked once for all kernels with these parameters: they are built alike.
+template <class Params>
+cudaError_t runs_sm90_code(void (*kernel)(Params), int device, bool& result) {
+  static std::atomic<uint64_t> asked{0}, found{0};
+  const uint64_t device_bit = uint64_t{1} << (device % 64);
+  if (!(asked.load() & device_bit)) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+    if (status != cudaSuccess) return status;
+    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) found.fetch_or(device_bit);
+    asked.fetch_or(device_bit);
+  }
+  result = found.load() & device_bit;
+  return cudaSuccess;
 }
 
-// A launch that may overlap the kernel ahead of it in the stream; `kernel` calls wait_for_previous_kernel().
+// A launch that may overlap the kernel ahead of it in the stream; `kernel` calls wait_for_previous_kernel(). cluster:
+// thread blocks of one, 1 unless runs_sm90_code().
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
-                             int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
-  static std::atomic<uint64_t> asked{0}, dependent{0};  // of all kernels with these parameters: they are built alike
+                             int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices,
+                             int cluster = 1) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
   cudaError_t status = allow_shared_memory(kernel, smem_bytes, device, configured_devices);
-  const uint64_t device_bit = uint64_t{1} << (device % 64);
-  if (status == cudaSuccess && !(asked.load() & device_bit)) {
-    bool possible = false;
-    status = can_depend(reinterpret_cast<const void*>(kernel), possible);
-    if (possible) dependent.fetch_or(device_bit);
-    asked.fetch_or(device_bit);
-  }
+  bool possible = false;
+  if (status == cudaSuccess) status = runs_sm90_code(kernel, device, possible);
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = dependent.load() & device_bit ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = (possible ? 1 : 0) + (cluster > 1 ? 1 : 0);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

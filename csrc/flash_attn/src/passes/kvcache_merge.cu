@@ -58,7 +58,8 @@ __device__ void find_parts(const Flash_kvcache_params& params, int first, CutTil
   tile.first = first;
   tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
   const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, first);
-  if (segment.to < count) tile.rows = tile_rows(params, tile);
+  const bool has_pair = params.in_pairs && kv_is_half(segment, count, tile.share, first);
+  if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
 }
 
 // The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.

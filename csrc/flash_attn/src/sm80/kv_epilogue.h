@@ -1,14 +1,16 @@
 // The end of a run of key blocks: the groups' results are merged through the spare stages of their rings and become
-// output rows, a partial result in the workspace, or a sum that is carried to the tile's next run.
+// output rows, a partial result in the workspace, a sum that is carried to the tile's next run, or one of two halves
+// that a pair of thread blocks merges.
 #pragma once
 
+#include "common/block_pair.h"
 #include "common/partial.h"
 #include "sm80/kv_mainloop.h"
 
 namespace flash {
 
 // What becomes of a run.
-enum class RunEnd { kOutput, kPartial, kCarry };
+enum class RunEnd { kOutput, kPartial, kCarry, kHalf };
 
 template <class Config>
 struct KvEpilogue {
@@ -42,6 +44,21 @@ struct KvEpilogue {
         merge(queries, first, min(rows - first, 16), end, slot, carries_in);
         __syncthreads();
       }
+    }
+  }
+
+  // The tile of at most 16 rows that a pair of thread blocks has shown to each other. Each finishes every other
+  // kThreads pieces of it.
+  __device__ __forceinline__ void merge_halves() const {
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
+    for (int i = BlockPair::rank() * Config::kThreads + threadIdx.x; i < rows * kQuads; i += 2 * Config::kThreads) {
+      const int row = i / kQuads, col = i % kQuads * 4;
+      RowStats total = BlockPair::at(half_stats(), 0)[row];
+      float4 value = *BlockPair::at(half(row, col), 0);
+      merge_partials(total, value, BlockPair::at(half_stats(), 1)[row], *BlockPair::at(half(row, col), 1),
+                     params.softmax_scale_log2);
+      write_output(queries, row, col, total, value);
     }
   }
 
@@ -88,6 +105,9 @@ struct KvEpilogue {
       }
       if (end == RunEnd::kOutput) {
         write_output(queries, first + row, col, total, value);
+      } else if (Config::kMayPair && end == RunEnd::kHalf) {
+        *half(row, col) = value;
+        if (col == 0) half_stats()[row] = total;
       } else {
         *reinterpret_cast<float4*>(partial_row(slot, first + row) + col) = value;
         if (col == 0) {
@@ -97,6 +117,13 @@ struct KvEpilogue {
       }
     }
   }
+
+  // What this thread block shows to the other one of its pair lies in a stage: after the only part of its stretch all
+  // of them are free, or hold at this place what this thread has just read.
+  __device__ __forceinline__ float4* half(int row, int col) const {
+    return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + place(row, col));
+  }
+  __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
   __device__ __forceinline__ float4 merged_groups(int row, int col, float scale, RowStats& total) const {
     RowStats group[Config::kGroups];

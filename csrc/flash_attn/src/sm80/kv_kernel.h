@@ -23,8 +23,8 @@ struct RunPlace {
 };
 
 template <class Config>
-__device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params, const KvPart& part, int begin,
-                                              int end) {
+__device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params, const KvRing<Config>& ring,
+                                              const KvPart& part, int begin, int end) {
   if (!Config::kPlain && params.cuts.rule == CutRule::kChunks) {
     const int run = begin / params.run_blocks;
     if (part.empty() || (part.end_block - 1) / params.run_blocks == part.first_block / params.run_blocks) {
@@ -32,6 +32,9 @@ __device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params
     }
     const int64_t item = static_cast<int64_t>(part.request.index) * params.row_tiles + part.row_tile;
     return {RunEnd::kPartial, (item * params.h_k + part.head) * params.max_runs + run};
+  }
+  if (Config::kMayPair && params.in_pairs && kv_is_half(part.segment, part.count(), ring.walk.share, blockIdx.x)) {
+    return {RunEnd::kHalf, 0};
   }
   if (!part.whole()) return {RunEnd::kPartial, kv_slot(blockIdx.x, part.segment)};
   if (Config::kPlain) return {RunEnd::kOutput, 0};
@@ -72,6 +75,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const KvPart& part = mainloop.part;
   int block = 0, begin = 0, end = 0;  // of the run under way
   bool carries = false;               // the run before left a sum
+  bool has_half = false;              // of a tile that the other thread block of the pair has the rest of
   while (ring.advance()) {
     if (block == end) {
       if (Config::kPlain || block == part.block_end()) {  // and not only a run of a part
@@ -89,11 +93,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     mainloop.step(block);
     ring.release();
     if (++block < end) continue;
-    const RunPlace place = run_place<Config>(params, part, begin, end);
+    const RunPlace place = run_place<Config>(params, ring, part, begin, end);
     KvEpilogue<Config>{params, part, ring, stats}.finish(mainloop, place.end, place.slot, carries);
     carries = place.end == RunEnd::kCarry;
+    has_half = place.end == RunEnd::kHalf;
   }
   ring.finish();
+  if (Config::kMayPair && params.in_pairs) {
+    BlockPair::sync();  // all pairs: with a plan of other lengths only one of the two may have a half
+    if (has_half) KvEpilogue<Config>{params, part, ring, stats}.merge_halves();
+    BlockPair::sync();  // before what the other one reads is gone
+  }
   if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }
 

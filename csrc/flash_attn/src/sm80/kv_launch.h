@@ -7,12 +7,17 @@
 namespace flash {
 
 template <class Config>
-cudaError_t run_flash_fwd_split(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
+  params.in_pairs = params.in_pairs && Config::kMayPair;
+  if (params.in_pairs) {
+    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_pairs);
+    if (status != cudaSuccess) return status;
+  }
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
   return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-                          params.device, stream, configured_devices);
+                          params.device, stream, configured_devices, params.in_pairs ? 2 : 1);
 }
 
 inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
@@ -26,7 +31,7 @@ inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step)
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>
-cudaError_t run_flash_fwd_split_variant(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream_t stream) {
   if (is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, kSize).step)) {
     return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
   }
@@ -34,7 +39,8 @@ cudaError_t run_flash_fwd_split_variant(const Flash_kvcache_params& params, cuda
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_t stream) {
+  Flash_kvcache_params params = call;  // the merge has to know how the attention was launched
   cudaError_t status = cudaErrorInvalidValue;
   if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
   if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);

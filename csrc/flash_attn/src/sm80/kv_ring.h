@@ -68,9 +68,13 @@ struct KvRing {
   __device__ __forceinline__ const Element* k_stage() const { return stages + use * Config::kStageElements; }
   __device__ __forceinline__ const Element* v_stage() const { return k_stage() + Config::kStep * Config::kHeadDim; }
 
+  __device__ __forceinline__ Element* first_stage() const {
+    return stages - group() * params.stages * Config::kStageElements;
+  }
+
   // Between two steps, 16 rows of fp32 results fit into the stage that is filled next.
   __device__ __forceinline__ float* spare_stage(int of_group) const {
-    Element* const first = stages + (of_group - group()) * params.stages * Config::kStageElements;
+    Element* const first = first_stage() + of_group * params.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill * Config::kStageElements);
   }
 
