@@ -30,8 +30,8 @@ struct FwdConfig {
                 "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
-  // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is faster,
-  // though its loops have the same instructions (docs/tuning.md).
+  // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is
+  // faster, though its loops have the same instructions (docs/tuning.md).
   static constexpr bool kSeesAll =
       kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.

@@ -113,9 +113,9 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   }
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
-    const bool takes_short =
-        params.is_paged() && Short::kHasPages != Plain::kHasPages ? Short::kHasPages
-                                                                  : sm90::prefers_short_tile(params, kHeadDim);
+    const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
+                                 ? Short::kHasPages
+                                 : sm90::prefers_short_tile(params, kHeadDim);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   if constexpr (Plain::kSeesAll) {
