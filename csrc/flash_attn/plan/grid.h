@@ -25,9 +25,9 @@ constexpr int kShortRows = 512;
 constexpr int kSm90ShortRows = 1024;
 
 // The wgmma family at head dim 64: two teams of consumers, whose row blocks begin and end beside each other's. Under a
-// causal mask row blocks are short in longer sequences too.
-constexpr bool sm90_prefers_short_tile(int64_t rows_per_sequence, bool masked_right) {
-  return rows_per_sequence <= (masked_right ? 4 : 1) * kSm90ShortRows;
+// causal mask row blocks are short in longer sequences too, which matters where masked calls have no tile of their own.
+constexpr bool sm90_prefers_short_tile(int head_dim, int64_t rows_per_sequence, bool masked_right) {
+  return rows_per_sequence <= (masked_right && !sm90_splits_masked(head_dim) ? 4 : 1) * kSm90ShortRows;
 }
 
 // Rows of a TMA box that never leaves its page, where blocks of `block_n` keys begin at multiples of it: their greatest

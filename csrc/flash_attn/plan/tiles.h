@@ -19,7 +19,8 @@ constexpr int kNumHeadDims = 6;
 
 // kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
 // kScoreMod: softcap and ALiBi, with dropout or without, in the wgmma family; elsewhere every variant has them.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod };
+// kMasked: in the wgmma family, what kPlain leaves to it under a mask where the two have different tiles.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked };
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
@@ -90,7 +91,7 @@ struct Sm90FwdTile {
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
 
-constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
+constexpr Sm90FwdTile kSm90FwdTiles[5][kNumHeadDims - kSm90FirstHeadDim] = {
     // kPlain
     {
         {64, 192, 128, 3, 2, true, 1},
@@ -123,6 +124,15 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
         {192, 128, 96, 2, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
+    // kMasked: the rows of a warpgroup begin at multiples of 64, and so do the keys that a causal mask or a window of
+    // whole blocks shows them
+    {
+        {64, 192, 128, 3, 2, true, 1},
+        {96, 128, 128, 2, 2, false, 1},
+        {128, 192, 64, 4, 2, false, 1},
+        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {256, 128, 64, 2, 1, false, 1, 0, 128},
+    },
 };
 
 // Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
@@ -144,6 +154,13 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   }
 #endif
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
+}
+
+// Whether masked calls of this head dim have a tile of their own.
+constexpr bool sm90_splits_masked(int head_dim) {
+  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+  const Sm90FwdTile masked = sm90_fwd_tile(head_dim, FwdVariant::kMasked);
+  return plain.block_n != masked.block_n;
 }
 
 // Q, K, V and O of one team. 16-bit elements.

@@ -9,19 +9,24 @@
 
 namespace flash {
 
-// Before store_lse(), which needs the sums of whole rows.
+// What the rows of the output are to be multiplied by. Before store_lse(), which needs the sums of whole rows.
+template <int kRows>
+__device__ __forceinline__ void finish_rows(Softmax<kRows>& softmax, float (&factor)[kRows],
+                                            const Flash_fwd_params& params, const RowBlock& block) {
+  const float sink = row_sink(params, block);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    factor[mi] = softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
+  }
+}
+
 template <int kRows, class Accumulator>
 __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& acc_o, const Flash_fwd_params& params,
                                           const RowBlock& block) {
-  using namespace cute;
-  const float sink = row_sink(params, block);
+  float factor[kRows];
+  finish_rows(softmax, factor, params, block);
   auto out = row_col_view(acc_o);
-#pragma unroll
-  for (int mi = 0; mi < size<0>(out); ++mi) {
-    const float factor = softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
-#pragma unroll
-    for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= factor;
-  }
+  softmax.rescale(out, factor);
 }
 
 // `row_begin`: what the rows of `coords` count from.

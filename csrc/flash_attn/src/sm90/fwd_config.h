@@ -30,6 +30,13 @@ struct FwdConfig {
                 "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
+  // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is
+  // faster, though its loops have the same instructions (docs/tuning.md).
+  static constexpr bool kSeesAll =
+      kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
+  // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
+  static constexpr bool kStartsEarly = kVariant == FwdVariant::kMasked;
+  static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.

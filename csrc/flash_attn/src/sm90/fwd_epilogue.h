@@ -1,4 +1,4 @@
-// Normalises the output and stores it, each warp its own 16 rows by TMA.
+// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -15,13 +15,14 @@ namespace sm90 {
 // under way when this returns: wait_for_store() says when the buffer is free.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
-                                        const CUtensorMap& o_map, int q_stage) {
+                                        const CUtensorMap& o_map, int q_stage, const float (&factor)[2]) {
   using namespace cute;
   using Element = typename Config::Element;
   using Mma = typename Config::MmaStored;
   const Flash_fwd_params& params = mainloop.params;
   const RowBlock& block = tile.block;
-  normalize(mainloop.softmax, mainloop.acc_o, params, block);
+  auto rows_of_o = row_col_view(mainloop.acc_o);
+  mainloop.softmax.rescale(rows_of_o, factor);
   Element* const buffer =
       Config::kStagesApart ? mainloop.storage.o[mainloop.group] : mainloop.storage.q[q_stage][mainloop.group];
   auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutO{});

@@ -20,6 +20,7 @@ template <class Config>
 struct FwdConsumer {
   using Tile = FwdTile<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
+  static constexpr bool kStartsEarly = Config::kStartsEarly;
   static constexpr bool kStagesApart = Config::kStagesApart;
 
   const FwdLaunch& launch;
@@ -44,17 +45,24 @@ struct FwdConsumer {
     q_place.advance();
     if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     const Tile next = next_tile();
-    if constexpr (kOverlapsTiles) {
-      start_next(next);
-      mainloop.start_last(tile);
+    if constexpr (kOverlapsTiles || kStartsEarly) start_next(next);
+    if constexpr (kOverlapsTiles) mainloop.start_last(tile);
+    const int row_begin = mainloop.row_begin(tile);
+    float factor[FwdMainloop<Config>::kRows];
+    if constexpr (!kStartsEarly) mainloop.finish();
+    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
+    finish_rows(mainloop.softmax, factor, launch.params, tile.block);
+    if constexpr (kStartsEarly) {
+      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
+      mainloop.finish();
     }
-    mainloop.finish();
-    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
-    store_o(mainloop, tile, launch.o_map, q_stage);
+    store_o(mainloop, tile, launch.o_map, q_stage, factor);
     mainloop.pass_values(passing);
     stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles) start_next(next);
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, mainloop.row_begin(tile));
+    if constexpr (!kStartsEarly) {
+      if constexpr (!kOverlapsTiles) start_next(next);
+      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
+    }
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }

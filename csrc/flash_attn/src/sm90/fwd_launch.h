@@ -92,9 +92,9 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
                        configured_devices);
 }
 
-inline bool prefers_short_tile(const Flash_fwd_params& params) {
+inline bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
   const int rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
-  return plan::sm90_prefers_short_tile(rows, params.window.right != kUnbounded);
+  return plan::sm90_prefers_short_tile(head_dim, rows, params.window.right != kUnbounded);
 }
 
 }  // namespace sm90
@@ -113,9 +113,16 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
   }
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
-    const bool takes_short =
-        params.is_paged() && Short::kHasPages != Plain::kHasPages ? Short::kHasPages : sm90::prefers_short_tile(params);
+    const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
+                                 ? Short::kHasPages
+                                 : sm90::prefers_short_tile(params, kHeadDim);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
+  }
+  if constexpr (Plain::kSeesAll) {
+    using Masked = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kMasked>;
+    const Window& window = params.window;
+    const bool is_masked = window.left != kUnbounded || window.right != kUnbounded;
+    if (is_masked) return sm90::run_flash_fwd<Masked, kDtype>(params, stream);
   }
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);
 }

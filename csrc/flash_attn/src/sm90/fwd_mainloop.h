@@ -34,6 +34,10 @@ struct FwdTile {
       : block(block_) {
     if (block.empty()) return;
     walk = key_walk<Config>(params, block);
+    if constexpr (Config::kSeesAll) {
+      hidden.begin = walk.interior_steps_end();
+      return;
+    }
     const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
     hidden = hidden_steps(visibility(params.window), walk, first_row, row_end, Config::kBlockN);
   }
@@ -311,9 +315,9 @@ struct FwdMainloop {
   // P V of the last block: started, not waited for.
   __device__ __forceinline__ void start_last(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
 
-  // O is complete, and so is S of the next tile if it was started before.
+  // O is complete, and so is S of the next tile if it was started before P V.
   __device__ __forceinline__ void finish() {
-    wait_for<0>(acc_o);
+    wait_for<Config::kStartsEarly>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     if constexpr (Config::kTile.overlaps) cute::warpgroup_fence_operand(acc_s);
     release(storage.v_empty, v_place);
