@@ -86,7 +86,7 @@ struct FwdConsumer {
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    if (mainloop.group == 0) mainloop.wait_for_turn();  // which the last group has passed
+    if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
   }
 };

@@ -183,7 +183,7 @@ struct FwdMainloop {
     }
   }
 
-  // Gives its buffers back.
+  // Gives the buffers of the key block at k_place back.
   __device__ __forceinline__ void release_key() { release<Config::kDropsPacked>(storage.k_empty, k_place); }
 
   // What decides which probabilities of a slice are dropped. It depends on places only.
