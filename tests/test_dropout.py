@@ -46,6 +46,16 @@ def test_out_is_the_reference_under_the_public_mask(device, kind, p):
         check_forward(problem, out, lse, keep=keep)
 
 
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("window", ((-1, -1), (100, 20), (-1, 0)))
+def test_out_of_several_row_blocks(device, window, dtype):
+    """Some rows of a row block let key blocks pass that others compute, and the last one is not full."""
+    seqlens = {"batch": 2, "seqlen_q": 600, "seqlen_k": 570}
+    problem = make_problem(case_of(0.3, **seqlens, window=window, head_dim=128, dtype=dtype), device)
+    out, lse, _, rng_state = forward_with_state(problem, 0.3)
+    check_forward(problem, out, lse, keep=dropout_mask(rng_state, 0.3, 2, 4, 600, 570))
+
+
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_s_dmask(device, p, dtype):

@@ -50,6 +50,8 @@ struct FwdConfig {
                 "registers are shared out for two, three or twice two consumers");
   // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
+  // Three consumers start their products by turns, and draw between the wgmmas of P V (docs/tuning.md).
+  static constexpr bool kTakesTurns = kDropsPacked && kWarpGroups == 3;
   // Two teams, and dropout, leave no warps for pages; rows are looked up 32 at a time.
   static constexpr bool kHasPages = kTeams == 1 && !kDropsPacked && kBlockN % 32 == 0;
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;

@@ -90,9 +90,11 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    if (mainloop.is_last_group()) mainloop.pass_turn();  // the first one
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
+    if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
   }
 };

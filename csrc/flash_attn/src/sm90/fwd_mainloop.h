@@ -2,6 +2,8 @@
 // of P and V of the block before is still under way, so that the tensor cores work through the softmax.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include <cute/tensor.hpp>
 
 #include "common/block_range.h"
@@ -63,7 +65,9 @@ struct FwdMainloop {
   using KvPlace = RingIndex<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
-  static constexpr int kRows = 2;  // accumulator rows per thread
+  static constexpr int kRows = 2;                       // accumulator rows per thread
+  static constexpr int kSlices = Config::kBlockN / 16;  // of keys, one for each wgmma of P V
+  static constexpr uint32_t kTurnBarrier = 1;           // and those behind it; 0 is __syncthreads()
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccO = decltype(cute::partition_fragment_C(
@@ -84,12 +88,24 @@ struct FwdMainloop {
   Softmax<kRows> softmax;
   LaneRows dropout;                                                         // of the row block
   uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
+  uint32_t kept[Config::kDropsPacked ? 4 * kSlices : 1];                    // what it keeps of the pairs of tOrP
   float slope_log2;                                                         // of its head, for ALiBi
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
   __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
+
+  // In every step but the first of a tile, also where the warpgroup lets its block pass: as often as all the others.
+  __device__ __forceinline__ void wait_for_turn() const {
+    if constexpr (Config::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + group);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Config::kTakesTurns) {
+      cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (is_last_group() ? 0 : group + 1));
+    }
+  }
+  __device__ __forceinline__ bool is_last_group() const { return group == Config::kWarpGroups - 1; }
 
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_place.stage].wait(k_place.phase); }
 
@@ -105,7 +121,8 @@ struct FwdMainloop {
     start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 
-  // O += P V, or O = P V, of the block at v_place: started, not waited for.
+  // O += P V, or O = P V, of the block at v_place: started, not waited for. kDraws: with the draws of the next block.
+  template <bool kDraws = false>
   __device__ __forceinline__ void start_pv(bool clears) {
     using namespace cute;
     storage.v_full[v_place.stage].wait(v_place.phase);
@@ -113,7 +130,9 @@ struct FwdMainloop {
     const auto thread = mma.get_slice(threadIdx.x % 128);
     auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
     auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_place.stage);  // (MMA, 1, MMA_N)
-    start_gemm(mma, tOrP, tOrV, acc_o, clears);
+    start_gemm(mma, tOrP, tOrV, acc_o, clears, [&](int slice) {
+      if constexpr (kDraws) draw_here(slice);
+    });
   }
 
   // This warp has read the buffer; or this lane, which racecheck wants where lanes read what a warp then overwrites.
@@ -154,8 +173,8 @@ struct FwdMainloop {
     return false;
   }
 
-  // Reads the words of the columns of the key block at k_place, and gives its buffers back.
-  __device__ __forceinline__ void release_key() {
+  // Reads the words of the columns of the key block at k_place.
+  __device__ __forceinline__ void read_col_words() {
     if constexpr (Config::kDropsPacked) {
 #pragma unroll
       for (int i = 0; i < Storage::kColVectors; ++i) {
@@ -166,16 +185,34 @@ struct FwdMainloop {
         col_words[4 * i + 3] = words.w;
       }
     }
-    release<Config::kDropsPacked>(storage.k_empty, k_place);
   }
 
-  // What decides which probabilities are dropped, in the place of P, which no product reads any more: it depends on
-  // places only, and fills the pauses between the exponentials.
-  __device__ __forceinline__ void draw() {
-    if constexpr (Config::kDropsPacked) {
-      auto pairs = cute::recast<uint32_t>(tOrP);
+  // Gives the buffers of the key block at k_place back.
+  __device__ __forceinline__ void release_key() { release<Config::kDropsPacked>(storage.k_empty, k_place); }
+
+  // What decides which probabilities of a slice are dropped. It depends on places only.
+  __device__ __forceinline__ void draw(int slice) {
 #pragma unroll
-      for (int i = 0; i < cute::size(pairs); ++i) pairs(i) = dropout.draw(i % 2, col_words[i / 2]);
+    for (int i = 4 * slice; i < 4 * slice + 4; ++i) kept[i] = dropout.draw(i % 2, col_words[i / 2]);
+  }
+
+  // ptxas would draw where P is dropped, behind the exponentials, unless a store depends on it that never happens.
+  __device__ __forceinline__ void draw_here(int slice) {
+    draw(slice);
+    asm volatile(
+        "{\n\t"
+        ".reg .pred never;\n\t"
+        "setp.lt.s32 never, %0, 0;\n\t"
+        "@never st.shared.v4.b32 [%1], {%2, %3, %4, %5};\n\t"
+        "}" ::"r"(params.seqlen_q),
+        "r"(0), "r"(kept[4 * slice]), "r"(kept[4 * slice + 1]), "r"(kept[4 * slice + 2]), "r"(kept[4 * slice + 3])
+        : "memory");
+  }
+
+  __device__ __forceinline__ void draw_all() {
+    if constexpr (Config::kDropsPacked) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) draw(slice);
     }
   }
 
@@ -192,7 +229,7 @@ struct FwdMainloop {
     for (int i = 0; i < size(pairs); ++i) {
       const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
       if constexpr (Config::kDropsPacked) {
-        pairs(i) &= pair;
+        pairs(i) = pair & kept[i];
       } else {
         pairs(i) = pair;
       }
@@ -209,6 +246,7 @@ struct FwdMainloop {
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = Softmax<kRows>();
+    read_col_words();
     release_key();
     const int key = tile.walk.block(0) * Config::kBlockN;
     if constexpr (Config::kDropsPacked) {
@@ -223,7 +261,7 @@ struct FwdMainloop {
     float correction[kRows];
     softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
-    draw();
+    draw_all();
     set_probabilities<Modifiers::kAny>(tile, key);
   }
 
@@ -231,10 +269,14 @@ struct FwdMainloop {
   template <bool kEdge, Modifiers kModifiers>
   __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage, bool clears) {
     wait_for_k();
+    if constexpr (Config::kTakesTurns) read_col_words();
+    wait_for_turn();
     start_qk(q_stage);
-    start_pv(clears);
+    start_pv<Config::kTakesTurns>(clears);
+    pass_turn();
     const int key = tile.walk.block(i) * Config::kBlockN;
     wait_for<1>(acc_s);
+    if constexpr (!Config::kTakesTurns) read_col_words();
     release_key();
     auto scores = row_col_view(acc_s);
     float correction[kRows];
@@ -249,7 +291,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
-    draw();
+    if constexpr (!Config::kTakesTurns) draw_all();  // in the pauses between the exponentials
     if (raised) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
@@ -270,6 +312,8 @@ struct FwdMainloop {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       wait_for_k();
+      wait_for_turn();
+      pass_turn();
       release<Config::kDropsPacked>(storage.k_empty, k_place);
     }
   }

@@ -6,9 +6,11 @@
 namespace flash {
 namespace sm90 {
 
-// acc += A B over all k slices; started, not waited for. `clears`: acc = A B.
-template <class Mma, class A, class B, class Acc>
-__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears) {
+// acc += A B over all k slices; started, not waited for. `clears`: acc = A B. between(k): other work of the warp behind
+// slice k, while it would only wait until the next slice can start.
+template <class Mma, class A, class B, class Acc, class Between>
+__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears,
+                                           const Between& between) {
   using namespace cute;
   warpgroup_fence_operand(acc);
   warpgroup_arrive();
@@ -17,9 +19,15 @@ __device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCr
   for (int k = 0; k < size<2>(tCrA); ++k) {
     gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
     mma.accumulate_ = GMMA::ScaleOut::One;
+    between(k);
   }
   warpgroup_commit_batch();
   warpgroup_fence_operand(acc);
+}
+
+template <class Mma, class A, class B, class Acc>
+__device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears) {
+  start_gemm(mma, tCrA, tCrB, acc, clears, [](int) {});
 }
 
 // All but the last kPending products that this warpgroup has started are complete; `acc` is the result of one of them.
