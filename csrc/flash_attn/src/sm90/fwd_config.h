@@ -35,7 +35,8 @@ struct FwdConfig {
   static constexpr bool kSeesAll =
       kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
-  static constexpr bool kStartsEarly = kVariant == FwdVariant::kMasked;
+  static constexpr bool kStartsEarly =
+      kVariant == FwdVariant::kMasked || (kVariant == FwdVariant::kShort && plan::sm90_splits_masked(kHeadDim_));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 

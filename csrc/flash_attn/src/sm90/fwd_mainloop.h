@@ -9,53 +9,14 @@
 #include "common/block_range.h"
 #include "common/convert.h"
 #include "common/dropout.h"
-#include "common/hidden_steps.h"
 #include "common/mask.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/gemm.h"
-#include "sm90/key_walk.h"
 
 namespace flash {
 namespace sm90 {
-
-// A row block as a consumer warpgroup sees it: the key blocks that the row block visits, at least one, and which of
-// them no row of the warpgroup sees. Those it lets pass; the first of the walk it computes all the same.
-template <class Config>
-struct FwdTile {
-  RowBlock block;
-  KeyWalk walk;
-  HiddenSteps hidden;
-
-  // While they pass, V of the block before them is not given back.
-  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) <= Config::kKvStages,
-                "the rows of other warpgroups hide no more blocks than there are buffers");
-
-  __device__ __forceinline__ FwdTile(const Flash_fwd_params& params, const RowBlock& block_, int group)
-      : block(block_) {
-    if (block.empty()) return;
-    walk = key_walk<Config>(params, block);
-    if constexpr (Config::kSeesAll) {
-      hidden.begin = walk.interior_steps_end();
-      return;
-    }
-    const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
-    hidden = hidden_steps(visibility(params.window), walk, first_row, row_end, Config::kBlockN);
-  }
-
-  // The walk but for what is hidden at its end.
-  __device__ __forceinline__ int count() const { return walk.count() - hidden.right; }
-  // The first step after first_step() that may need a mask.
-  __device__ __forceinline__ int edges_begin() const { return min(hidden.begin, count()); }
-  // The step that is computed after first_step(), if it is less than count().
-  __device__ __forceinline__ int second() const { return hidden.begin > 1 ? 1 : 1 + hidden.left; }
-
-  __device__ __forceinline__ bool exists() const { return !block.empty(); }
-  __device__ __forceinline__ Visibility visibility(const Window& window) const {
-    return {block.seqlen_q, block.seqlen_k, window};
-  }
-};
 
 template <class Config>
 struct FwdMainloop {
@@ -328,8 +289,12 @@ struct FwdMainloop {
   template <Modifiers kModifiers>
   __device__ __forceinline__ void run_interior(const Tile& tile, int q_stage) {
     const int end = tile.edges_begin();
+    bool clears = true;
     // Counted down, so that its end is not computed again in every step.
-    for (int left = end - 1; left > 0; --left) step<false, kModifiers>(tile, end - left, q_stage, end - left == 1);
+    for (int left = end - 1; left > 0; --left) {
+      step<false, kModifiers>(tile, end - left, q_stage, clears);
+      clears = false;
+    }
   }
 
   // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of

@@ -86,14 +86,15 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   for (int index = blockIdx.x * Config::kTeams + team; index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
     if (block.empty()) continue;
-    if (key_walk<Config>(launch.params, block).count() == 0) {
+    const KeyWalk walk = key_walk<Config>(launch.params, block);
+    if (walk.count() == 0) {
       store_nothing_seen<Config>(launch.params, block);
       continue;
     }
-    queue.push(block);
+    queue.push(block, walk, launch.params.window);
     queue.wait_until_taken();
   }
-  queue.push(RowBlock{});
+  queue.push(RowBlock{}, KeyWalk{}, Window{});
 }
 
 // Puts the words of the columns, from which dropout draws, beside every block of K.
@@ -102,11 +103,10 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
   const Flash_fwd_params& params = launch.params;
   TileQueue<Config> queue(storage);
   RingIndex<Config::kKvStages> place;
-  for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) {
-    const DropoutStream stream = DropoutMask(params.dropout, block.batch, block.head).stream;
-    const KeyWalk walk = key_walk<Config>(params, block);
-    for (int i = 0; i < walk.count(); ++i) {
-      const int first_pair = walk.block(i) * (Config::kBlockN / 2);
+  for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) {
+    const DropoutStream stream = DropoutMask(params.dropout, tile.block.batch, tile.block.head).stream;
+    for (int i = 0; i < tile.walk.count(); ++i) {
+      const int first_pair = tile.walk.block(i) * (Config::kBlockN / 2);
       storage.k_empty[place.stage].wait(place.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
@@ -188,9 +188,10 @@ struct FwdProducer {
 
   __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const RowBlock block = queue.take();
-    return {block, key_walk<Config>(params, block),
-            TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k), block.head / params.h_h_k_ratio};
+    const FwdTile<Config> tile = queue.take();
+    const RowBlock& block = tile.block;
+    return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
+            block.head / params.h_h_k_ratio};
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
@@ -211,7 +212,7 @@ struct FwdProducer {
     prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
     if (launch.params.is_paged()) {
-      for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) load_q(block);
+      for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) load_q(tile.block);
     } else {
       run_unpaged(queue);
     }

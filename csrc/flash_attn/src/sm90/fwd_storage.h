@@ -1,6 +1,7 @@
 // Shared memory of a team of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
 #pragma once
 
+#include "common/hidden_steps.h"
 #include "common/sequence.h"
 #include "sm90/barrier.h"
 #include "sm90/fwd_config.h"
@@ -33,6 +34,8 @@ struct FwdStorage {
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
   RowBlock tile[kTileSlots];  // an empty block says that there are no more
+  KeyWalk walk[kTileSlots];
+  HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
@@ -56,7 +59,33 @@ struct FwdStorage {
   }
 };
 
-// The row blocks of a team, one after the other: its scheduler warp pushes, its other warps take.
+// A row block as a consumer warpgroup sees it: the key blocks that the row block visits, at least one, and which of
+// them no row of the warpgroup sees. Those it lets pass; the first of the walk it computes all the same.
+template <class Config>
+struct FwdTile {
+  RowBlock block;
+  KeyWalk walk;
+  HiddenSteps hidden;
+
+  // While they pass, V of the block before them is not given back.
+  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) <= Config::kKvStages,
+                "the rows of other warpgroups hide no more blocks than there are buffers");
+
+  // The walk but for what is hidden at its end.
+  __device__ __forceinline__ int count() const { return walk.count() - hidden.right; }
+  // The first step after first_step() that may need a mask.
+  __device__ __forceinline__ int edges_begin() const { return min(hidden.begin, count()); }
+  // The step that is computed after first_step(), if it is less than count().
+  __device__ __forceinline__ int second() const { return hidden.begin > 1 ? 1 : 1 + hidden.left; }
+
+  __device__ __forceinline__ bool exists() const { return !block.empty(); }
+  __device__ __forceinline__ Visibility visibility(const Window& window) const {
+    return {block.seqlen_q, block.seqlen_k, window};
+  }
+};
+
+// The row blocks of a team, one after the other: its scheduler warp pushes, its other warps take. The scheduler also
+// works out what the consumers visit, on whose way from one row block to the next every instruction counts.
 template <class Config>
 struct TileQueue {
   FwdStorage<Config>& storage;
@@ -67,9 +96,16 @@ struct TileQueue {
   // Waits until everybody has taken the last block. Whoever chooses earlier leaves less to share out at the end.
   __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void push(const RowBlock& block) {
+  __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window) {
     if (threadIdx.x % 32 == 0) {
       storage.tile[place.stage] = block;
+      storage.walk[place.stage] = walk;
+      const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
+#pragma unroll 1
+      for (int group = 0; group < Config::kWarpGroups; ++group) {
+        const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
+        storage.hidden[place.stage][group] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
+      }
       storage.tile_full[place.stage].arrive();
     }
     __syncwarp();
@@ -77,13 +113,13 @@ struct TileQueue {
     place.advance();
   }
 
-  // Every lane says for itself that it has read.
-  __device__ __forceinline__ RowBlock take() {
+  // Every lane says for itself that it has read. `group`: of the consumers that takes it.
+  __device__ __forceinline__ FwdTile<Config> take(int group = 0) {
     storage.tile_full[place.stage].wait(place.phase);
-    const RowBlock block = storage.tile[place.stage];
+    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group]};
     storage.tile_empty[place.stage].arrive();
     place.advance();
-    return block;
+    return tile;
   }
 };
 

@@ -129,12 +129,12 @@ struct PagedLoader {
 
   __device__ __forceinline__ void run() {
     TileQueue<Config> queue(storage);
-    for (RowBlock block = queue.take(); !block.empty(); block = queue.take()) {
-      const KeyWalk walk = key_walk<Config>(params, block);
+    for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) {
+      const RowBlock& block = tile.block;
       const int head = block.head / params.h_h_k_ratio;
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
-      for (int i = 0; i < walk.count(); ++i) {
-        const int key = walk.block(i) * Config::kBlockN;
+      for (int i = 0; i < tile.walk.count(); ++i) {
+        const int key = tile.walk.block(i) * Config::kBlockN;
         if (fits && key + Config::kBlockN <= block.seqlen_k) {
           load_boxes(block, head, key);
         } else {
