@@ -42,9 +42,8 @@ struct BwdConfig {
   static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte chunks");
 
   // Without one, consumers with keys of their own take turns with dQ, a step each, and one step late: nobody waits for
-  // the other one's dS, and they fall out of step by themselves. The others have a token.
+  // the other one's dS, and they fall out of step by themselves.
   static constexpr bool kAlternatesDq = kSplitsKeys && !kHasDqGroup;
-  static constexpr bool kHasToken = !kAlternatesDq;
   static constexpr bool kHasWholeDq = kHasDqGroup || kAlternatesDq;  // a warpgroup has all columns of a step's dQ
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads

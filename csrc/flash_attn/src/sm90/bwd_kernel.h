@@ -59,7 +59,7 @@ struct BwdConsumer {
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
-    if constexpr (Config::kHasToken) {
+    if constexpr (Config::kHasDqGroup) {
       if (group == 1) BwdMainloop<Config>::pass_token(group);
     }
   }

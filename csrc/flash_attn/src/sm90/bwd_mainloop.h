@@ -210,9 +210,7 @@ struct BwdMainloop {
     storage.do_full[stage].wait(place.phase);
     start_scores<Config::kHeadDimV>(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
-    if constexpr (Config::kHasToken) wait_for_token();
     differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
-    if constexpr (Config::kHasToken) pass_token(group);
     if constexpr (Config::kAlternatesDq) {
       finish_alternating_step(acc_dp, i);
     } else {
