@@ -141,7 +141,7 @@ constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_KV_STAGES)
-  if (variant == FwdVariant::kPlain) {
+  if (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked) {
     return Sm90FwdTile{head_dim,
                        FLASH_ATTN_SWEEP_M,
                        FLASH_ATTN_SWEEP_N,

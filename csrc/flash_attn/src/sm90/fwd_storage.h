@@ -67,8 +67,9 @@ struct FwdTile {
   KeyWalk walk;
   HiddenSteps hidden;
 
-  // While they pass, V of the block before them is not given back.
-  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) <= Config::kKvStages,
+  // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
+  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kStartsEarly <=
+                    Config::kKvStages,
                 "the rows of other warpgroups hide no more blocks than there are buffers");
 
   // The walk but for what is hidden at its end.
