@@ -82,7 +82,8 @@ def score_lines(result, group="cells"):
 
 def environment_line(result):
     device, versions = result["device"], result["versions"]
-    commit = (result["git"]["commit"] or "unknown commit")[:12] + ("+changes" if result["git"]["dirty"] else "")
+    git, built = result["git"], result["build"].get("commit")  # of the tree, which may be another's, and the package
+    commit = built[:12] if built else (git["commit"] or "unknown commit")[:12] + ("+changes" if git["dirty"] else "")
     parts = [device["name"]]
     parts += [f"driver {device['driver']}"] if device.get("driver") else []
     parts += [f"CUDA {versions['cuda']}"] if device["type"] == "cuda" else [f"{device['threads']} threads"]
