@@ -80,10 +80,17 @@ def score_lines(result, group="cells"):
     return lines
 
 
+def measured_commit(result):
+    """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
+    built = result["build"].get("commit") or "unknown"
+    commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
+    if commit == "unknown":
+        commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
+    return commit[:12] + ("+changes" if changed else "")
+
+
 def environment_line(result):
     device, versions = result["device"], result["versions"]
-    git, built = result["git"], result["build"].get("commit")  # of the tree, which may be another's, and the package
-    commit = built[:12] if built else (git["commit"] or "unknown commit")[:12] + ("+changes" if git["dirty"] else "")
     parts = [device["name"]]
     parts += [f"driver {device['driver']}"] if device.get("driver") else []
     parts += [f"CUDA {versions['cuda']}"] if device["type"] == "cuda" else [f"{device['threads']} threads"]
@@ -91,7 +98,7 @@ def environment_line(result):
     parts += [f"cuDNN {versions['cudnn']}"] if device["type"] == "cuda" else []
     clocks = [row["sm_mhz"] for row in result["rows"] if row.get("sm_mhz")]
     parts += [f"SM clock {min(clocks):.0f}–{max(clocks):.0f} MHz"] if clocks else []
-    return ", ".join(parts + [f"commit {commit}"])
+    return ", ".join(parts + [f"commit {measured_commit(result)}"])
 
 
 WIDE_COLUMNS = 4  # with more implementations the table leaves out the milliseconds

@@ -371,6 +371,24 @@ def test_report_states_speeds_relative_to_the_plain_call(result, tmp_path):
     assert [line for line in lines[first:] if line.startswith("  ")] == expected
 
 
+@pytest.mark.parametrize(
+    "built,shown",
+    [("0123456789abcdef", "0123456789ab"), ("0123456789abcdef-dirty", "0123456789ab+changes"),
+     ("unknown", "fedcba987654+changes"), (None, "fedcba987654+changes")],
+)  # fmt: skip
+def test_report_states_the_commit_of_the_package(result, tmp_path, built, shown):
+    """The tree's only where the build does not know its own; changed files are named either way."""
+    changed = {
+        **result,
+        "build": {**result["build"], "commit": built},
+        "git": {"commit": "fedcba9876543", "dirty": True},
+    }
+    (tmp_path / "made.json").write_text(json.dumps(changed))
+    done = run_script("report.py", tmp_path / "made.json")
+    assert done.returncode == 0, done.stderr
+    assert any(line.endswith(f", commit {shown}") for line in done.stdout.splitlines())
+
+
 def test_curves_hold_every_cell(result):
     assert plots.figures(result) == [(mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
     lines = plots.curves(result, 128, "fwd", True)
