@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
-from report import environment_line, geometric_mean, judged_pairs, load, modes, ratios, score_line
+from report import PLAIN, environment_line, geometric_mean, judged_pairs, load, modes, ratios, score_line
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def main(arguments=None):
     elif options.name == "ours":
         pairs = judged_pairs(new)
     else:
-        pairs = [(options.name, peer) for peer in new["implementations"] if peer != options.name]
+        pairs = [(options.name, peer) for peer in new["implementations"] if peer not in (options.name, PLAIN)]
     groups = new["groups"] if options.group == "all" else [options.group]
     compared, failed = 0, False
     for mode, group, (name, peer) in itertools.product(modes(new), groups, pairs):

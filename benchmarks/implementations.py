@@ -79,6 +79,22 @@ def ours(row, inputs, deterministic=False):
     return lambda: flash_attn.flash_attn_func(q, k, v, **options)
 
 
+def plain_problem(row, inputs):
+    """(row, inputs) of the row's problem without features, on views of its tensors; the views are leaves."""
+    plain = row.plain
+
+    def view(tensor):
+        return tensor.detach().view(plain.case.batch, -1, *tensor.shape[-2:]).requires_grad_(tensor.requires_grad)
+
+    return plain, Inputs(*map(view, (inputs.q, inputs.k, inputs.v, inputs.dout)), None, None, None)
+
+
+def plain_limits(row, device_type, mode):
+    if row.seqlens and not row.equal_sequences:
+        return "no plain problem of the same size"
+    return "plain itself" if row.plain == row else None
+
+
 def needs(row, mode):
     """What the row asks of an implementation wherever it runs, as names of EVERYTHING."""
     case = row.case
@@ -104,7 +120,8 @@ class Implementation:
 
     offers: what it can do; further_limits(row, device_type, mode): any other reason why a row cannot run, or None;
     package: the module that must be installed; compiles: whether every shape costs it seconds of compilation; groups:
-    the groups of rows that it joins without being named.
+    the groups of rows that it joins without being named; problem(row, inputs): the (row, inputs) that it computes, is
+    checked by and whose FLOPs count.
     """
 
     name: str
@@ -116,6 +133,7 @@ class Implementation:
     package: str = "torch"
     compiles: bool = False
     groups: tuple[str, ...] = ()
+    problem: Callable = lambda row, inputs: (row, inputs)
 
     def limits(self, row, device_type="cuda", mode="fwd"):
         """Why the row is not measured, or None."""
@@ -185,6 +203,11 @@ IMPLEMENTATIONS = {
             "ours_deterministic", "flash_attn (this package), deterministic=True",
             functools.partial(ours, deterministic=True), further_limits=deterministic_limits, package="flash_attn",
             groups=("deterministic",),
+        ),
+        Implementation(
+            "ours_plain", "flash_attn (this package), the same problem without features", ours,
+            further_limits=plain_limits, package="flash_attn", groups=("window", "varlen_equal", "features"),
+            problem=plain_problem,
         ),
         sdpa_peer(
             "sdpa_flash", "flash backend (FlashAttention-2)", SDPBackend.FLASH_ATTENTION, torch_peers.sdpa_flash,

@@ -24,10 +24,14 @@ class NotMeasured(Exception):
 
 
 def probe(implementation, row, inputs, mode, device):
-    """Builds the call, runs it once and checks its result. Returns (call, facts); NotMeasured otherwise."""
+    """Builds the call, runs it once and checks its result. Returns (call, facts); NotMeasured otherwise.
+
+    The facts are of the problem that the implementation computes, which need not be the row's.
+    """
     reason = implementation.limits(row, device.type, mode)
     if reason:
         raise NotMeasured(reason)
+    row, inputs = implementation.problem(row, inputs)
     try:
         with implementation.context(), warnings.catch_warnings():
             # an SDPA backend that refuses a row warns once per reason before it raises
@@ -43,7 +47,7 @@ def probe(implementation, row, inputs, mode, device):
     error = facts["relative_error"] = relative_error(row, inputs, mode, result)
     if error is not None and not error <= MAX_RELATIVE_ERROR:
         raise NotMeasured(f"wrong result: relative error {error:.3g}", failed=True)
-    return call, facts
+    return call, {**facts, "flops": row.flops(mode)}
 
 
 def first_line(error):
@@ -109,7 +113,7 @@ def describe(row, mode):
         "group": row.group,
         "timing": row.timing,
         "id": row.id,
-        "plain_id": row.plain_id,
+        "plain_id": row.plain.id,
         "label": row.label,
         "mode": mode,
         "flops": row.flops(mode),
@@ -132,7 +136,7 @@ def measure(row, mode, implementations, timers, device, budget, may_compile=True
     for name, samples in times.items():
         summary = summarize(samples)
         summary["ms"] = summary.pop("median")
-        entry["results"][name] = {**summary, "tflops": entry["flops"] / summary["ms"] / 1e9, **facts[name]}
+        entry["results"][name] = {**summary, "tflops": facts[name]["flops"] / summary["ms"] / 1e9, **facts[name]}
     entry["failed"] = sorted(failures)
     entry["seconds"] = round(time.monotonic() - started, 3)
     return entry

@@ -59,14 +59,21 @@ def score_line(found, title):
     return f"{title}: geometric mean {mean:.3f}x, worst {worst[1]:.3f}x ({worst[0]}), {slower} of {len(found)} slower"
 
 
-OURS = ("ours", "ours_deterministic")
+PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
+DETERMINISTIC = "ours_deterministic"
+OURS = ("ours", DETERMINISTIC, PLAIN)
+
+
+def compared_names(result):
+    """The implementations that compute the rows' own problems."""
+    return [name for name in result["implementations"] if name != PLAIN]
 
 
 def judged_pairs(result):
     """(implementation, peer) of the scores: ours against every peer, our deterministic backward against all others."""
-    names = list(result["implementations"])
+    names = compared_names(result)
     pairs = [("ours", peer) for peer in names if peer not in OURS]
-    return pairs + [("ours_deterministic", peer) for peer in names if peer != "ours_deterministic" and OURS[1] in names]
+    return pairs + [(DETERMINISTIC, peer) for peer in names if peer != DETERMINISTIC and DETERMINISTIC in names]
 
 
 def score_lines(result, group="cells"):
@@ -120,7 +127,7 @@ def row_cell(row, name, wide):
 
 def table(result):
     """One line per row; the columns are the implementations that gave any result."""
-    names = [name for name in result["implementations"] if any(name in row["results"] for row in result["rows"])]
+    names = [name for name in compared_names(result) if any(name in row["results"] for row in result["rows"])]
     wide = len(names) <= WIDE_COLUMNS
     width = 27 if wide else 17
     title = ("ms, " if wide else "") + "TFLOPS (speed of ours to it)"
@@ -155,8 +162,9 @@ def memory_lines(result):
     measured = [row for row in result["rows"] if any_peak(row)]
     for mode, head_dim in dict.fromkeys((row["mode"], row["head_dim"]) for row in measured):
         rows = [row for row in measured if (row["mode"], row["head_dim"]) == (mode, head_dim)]
-        row = max(rows, key=lambda item: (len(item["results"]), item["seqlen_q"]))
-        figures = ", ".join(f"{name} {memory_text(entry)}" for name, entry in row["results"].items())
+        row = max(rows, key=lambda item: (len(item["results"].keys() - {PLAIN}), item["seqlen_q"]))
+        entries = {name: entry for name, entry in row["results"].items() if name != PLAIN}
+        figures = ", ".join(f"{name} {memory_text(entry)}" for name, entry in entries.items())
         lines.append(f"memory added by one call ({row['label']} {mode}), MiB of results + other: {figures}")
     return lines
 
@@ -204,13 +212,18 @@ def time_lines(result):
 
 
 def relative_lines(result):
-    """Speed of ours in rows with features or packed sequences, relative to the plain dense problem of the same size."""
+    """Speed of ours in rows with features or packed sequences, relative to the plain dense problem of the same size.
+
+    Results without PLAIN have plain figures of other rows only, which ran at another time and so at other clocks.
+    """
     speeds = {(row["id"], row["mode"]): row["results"].get("ours", {}).get("tflops") for row in result["rows"]}
     lines = []
     for row in result["rows"]:
-        plain = speeds.get((row.get("plain_id"), row["mode"]))
+        beside = row["results"].get(PLAIN, {}).get("tflops")
+        plain = beside or speeds.get((row.get("plain_id"), row["mode"]))
         if row.get("plain_id") != row["id"] and plain and "ours" in row["results"]:
-            lines.append(f"  {row['results']['ours']['tflops'] / plain:.3f} {row['label']} {row['mode']}")
+            share = f"  {row['results']['ours']['tflops'] / plain:.3f} {row['label']} {row['mode']}"
+            lines.append(share + ("" if beside else ", plain from a row of its own"))
     return ["speed of ours relative to its plain dense call (TFLOPS)", *lines] if lines else []
 
 

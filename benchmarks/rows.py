@@ -31,6 +31,11 @@ QUICK_SEQLENS = (1024, 8192)
 THINNED_GROUPS = ("cells", "dims", "deterministic")
 
 
+def modes_of(group):
+    """The modes that the rows of a group are measured in."""
+    return ("bwd",) if group in BACKWARD_GROUPS else tuple(MODE_FLOPS)
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured problem: a case, the group it is reported in, and how its calls are timed.
@@ -47,7 +52,7 @@ class Row:
     @property
     def modes(self):
         """The modes that it is measured in."""
-        return ("bwd",) if self.group in BACKWARD_GROUPS else tuple(MODE_FLOPS)
+        return modes_of(self.group)
 
     @property
     def seqlens(self):
@@ -58,11 +63,16 @@ class Row:
         return self.case.id + (f"-{self.timing}" if self.timing != "event" else "")
 
     @property
-    def plain_id(self):
+    def equal_sequences(self):
+        """Whether it has packed sequences, all of one length."""
+        return bool(self.seqlens) and self.seqlens == (self.case.seqlen_q,) * self.case.batch
+
+    @property
+    def plain(self):
         """The same problem without features and sequences of its own; the row itself may be it."""
         plain = {"softcap": 0.0, "alibi": "none", "dropout": 0.0, "sinks": False, "max_logit": False}
         case = dataclasses.replace(self.case, window=(-1, -1), kind="dense", seqlens=(), **plain)
-        return dataclasses.replace(self, case=case).id
+        return dataclasses.replace(self, case=case)
 
     @property
     def label(self):
@@ -80,9 +90,9 @@ class Row:
         parts += ["sinks"] if case.sinks else []
         parts += ["max_logit"] if case.max_logit else []
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
-        equal = case.seqlens == (case.seqlen_q,) * case.batch
-        parts += [f"{sum(case.seqlens)} tokens" if case.seqlens and not equal else f"b{case.batch} {length}"]
-        parts += ["packed"] if equal else []
+        ragged = case.seqlens and not self.equal_sequences
+        parts += [f"{sum(case.seqlens)} tokens" if ragged else f"b{case.batch} {length}"]
+        parts += ["packed"] if self.equal_sequences else []
         parts += [f"page {case.page_size}"] if case.page_size else []
         parts += [f"append {case.append}"] if case.append else []
         parts += ["invariant"] if case.invariant else []

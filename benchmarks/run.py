@@ -16,7 +16,9 @@ after the L2 cache was overwritten (decode...), or of several calls as the layer
 and all with one plan (decode_layers); GB/s of the keys and values that have to be read, and their share of the
 fastest read of device memory in the same run. FLOPs: 4·b·h·sq·sk·d forward, half of it when causal, ×2.5
 backward. Peak memory is what one call adds, its output included. The deterministic backwards are measured in a group of
-their own, or in every row if named as peers.
+their own, or in every row if named as peers. In rows with features, windows or packed sequences of equal lengths our
+plain dense call on the same tensors runs in turns with the rest (ours_plain), so that the speed relative to it is of
+one state of clocks and power; it is no peer.
 
 --budget is the time that the rows may take, in seconds. It takes away repeats, then what needs compilation (flex), and
 at last rows. --max-ms bounds the repeats of each row.
@@ -40,8 +42,8 @@ from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
 from over_cache import read_ceiling
 from progress import Progress
-from report import OURS, full_report, plot_lines, speed
-from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, select
+from report import OURS, PLAIN, full_report, plot_lines, speed
+from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
 from shared import ROOT
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
@@ -72,14 +74,16 @@ def parse(arguments):
     parser.add_argument("--name", help="file name of the result without .json")
     options = parser.parse_args(arguments)
     try:
-        options.implementations = choose(options.peers, options.groups if "bwd" in options.mode else ())
+        measured_groups = [group for group in options.groups if set(modes_of(group)) & set(options.mode)]
+        options.implementations = choose(options.peers, measured_groups)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
 def default_seconds(modes, implementations):
-    extra = max(0, len(implementations) - 1 - len(DEFAULT_PEERS))
+    peers = [item for item in implementations if item.name not in ("ours", PLAIN)]  # few rows have the latter
+    extra = max(0, len(peers) - len(DEFAULT_PEERS))
     return len(modes) * min(MANY_PEERS_SECONDS, SECONDS_PER_MODE + SECONDS_PER_EXTRA_PEER * extra)
 
 

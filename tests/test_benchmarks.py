@@ -186,6 +186,41 @@ def test_cpu_peers_agree_with_the_reference(name, row):
         assert facts["relative_error"] < 1e-5
 
 
+def plain_rows():
+    """Rows that have a plain problem beside them."""
+    plain = features()[1].case
+    variants = ({"dropout": 0.2}, {"kind": "packed", "seqlens": (48, 48)}, {"window": (7, -1), "softcap": 3.0})
+    return own_features() + [rows.Row("features", dataclasses.replace(plain, **variant)) for variant in variants]
+
+
+@pytest.mark.parametrize("row", plain_rows(), ids=lambda row: row.id)
+def test_the_plain_problem_is_computed_on_the_same_tensors(row):
+    """Checked by its own reference and counted by its own FLOPs."""
+    implementation = implementations.IMPLEMENTATIONS["ours_plain"]
+    for mode in ("fwd", "bwd", "fwd+bwd"):
+        assert implementation.limits(row, "cpu", mode) is None
+        inputs = implementations.make_inputs(row, CPU, requires_grad=mode != "fwd")
+        _, beside = implementation.problem(row, inputs)
+        assert beside.q.shape == (2, 48, 4, 16) and beside.dout.data_ptr() == inputs.dout.data_ptr()
+        assert [x.data_ptr() for x in (beside.q, beside.k, beside.v)] == [
+            x.data_ptr() for x in (inputs.q, inputs.k, inputs.v)
+        ]
+        with torch.set_grad_enabled(mode != "fwd"):
+            call, facts = measure.probe(implementation, row, inputs, mode, CPU)
+            results = [call()] if mode == "fwd" else call()
+        assert facts["relative_error"] < 1e-5
+        assert facts["flops"] == rows.Row("cells", features()[1].case).flops(mode)
+        assert {x.shape for x in results} == {(2, 48, 4, 16)}
+
+
+def test_what_has_no_plain_problem_beside_it():
+    implementation = implementations.IMPLEMENTATIONS["ours_plain"]
+    assert implementation.limits(TINY, "cpu", "fwd") == "plain itself"
+    ragged = rows.Row("varlen", dataclasses.replace(TINY.case, kind="packed", seqlens=(20, 40)))
+    assert implementation.limits(ragged, "cpu", "fwd") == "no plain problem of the same size"
+    assert implementation.limits(rows.Row("decode", Case(1, 1, 8, 1, 1, 8, "float32", kind="cache")), "cpu", "fwd")
+
+
 @pytest.mark.parametrize("row", features(), ids=lambda row: row.id)
 def test_flex_agrees_with_the_reference(row):
     """Its masks and score functions, by FlexAttention uncompiled."""
@@ -232,7 +267,7 @@ def test_missing_pieces_become_notes():
 def test_choice_of_peers():
     assert [impl.name for impl in implementations.choose(["naive"])] == ["ours", "naive"]
     everything = [impl.name for impl in implementations.choose(["all"])]
-    assert "ours_deterministic" not in everything
+    assert not {"ours_deterministic", "ours_plain"} & set(everything)
     assert everything[0] == "ours" and {"sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "naive"} <= set(everything)
     with pytest.raises(ValueError, match="nobody: expected one of all, ours"):
         implementations.choose(["nobody"])
@@ -276,6 +311,34 @@ def test_deterministic_rows(tmp_path):
     assert [impl.limits(TINY, "cpu", "bwd") for impl in named if impl.name == "ours_deterministic"] == [None]
 
 
+def test_plain_runs_beside_the_features(tmp_path):
+    """It joins its groups in every mode, and is a peer nowhere."""
+    done = run_script(
+        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1, "--max-ms", 5,
+        "--groups", "varlen", "varlen_equal", "features", "deterministic", "--mode", "fwd", "fwd+bwd", "--peers",
+        "sdpa_math", "--out", tmp_path, "--name", "plain",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plain.json").read_text())
+    assert list(found["implementations"]) == ["ours", "sdpa_math", "ours_plain"]
+    beside = [row for row in found["rows"] if "ours_plain" in row["results"]]
+    assert {(row["group"], row["mode"]) for row in beside} == set(
+        itertools.product(("varlen_equal", "features"), ("fwd", "fwd+bwd"))
+    )
+    assert all(row["plain_id"] != row["id"] and not row["failed"] for row in beside)
+    for row in found["rows"]:
+        reason = row["notes"].get("ours_plain", "")
+        assert ("ours_plain" in row["results"]) == (not reason)
+        assert (reason == "plain itself") == (row["group"] != "varlen" and row["plain_id"] == row["id"])
+    lines = done.stdout.splitlines()
+    first = lines.index("speed of ours relative to its plain dense call (TFLOPS)") + 1
+    assert [line.split(maxsplit=1)[1] for line in lines[first : first + len(beside)]] == [
+        f"{row['label']} {row['mode']}" for row in beside
+    ]
+    told = [line for line in lines if "ours_plain" in line]
+    assert len(told) == 1 and told[0].startswith("not measured: ours_plain, ")
+
+
 def test_spent_budget_skips_rows(tmp_path):
     done = run_script(
         "run.py", "--device", "cpu", "--groups", "gqa", "--peers", "naive", "--budget", 1e-9, "--out", tmp_path,
@@ -292,7 +355,7 @@ def test_spent_budget_skips_rows(tmp_path):
 def test_run_on_the_gpu(device, tmp_path):
     """Graph replay, eager loops, device events and the in-kernel clock."""
     done = run_script(
-        "run.py", "--device", device, "--quick", "--budget", 30, "--groups", "gqa", "small", "small_eager",
+        "run.py", "--device", device, "--quick", "--budget", 30, "--groups", "gqa", "window", "small", "small_eager",
         "--peers", "sdpa_flash", "sdpa_math", "--mode", "fwd", "--out", tmp_path, "--name", "gpu",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -301,6 +364,7 @@ def test_run_on_the_gpu(device, tmp_path):
     assert set(measured["host_overhead"]) == {"ours", "sdpa_flash", "sdpa_math"}
     for row in measured["rows"]:
         assert row["results"]["ours"]["peak_bytes"] > 0 and row["failed"] == []
+        assert ("ours_plain" in row["results"]) == (row["group"] == "window")
         assert row["sm_mhz"] is None if row["timing"] == "eager" else 200 < row["sm_mhz"] < 4000
 
 
@@ -331,9 +395,12 @@ def fabricated(speeds, group="cells", mode="bwd"):
 
 def test_targets(result, tmp_path):
     """One is met, one is missed by its worst row, and rows of another group with the same problem do not count."""
-    changed = {**result, "implementations": {"ours": "", "ours_deterministic": "", "sdpa_flash": "", "triton": ""}}
+    names = ("ours", "ours_deterministic", "ours_plain", "sdpa_flash", "triton")
+    changed = {**result, "implementations": dict.fromkeys(names, "")}
     changed["rows"] = fabricated([{"sdpa_flash": 0.9, "triton": 0.9}, {"sdpa_flash": 1.04, "triton": 1.01}])
-    changed["rows"] += fabricated([{"ours_deterministic": 0.7}, {"ours_deterministic": 0.95}], "deterministic")
+    changed["rows"] += fabricated(
+        [{"ours_deterministic": 0.7, "ours_plain": 0.1}, {"ours_deterministic": 0.95}], "deterministic"
+    )
     changed["rows"] += fabricated([{"sdpa_flash": 5.0, "triton": 5.0}], "features")
     (tmp_path / "made.json").write_text(json.dumps(changed))
     done = run_script("compare.py", tmp_path / "made.json", "--targets")
@@ -361,12 +428,15 @@ def test_report_states_speeds_relative_to_the_plain_call(result, tmp_path):
     described = [measure.describe(row, "fwd") for row in made]
     for entry, tflops in zip(described, (8.0, 4.0, 6.0, 1.0, 2.0)):
         entry["results"] = {"ours": {"ms": 1.0, "tflops": tflops}}
+    described[2]["results"]["ours_plain"] = {"ms": 1.0, "tflops": 7.5}
     assert made[2].label.endswith("b2 s48 packed")
     (tmp_path / "made.json").write_text(json.dumps({**result, "rows": described}))
     done = run_script("report.py", tmp_path / "made.json")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    expected = [f"  {share} {made[i].label} fwd" for i, share in ((1, "0.500"), (2, "0.750"), (4, "0.250"))]
+    apart = ", plain from a row of its own"
+    expected = [(1, "0.500", apart), (2, "0.800", ""), (4, "0.250", apart)]
+    expected = [f"  {share} {made[i].label} fwd{told}" for i, share, told in expected]
     first = lines.index("speed of ours relative to its plain dense call (TFLOPS)") + 1
     assert [line for line in lines[first:] if line.startswith("  ")] == expected
 
