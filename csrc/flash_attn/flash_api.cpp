@@ -131,10 +131,7 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
     at::Tensor own_counter;
-    const bool uneven = params.window.right != kUnbounded || params.is_varlen();
-    const bool many = int64_t{params.b} * params.h * ((params.seqlen_q + 127) / 128) > params.multiprocessors;
-    const bool draws = uneven || (many && plan::sm90_draws_equal_tiles(params.d));
-    if (draws && family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
+    if (family == plan::Family::kWgmma && draws_tiles(params)) params.tile_counter_ptr = tile_counter(q, own_counter);
     if (family == plan::Family::kSplitKv) {
       check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
     } else if (!run_mha_fwd(family, params, q)) {

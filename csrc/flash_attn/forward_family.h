@@ -33,11 +33,22 @@ inline Visibility mean_sequence(const Flash_fwd_params& params) {
   return {(params.seqlen_q + sequences - 1) / sequences, mean_keys(params), params.window};
 }
 
+// Tiles of 128 rows of all heads.
+inline int64_t row_tiles(const Flash_fwd_params& params) {
+  return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
+}
+
+// Whether the wgmma family wants a tile counter for this call.
+inline bool draws_tiles(const Flash_fwd_params& params) {
+  const bool uneven = params.window.right != kUnbounded || params.packs_keys();
+  return plan::sm90_draws_tiles(params.max_head_dim(), uneven, row_tiles(params), params.multiprocessors);
+}
+
 inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
   query.head_dim = params.max_head_dim();
-  query.row_tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
+  query.row_tiles = row_tiles(params);
   query.multiprocessors = params.multiprocessors;
 
   const Visibility sequence = mean_sequence(params);

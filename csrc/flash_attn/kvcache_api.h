@@ -227,7 +227,7 @@ inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_para
                  "kvcache_rotate_kernel", q);
   }
   at::Tensor own_counter;
-  if (family == plan::Family::kWgmma) forward.tile_counter_ptr = tile_counter(q, own_counter);
+  if (family == plan::Family::kWgmma && draws_tiles(forward)) forward.tile_counter_ptr = tile_counter(q, own_counter);
   run_mha_fwd(family, forward, q);
 }
 

@@ -57,6 +57,13 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
 // counter, instead of one head after the other in equal shares (docs/tuning.md).
 constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
+// Whether a launch of the wgmma family draws row blocks from a counter. `uneven`: they see unequal numbers of keys;
+// `row_tiles`: of 128 rows, of all heads. Where the multiprocessors hold all of these at a time, they hold all tiles of
+// the family too, which have no fewer rows.
+constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t row_tiles, int multiprocessors) {
+  return row_tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
+}
+
 // Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
 // row block of all heads, then the second. Few heads left for the last section would leave multiprocessors idle at the
 // end: the first section has the odd number.
