@@ -99,6 +99,25 @@ def test_float16(hopper, run_family, head_dim):
     check_both(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
 
 
+RISING_CASES = [(d, 0, features) for d in (64, 96, 128, 192, 256) for features in ({}, {"causal": True})]
+RISING_CASES += [(192, 128, {}), (64, 0, {"alibi": "heads"}), (128, 0, {"alibi": "batch", "causal": True})]
+RISING_CASES += [(128, 0, {"dropout": 0.1}), (128, 0, {"softcap": 300.0}), (128, 0, {"window": (900, 40)})]
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("growth", ("steady", "sudden", "huge"))
+@pytest.mark.parametrize("head_dim, head_dim_v, features", RISING_CASES, ids=str)
+def test_scores_far_above_their_reference(hopper, run_family, head_dim, head_dim_v, features, growth, dtype):
+    """References rise in block after block; or in one block for some heads and rows; or by more than floats hold."""
+    case = Case(2, 1100, 1300, 4, 2, head_dim, dtype, head_dim_v=head_dim_v, **features)
+    problem = make_problem(case, hopper)
+    if growth == "steady":
+        problem.k.mul_(torch.linspace(0.1, 9.0, 1300, device=hopper)[:, None, None])
+    else:
+        problem.k[:, 700:703, 1].mul_(12.0 if growth == "sudden" else 300.0)
+    check_both(problem, run_family)
+
+
 @pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 256))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -57,6 +58,13 @@ CASES = (
     Case(4, 300, 300, 24, 24, 192, "bfloat16", causal=True, kind="padded"),
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
+)
+# By the wgmma family, with scores beyond what goes ahead of its references.
+FAR_CASES = (
+    Case(1, 1100, 400, 2, 2, 64, "bfloat16"),
+    Case(1, 1100, 400, 2, 1, 128, "float16", causal=True),
+    Case(1, 200, 400, 2, 2, 128, "bfloat16", alibi="heads"),
+    Case(1, 200, 300, 2, 1, 256, "float16"),
 )
 
 
@@ -108,6 +116,17 @@ def check(case, device, deterministic):
         check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())
 
 
+def check_far(case, device):
+    problem = make_problem(case, device)
+    problem.q.mul_(16.0)
+    os.environ["FLASH_ATTN_FAMILY"] = "wgmma"
+    try:
+        out, lse, _ = run(problem)
+    finally:
+        del os.environ["FLASH_ATTN_FAMILY"]
+    check_forward(on_cpu(problem), out.cpu(), lse.cpu())
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -120,6 +139,7 @@ def main(arguments=None):
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     checks = [(case.id, functools.partial(check, case, options.device, i % 2 == 1)) for i, case in enumerate(CASES)]
+    checks += [(f"far-{case.id}", functools.partial(check_far, case, options.device)) for case in FAR_CASES]
     for name, run_check in [*checks, *sanitize_kvcache.checks(options.device)]:
         if options.only not in name:
             continue

@@ -13,6 +13,7 @@ struct Softmax {
   static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
+  static constexpr float kMostAhead = 256.0f;   // for the sum of a thread's probabilities; fp16 holds them up to 65504
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
   float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
@@ -170,38 +171,55 @@ struct Softmax {
     return true;
   }
 
-  // update() of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
-  // for a reference of biased scores; or false, with nothing done, where references may have to rise. `distance`: of
-  // the diagonal of the tile's first row from its first column.
-  template <class Scores, class Coords>
-  __device__ __forceinline__ bool exponentiate_biased(Scores& scores, const Coords& coords, float scale, float gradient,
-                                                      int distance, float slack_log2) {
+  // Whether scores may go ahead of their references: exponentiate_ahead() is for moderate ones, with some slack.
+  __device__ __forceinline__ bool may_go_ahead(float slack_log2) const { return slack_log2 > 0.0f && !is_large; }
+
+  // update() as if no reference had to rise, which it sees only afterwards, by the sums of the probabilities: their
+  // maxima need not be looked for. Returns whether that was right for the whole warp. If not, the scores are lost, and
+  // nothing else has changed. before_check() is called in between. Where may_go_ahead().
+  template <class Scores, class BeforeCheck>
+  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const BeforeCheck& before_check) {
+    const float offset[kRows] = {row_max[0] * scale, row_max[1] * scale};
+    return exponentiate_ahead(scores, scale, [&](int mi, int) { return offset[mi]; }, before_check);
+  }
+
+  // The same of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
+  // for references of biased scores. `distance`: of the diagonal of the tile's first row from its first column.
+  template <class Scores, class Coords, class BeforeCheck>
+  __device__ __forceinline__ bool exponentiate_biased_ahead(Scores& scores, const Coords& coords, float scale,
+                                                            float gradient, int distance,
+                                                            const BeforeCheck& before_check) {
+    float offset[kRows];  // the reference, less the bias of the thread's first column
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
+    }
+    const auto offset_of = [&](int mi, int ni) {
+      return offset[mi] - gradient * static_cast<float>(coords.col(ni) - coords.col(0));
+    };
+    return exponentiate_ahead(scores, scale, offset_of, before_check);
+  }
+
+  template <class Scores, class OffsetOf, class BeforeCheck>
+  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const OffsetOf& offset_of,
+                                                     const BeforeCheck& before_check) {
     using namespace cute;
-    constexpr int kCols = decltype(size<1>(scores))::value;
-    static_assert(kCols % 2 == 0, "scores are compared in pairs");
-    const float most = fmaxf(0.0f, gradient * static_cast<float>(coords.col(kCols - 1) - coords.col(0)));
-    float offset[kRows];  // bias of the thread's first column, less the reference
-    bool fails = is_large;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      int bound = 0;
-#pragma unroll
-      for (int ni = 0; ni < kCols; ni += 2) {
-        bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
-      }
-      offset[mi] = -gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0)) - row_max[mi];
-      fails |= !(__int_as_float(bound) * scale + most + offset[mi] <= slack_log2);
-    }
-    if (__any_sync(0xffffffffu, fails)) return false;
+    float sums[kRows] = {};
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
-      for (int ni = 0; ni < kCols; ++ni) {
-        const float bias = gradient * static_cast<float>(coords.col(ni) - coords.col(0)) + offset[mi];
-        scores(mi, ni) = exp2f(scores(mi, ni) * scale + bias);
-        row_sum[mi] += scores(mi, ni);
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset_of(mi, ni));
+        sums[mi] += scores(mi, ni);
       }
     }
+    before_check();
+    bool is_right = true;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMostAhead;  // not if it is NaN
+    if (!__all_sync(0xffffffffu, is_right)) return false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) row_sum[mi] += sums[mi];
     return true;
   }
 

@@ -117,21 +117,69 @@ struct FwdMainloop {
     }
   }
 
-  // The common case of an interior block in one go; or false, with nothing done.
-  template <Modifiers kModifiers, class Scores>
-  __device__ __forceinline__ bool exponentiate_modified(Scores& scores, const Tile& tile, int key) {
-    if constexpr (kModifiers == Modifiers::kSoftcap) {
-      return softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2);
-    }
+  // How far the tile's first row is beyond the first key of a block, along the diagonal.
+  __device__ __forceinline__ int diagonal_distance(const Tile& tile, int key) const {
+    return tile.visibility(params.window).diagonal(row_begin(tile)) - key;
+  }
+  // Whether the diagonals of all rows lie at or behind the block's last key; and whether at or before its first.
+  __device__ __forceinline__ static bool is_before_diagonal(int distance) { return distance >= Config::kBlockN - 1; }
+  __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
+
+  template <bool kEdge, Modifiers kModifiers>
+  static constexpr bool kGoesAhead =
+      Config::kGoesAhead && !kEdge && (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
+
+  // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
+  template <Modifiers kModifiers>
+  __device__ __forceinline__ bool may_go_ahead(const Tile& tile, int key) const {
+    bool may = softmax.may_go_ahead(params.softmax_slack_log2);
     if constexpr (kModifiers == Modifiers::kAlibi) {
-      // Where the block lies on one side of the diagonal of all rows, the bias is linear in the column.
-      const int distance = tile.visibility(params.window).diagonal(row_begin(tile)) - key;
-      const bool is_before = distance >= Config::kBlockN - 1;
-      if (!is_before && distance + 63 > 0) return false;
-      return softmax.exponentiate_biased(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
-                                         is_before ? slope_log2 : -slope_log2, distance, params.softmax_slack_log2);
+      const int distance = diagonal_distance(tile, key);
+      may &= is_before_diagonal(distance) || is_behind_diagonal(distance);
     }
-    return false;
+    return may;
+  }
+
+  template <Modifiers kModifiers, class Scores>
+  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, const Tile& tile, int key) {
+    const auto before_check = [] {
+      if constexpr (Config::kChecksBehindPv) cute::warpgroup_wait<0>();
+    };
+    if constexpr (kModifiers == Modifiers::kAlibi) {
+      const int distance = diagonal_distance(tile, key);
+      return softmax.exponentiate_biased_ahead(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
+                                               is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance,
+                                               before_check);
+    } else {
+      return softmax.exponentiate_ahead(scores, params.softmax_scale_log2, before_check);
+    }
+  }
+
+  // S of this warp's rows and the block of keys at k_place once more, by mma.sync: without the other warps.
+  __device__ __forceinline__ void multiply_qk_again(int q_stage) {
+    using namespace cute;
+    using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, SM80_16x8x16_F32F16F16F32_TN,
+                                   SM80_16x8x16_F32BF16BF16F32_TN>;
+    const auto all_q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
+    const auto all_k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
+    const auto q = all_q(_, _, q_stage * Config::kWarpGroups + group);
+    const auto k = all_k(_, _, k_place.stage);
+    // Rows that are 8 apart are swizzled alike and stand at a fixed distance.
+    const auto pair = [](const auto& tile, int row, int col, int eights) {
+      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&tile(row, col)) + eights * 8 * Config::kChunkCols);
+    };
+    const int row = coords.row(0), key = threadIdx.x % 32 / 4;
+    clear(acc_s);
+#pragma unroll 1
+    for (int col = coords.col(0); col < Config::kHeadDim; col += 16) {
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN / 8; ++i) {
+        float* const s = &acc_s(4 * i);
+        Mma::fma(s[0], s[1], s[2], s[3], pair(q, row, col, 0), pair(q, row, col, 1), pair(q, row, col + 8, 0),
+                 pair(q, row, col + 8, 1), pair(k, key, col, i), pair(k, key, col + 8, i), s[0], s[1], s[2], s[3]);
+      }
+    }
+    __syncwarp();  // all lanes have read
   }
 
   // Reads the words of the columns of the key block at k_place.
@@ -175,6 +223,27 @@ struct FwdMainloop {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) draw(slice);
     }
+  }
+
+  // Exponentials of S of a block. Returns whether references rose: the output is to be multiplied by `correction` then.
+  template <bool kEdge, Modifiers kModifiers>
+  __device__ __forceinline__ bool exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
+    auto scores = row_col_view(acc_s);
+    if constexpr (kGoesAhead<kEdge, kModifiers>) {
+      if (may_go_ahead<kModifiers>(tile, key)) {
+        if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
+        multiply_qk_again(q_stage);
+      }
+    }
+    if (!kEdge && kModifiers == Modifiers::kSoftcap &&
+        softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2)) {
+      return false;
+    }
+    modify_scores<kEdge, kModifiers>(scores, tile, key);
+    const bool raised =
+        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+    softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    return raised;
   }
 
   template <Modifiers kModifiers>
@@ -238,15 +307,10 @@ struct FwdMainloop {
     const int key = tile.walk.block(i) * Config::kBlockN;
     wait_for<1>(acc_s);
     if constexpr (!Config::kTakesTurns) read_col_words();
-    release_key();
-    auto scores = row_col_view(acc_s);
+    if constexpr (!kGoesAhead<kEdge, kModifiers>) release_key();
     float correction[kRows];
-    bool raised = false;
-    if (kEdge || !exponentiate_modified<kModifiers>(scores, tile, key)) {
-      modify_scores<kEdge, kModifiers>(scores, tile, key);
-      raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
-      softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
-    }
+    const bool raised = exponentiate<kEdge, kModifiers>(tile, key, q_stage, correction);
+    if constexpr (kGoesAhead<kEdge, kModifiers>) release_key();
     if constexpr (Config::kFinishesExponentials) finish_exponentials();
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
