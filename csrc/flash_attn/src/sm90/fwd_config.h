@@ -61,9 +61,10 @@ struct FwdConfig {
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
-  // Interior blocks are exponentiated before anybody has looked for their maxima. Where a consumer's own way from S to
-  // P is what a step takes, looking afterwards costs more than it saves (docs/tuning.md).
-  static constexpr bool kGoesAhead = !kDropsPacked && !(kVariant == FwdVariant::kShort && kHeadDim == 128);
+  // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,
+  // or three by turns, wait for each other: looking afterwards makes the way from S to P longer (docs/tuning.md).
+  static constexpr bool kGoesAhead =
+      !kDropsPacked && !(!kHasScoreMod && kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
   static constexpr bool kChecksBehindPv = kGoesAhead && !kFinishesExponentials && !kHasScoreMod;
 
   template <int kN, class MmaOp>
