@@ -1,4 +1,6 @@
-"""Few rows over many keys, served by the kernels of the KV cache: FLASH_ATTN_FAMILY=split_kv forces them."""
+"""Few rows over many keys, served by the kernels of the KV cache, which FLASH_ATTN_FAMILY=split_kv forces, or by
+shares of the keys in the wgmma family: FLASH_ATTN_FAMILY=wgmma:3 forces three of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from harness import check_forward, make_problem, run
 from reference import Varlen
 from test_cuda_runtime import captured, check_replays_with_changed_inputs
 from test_dropout import forward_with_state
+from test_families import hopper  # noqa: F401, a fixture
 
 from flash_attn import flash_attn_func
 
@@ -164,3 +167,103 @@ def test_graph_with_changed_lengths(device, monkeypatch):
         problem.layout = Varlen(starts_q[:-1], lengths[0], starts_k[:-1], lengths[1], 64)
         graph.replay()
         check_forward(problem, out, lse)
+
+
+# ---- shares of the keys in the wgmma family ----
+
+SHARED = Case(1, 128, 2048, 16, 16, 128, DTYPE)  # one that is served so without being asked for
+SHARED_FEATURES = {
+    **FEATURES,
+    "sinks": {"sinks": True, "causal": True},
+    "capped alibi": {"softcap": 15.0, "alibi": "heads", "causal": True, "sinks": True},
+    "narrow": {"window": (5, 3), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("features", SHARED_FEATURES.values(), ids=SHARED_FEATURES)
+@pytest.mark.parametrize("head_dim", (24, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("lengths", ((1, 1500), (129, 1000), (300, 700), (65, 33)), ids=str)
+def test_shares(hopper, run_family, head_dim, lengths, features):  # noqa: F811
+    """Whole blocks and parts of them, more shares than blocks, rows that see no key of a share."""
+    problem = make_problem(Case(2, *lengths, 6, 2, head_dim, DTYPE, **features), hopper)
+    for shares in (2, 7, 32):
+        out, lse, _ = run_family(problem, f"wgmma:{shares}")
+        check_forward(problem, out, lse)
+        again = run_family(problem, f"wgmma:{shares}")
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("features", ({}, {"head_dim_v": 128}, {"softcap": 9.0}), ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+def test_shares_in_float16(hopper, run_family, head_dim, features):  # noqa: F811
+    problem = make_problem(Case(3, 200, 3000, 4, 1, head_dim, "float16", causal=True, **features), hopper)
+    out, lse, _ = run_family(problem, "wgmma:5")
+    check_forward(problem, out, lse)
+
+
+@pytest.mark.parametrize("features", SHARED_FEATURES.values(), ids=SHARED_FEATURES)
+@pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
+@pytest.mark.parametrize("page_size", (0, 1, 16, 48))
+def test_shares_of_packed(hopper, run_family, page_size, kind, features):  # noqa: F811
+    for head_dim, heads in ((64, (4, 2)), (128, (6, 1)), (256, (2, 2))):
+        case = Case(len(LENGTHS), 0, 0, *heads, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
+        problem = make_problem(case, hopper, list(LENGTHS))
+        out, lse, _ = run_family(problem, "wgmma:3")
+        check_forward(problem, out, lse)
+        again = run_family(problem, "wgmma:3", max_seqlen_q=1, max_seqlen_k=1)  # hints, and wrong ones
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_more_shares_than_multiprocessors(hopper, run_family, head_dim):  # noqa: F811
+    """Thread blocks take several shares, equal ones in turns and others as they get free."""
+    for features in ({}, {"causal": True}):
+        problem = make_problem(Case(2, 700, 1500, 16, 16, head_dim, DTYPE, **features), hopper)
+        out, lse, _ = run_family(problem, "wgmma:9")
+        check_forward(problem, out, lse)
+
+
+def test_max_logit_of_shares(hopper, run_family):  # noqa: F811
+    problem = make_problem(Case(2, 100, 900, 4, 2, 128, DTYPE, causal=True), hopper)
+    shared, whole = (run_family(problem, f, return_max_logit=True)[3] for f in ("wgmma:4", "wgmma"))
+    assert torch.equal(shared, whole)
+
+
+def test_dropout_is_not_shared(hopper, run_family):  # noqa: F811
+    problem = make_problem(Case(1, 100, 1200, 4, 2, 64, DTYPE, dropout=0.2), hopper)
+    results = []
+    for family in ("wgmma:4", "wgmma"):
+        torch.manual_seed(5)
+        results.append(run_family(problem, family))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_the_plan_shares(hopper, run_family):  # noqa: F811
+    """By itself, where it is wanted."""
+    problem = make_problem(SHARED, hopper)
+    own, whole, split = (run_family(problem, family)[0] for family in ("", "wgmma", "split_kv"))
+    assert not torch.equal(own, whole) and not torch.equal(own, split)
+    assert any(torch.equal(own, run_family(problem, f"wgmma:{shares}")[0]) for shares in range(2, 17))
+
+
+def test_graph_of_shares(hopper):  # noqa: F811
+    check_replays_with_changed_inputs(make_problem(SHARED, hopper))
+
+
+def test_graph_of_shares_with_changed_lengths(hopper, monkeypatch):  # noqa: F811
+    """The shares are cut anew from the lengths on the device."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma:4")
+    case = Case(4, 0, 0, 4, 2, 128, DTYPE, kind="packed", causal=True, sinks=True)
+    problem = make_problem(case, hopper, [(140, 600), (1, 900), (43, 100), (16, 400)])
+    graph, (out, lse, _) = captured(lambda: run(problem))
+    for starts_q, starts_k in (
+        ([0, 140, 141, 184, 200], [0, 600, 1500, 1600, 2000]),
+        ([0, 0, 160, 164, 200], [0, 9, 9, 1990, 2000]),
+    ):
+        problem.cu_seqlens_q.copy_(torch.tensor(starts_q))
+        problem.cu_seqlens_k.copy_(torch.tensor(starts_k))
+        lengths = [[b - a for a, b in zip(x, x[1:])] for x in (starts_q, starts_k)]
+        problem.layout = Varlen(starts_q[:-1], lengths[0], starts_k[:-1], lengths[1], 200)
+        for _ in range(2):
+            graph.replay()
+            check_forward(problem, out, lse)

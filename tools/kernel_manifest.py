@@ -36,6 +36,12 @@ class KernelFile:
         return f"run_mha_{self.direction}_{FAMILIES[self.family][0]}"
 
     @property
+    def parameters(self) -> str:
+        """The structure that the function takes."""
+        shares = self.direction == "fwd" and self.family == "sm90"
+        return "Flash_fwd_shares_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+
+    @property
     def arguments(self) -> str:
         """Of the template."""
         head_dims = f"{self.head_dim}, {self.head_dim_v}" if self.head_dim_v else self.head_dim
@@ -132,7 +138,7 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
     stubs = "".join(
         f"template <>\n"
         f"cudaError_t {f.function}<{f.arguments}>("
-        f"const Flash_{PARAMETERS[f.direction]}_params&, cudaStream_t) {{\n"
+        f"const {f.parameters}&, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"
         for f in left_out

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "allocate.h"
 #include "launch_check.h"
 #include "plan/family.h"
 #include "plan/grid.h"
@@ -44,6 +45,17 @@ inline bool draws_tiles(const Flash_fwd_params& params) {
   return plan::sm90_draws_tiles(params.max_head_dim(), uneven, row_tiles(params), params.multiprocessors);
 }
 
+// Rows of all heads, as the LSE has them.
+inline int64_t all_rows(const Flash_fwd_params& params) {
+  return int64_t{params.is_varlen() ? 1 : params.b} * params.h * params.seqlen_q;
+}
+
+// Dropout takes the keys as they are, and at head dim 64 the tile that shares them reads no pages.
+inline bool may_share_keys(const Flash_fwd_params& params) {
+  const bool reads_pages = params.max_head_dim() > plan::kLeastWgmmaHeadDim || params.has_score_mod;
+  return !params.has_dropout && (reads_pages || !params.is_paged()) && all_rows(params) <= kMaxLength;
+}
+
 inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   plan::FamilyQuery query{};
   query.capability = compute_capability(params.device);
@@ -59,6 +71,9 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.split_tiles =
       static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(query.head_dim, query.split_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
+  if (may_share_keys(params)) {
+    query.share_tiles = static_cast<int64_t>(params.b) * params.h * ((sequence.seqlen_q + 127) / 128);
+  }
   return query;
 }
 
@@ -68,8 +83,23 @@ inline plan::Family choose_family(const Flash_fwd_params& params) {
   return plan::choose_family(family_query(params), forced_family());
 }
 
+// What the wgmma family takes: `workspace` holds the results of the shares, if there are several.
+inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const at::Tensor& q, at::Tensor& workspace) {
+  Flash_fwd_shares_params shared;
+  static_cast<Flash_fwd_params&>(shared) = params;
+  KeyShares& shares = shared.shares;
+  shares.count = plan::choose_key_shares(family_query(params), forced_family());
+  if (shares.count == 1) return shared;
+  shares.rows = all_rows(params);
+  const int64_t results = shares.count * shares.rows;
+  workspace = new_empty(q, {results * (params.d_v + 1)}, at::kFloat);
+  shares.out_ptr = workspace.mutable_data_ptr<float>();
+  shares.lse_ptr = shares.out_ptr + results * params.d_v;
+  return shared;
+}
+
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_wgmma(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_wgmma(const Flash_fwd_shares_params& params, cudaStream_t stream) {
   constexpr plan::Sm90FwdTile kPair = plan::kSm90ValueDimTile;
   if constexpr (kHeadDim == kPair.head_dim) {
     if (plan::is_value_dim_pair(params.d, params.d_v)) {
@@ -81,9 +111,13 @@ cudaError_t run_mha_fwd_wgmma(const Flash_fwd_params& params, cudaStream_t strea
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q,
+                               cudaStream_t stream) {
   if (family == plan::Family::kWgmma) {
-    const cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(params, stream);
+    at::Tensor workspace;
+    const Flash_fwd_shares_params shared = share_keys(params, q, workspace);
+    cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
+    if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
     if (status != cudaErrorNotSupported) return status;
   }
   return params.d == params.d_v ? run_mha_fwd_<kDtype, kHeadDim>(params, stream) : cudaErrorNotSupported;
@@ -95,7 +129,7 @@ inline bool run_mha_fwd(plan::Family family, const Flash_fwd_params& params, con
   const bool is_fp16 = q.scalar_type() == at::kHalf;
   const cudaError_t status = FP16_SWITCH(is_fp16, [&] {
     return HEADDIM_SWITCH(params.max_head_dim(),
-                          [&] { return run_mha_fwd_family<kDtype, kHeadDim>(family, params, stream); });
+                          [&] { return run_mha_fwd_family<kDtype, kHeadDim>(family, params, q, stream); });
   });
   if (status == cudaErrorNotSupported && params.d != params.d_v) return false;
   check_launch(status, "flash_fwd_kernel", q);

@@ -172,6 +172,30 @@ void check_hidden_steps(const Visibility& visibility, const BlockRange& range, i
   }
 }
 
+// Shares are of one length but for the last ones, and follow each other; they know the interior and the hidden blocks.
+void check_shares(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
+  for (int shares : {1, 2, 3, 7}) {
+    int next = range.begin, longest = 0;
+    for (int share = 0; share < shares; ++share) {
+      const BlockRange own = flash::share_of(range, share, shares);
+      check::that(own.begin == next && own.count() >= 0, "shares follow each other", own.begin, next, share, shares);
+      for (int block = own.begin; block < own.end; ++block) {
+        const bool interior = block >= own.interior_begin && block < own.interior_end;
+        check::that(interior == (part_of(range, block) == 0), "interior of a share", block, share, shares);
+        check::that(part_of(own, block) == part_of(range, block) || own.interior_begin == own.interior_end,
+                    "edges of a share", block, share, shares);
+      }
+      check_interior_first(own, row_begin, row_end, block_n);
+      check_walks(own, block_n);
+      if (block_n % 2 == 0) check_hidden_steps(visibility, own, row_begin, row_end, 2, block_n);
+      next = own.end;
+      longest = std::max(longest, own.count());
+    }
+    check::that(next == range.end, "shares have all blocks", next, range.end, shares);
+    check::that(longest == (range.count() + shares - 1) / shares, "the longest share", longest, range.count(), shares);
+  }
+}
+
 void check_all_small_problems() {
   const int windows[] = {kUnbounded, kUnbounded - 1, 0, 1, 2, 3, 5, 8, 20};
   for (int seqlen_q = 1; seqlen_q <= 9; ++seqlen_q) {
@@ -190,6 +214,7 @@ void check_all_small_problems() {
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
                 if (block_m % 2 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 2, block_n);
                 if (block_m % 3 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 3, block_n);
+                check_shares(visibility, range, row, row_end, block_n);
               }
               check_directions(visibility, block_m, block_n);
               check_interior_rows(visibility, block_m, block_n);

@@ -1,7 +1,9 @@
 // Which kernel family serves a call. Plain C++17.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "tiles.h"
@@ -27,6 +29,7 @@ struct FamilyQuery {
   int64_t split_rows;   // packed rows of a K/V head
   int64_t split_tiles;  // of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;    // at most so many by a tile of rows
+  int64_t share_tiles = 0;  // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
 };
 
 // The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
@@ -48,10 +51,29 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
   return 3000000 + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
-constexpr int64_t wgmma_cost(const FamilyQuery& query) {
+// Shares of keys are tiles too, whose results are written, read and merged in fp32. One share: no such thing.
+constexpr int kMaxKeyShares = 32;
+
+constexpr int64_t wgmma_cost(const FamilyQuery& query, int shares = 1) {
   const int64_t wide = 2800 + 60 * query.head_dim;
   const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 14000 : wide < 10500 ? 10500 : wide;
-  return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+  if (shares == 1) return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+  const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kShort).block_n;
+  const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
+  const int64_t keys = (blocks + shares - 1) / shares * block_n;
+  const int64_t tiles = query.share_tiles * shares;
+  const int64_t waves = (tiles + query.multiprocessors - 1) / query.multiprocessors;
+  return 9000000 + waves * keys * of_key + 240 * tiles * query.head_dim;
+}
+
+// The number of shares that takes the least time. More than one wave of row tiles is not cut.
+constexpr int best_key_shares(const FamilyQuery& query) {
+  int best = 1;
+  if (query.share_tiles == 0 || query.share_tiles > query.multiprocessors) return best;
+  for (int shares = 2; shares <= kMaxKeyShares; ++shares) {
+    if (wgmma_cost(query, shares) < wgmma_cost(query, best)) best = shares;
+  }
+  return best;
 }
 
 // Shares of keys take the time of all tiles over all multiprocessors, and the merge, which is slow for tiles of more
@@ -65,20 +87,37 @@ constexpr int64_t split_cost(const FamilyQuery& query) {
 // The fastest by these estimates. More than one wave of row tiles is wgmma's.
 constexpr Family fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
-  const bool wgmma = wgmma_serves(query) && (!in_one_wave || wgmma_cost(query) < mma_sync_cost(query));
-  const int64_t whole = wgmma ? wgmma_cost(query) : mma_sync_cost(query);
+  const int64_t tensor_cores = wgmma_cost(query, best_key_shares(query));
+  const bool wgmma = wgmma_serves(query) && (!in_one_wave || tensor_cores < mma_sync_cost(query));
+  const int64_t whole = wgmma ? tensor_cores : mma_sync_cost(query);
   if (query.may_split && split_cost(query) < whole) return Family::kSplitKv;
   return wgmma ? Family::kWgmma : Family::kMmaSync;
 }
 
-// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma" and "split_kv" take that family wherever it
-// serves the call; anything else leaves the choice as it is.
+// The number of shares that `forced` asks for as "wgmma:8" does, 1 for "wgmma"; 0: it does not name that family.
+inline int forced_key_shares(const char* forced) {
+  constexpr char kName[] = "wgmma";
+  constexpr std::size_t kLength = sizeof(kName) - 1;
+  if (forced == nullptr || std::strncmp(forced, kName, kLength) != 0) return 0;
+  if (forced[kLength] == '\0') return 1;
+  const int shares = forced[kLength] == ':' ? std::atoi(forced + kLength + 1) : 0;
+  return 1 <= shares && shares <= kMaxKeyShares ? shares : 0;
+}
+
+// `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
+// wherever it serves the call; anything else leaves the choice as it is.
 inline Family choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
   if (is_forced("mma_sync")) return Family::kMmaSync;
-  if (is_forced("wgmma") && wgmma_serves(query)) return Family::kWgmma;
+  if (forced_key_shares(forced) > 0 && wgmma_serves(query)) return Family::kWgmma;
   if (is_forced("split_kv") && query.may_split) return Family::kSplitKv;
   return fastest_family(query);
+}
+
+// Into how many shares the wgmma family cuts the keys.
+inline int choose_key_shares(const FamilyQuery& query, const char* forced) {
+  const int wanted = forced_key_shares(forced);
+  return query.share_tiles == 0 ? 1 : wanted > 0 ? wanted : best_key_shares(query);
 }
 
 // Of the backward, the deterministic one too, for head dims above 32.

@@ -163,6 +163,13 @@ constexpr bool sm90_splits_masked(int head_dim) {
   return plain.block_n != masked.block_n;
 }
 
+// Whether calls of few rows have.
+constexpr bool sm90_has_short_tile(int head_dim) {
+  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+  const Sm90FwdTile few = sm90_fwd_tile(head_dim, FwdVariant::kShort);
+  return plain.teams != few.teams || plain.block_m != few.block_m;
+}
+
 // Q, K, V and O of one team. 16-bit elements.
 constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
   return 2 * tile.head_dim * (tile.q_stages * tile.block_m + tile.kv_stages * tile.block_n) +

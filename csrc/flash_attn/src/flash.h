@@ -107,6 +107,19 @@ struct Flash_fwd_params {
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
+// Shares of the keys of each row block. A share is a tile of its own, with a result of its own that run_fwd_merge_()
+// merges with the others'.
+struct KeyShares {
+  int count = 1;
+  int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
+  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); not set where a share has no key that the row sees
+  float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
+};
+
+struct Flash_fwd_shares_params : Flash_fwd_params {
+  KeyShares shares;
+};
+
 // The backward reads the forward's description: O and LSE may come from another call.
 struct Flash_bwd_params : Flash_fwd_params {
   const void* __restrict__ do_ptr = nullptr;  // as O
@@ -132,9 +145,14 @@ cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 
 // The same by the wgmma family, for GPUs of compute capability 9.0; 64 serves lesser head dims too.
 // cudaErrorNotSupported: it does not serve this call, or is not in this build; nothing was launched. Q and K have up to
-// kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod.
+// kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod. More than one
+// share of the keys: its results are those of the shares.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_params& params, cudaStream_t stream);
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_shares_params& params, cudaStream_t stream);
+
+// Output and LSE from the results of all shares.
+template <Dtype kDtype>
+cudaError_t run_fwd_merge_(const Flash_fwd_shares_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);

@@ -71,6 +71,19 @@ struct BlockRange {
   }
 };
 
+// Share `share` of `shares` of a walk's blocks, which are as long as they can be: the last ones may have none.
+FLASH_HOST_DEVICE constexpr BlockRange share_of(const BlockRange& range, int share, int shares) {
+  const int length = (range.count() + shares - 1) / shares;
+  const int64_t first = range.begin + static_cast<int64_t>(share) * length;
+  BlockRange own;
+  own.begin = first < range.end ? static_cast<int>(first) : range.end;
+  own.end = range.end - own.begin < length ? range.end : own.begin + length;
+  const auto within = [&own](int block) { return block < own.begin ? own.begin : block > own.end ? own.end : block; };
+  own.interior_begin = within(range.interior_begin);
+  own.interior_end = within(range.interior_end);
+  return own;
+}
+
 // block_interior_first(), but for one block that comes before all others.
 struct KeyWalk {
   BlockRange range;

@@ -29,13 +29,14 @@ __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& 
   softmax.rescale(out, factor);
 }
 
-// `row_begin`: what the rows of `coords` count from.
+// `row_begin`: what the rows of `coords` count from. `offset`: of the LSE, for a share of the keys.
 template <int kRows, class Coords>
 __device__ __forceinline__ void store_lse(const Softmax<kRows>& softmax, const Flash_fwd_params& params,
-                                          const RowBlock& block, const Coords& coords, int row_begin) {
+                                          const RowBlock& block, const Coords& coords, int row_begin,
+                                          int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
   const float sink = row_sink(params, block);
-  float* const lse = params.softmax_lse_ptr + lse_offset(block, params);
+  float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     const int row = row_begin + coords.row(mi);

@@ -20,7 +20,8 @@ FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibilit
   HiddenSteps hidden;
   hidden.begin = walk.interior_steps_end();
   const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
-  const int right = walk.range.end - seen_end < count ? walk.range.end - seen_end : count;
+  const int behind = walk.range.end - seen_end;  // negative where the walk is a share that ends before them
+  const int right = behind < 0 ? 0 : behind < count ? behind : count;
   hidden.right = right - (walk.first >= count - right);
   if (visibility.window.left == kUnbounded) return hidden;
   const int before = visibility.key_begin(row_begin) / block_n - walk.range.begin;

@@ -59,6 +59,10 @@ struct FwdConfig {
   // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
   // move the rings' indices into vector registers.
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
+  // Serves calls whose keys are shared out: the tiles for few rows, and those that have no such tile beside them.
+  static constexpr bool kSharesKeys =
+      kHasScoreMod || kVariant == FwdVariant::kShort ||
+      (kVariant == FwdVariant::kPlain && (kHasValueDim || !plan::sm90_has_short_tile(kHeadDim_)));
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,

@@ -1,4 +1,5 @@
-// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA.
+// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA; that of a share of the
+// keys in fp32.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -50,6 +51,28 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
                                 block.head, rows.outer, rows.origin);
       }
       tma_store_arrive();
+    }
+  }
+}
+
+// The output of a share of the keys, straight from the registers: four lanes write 32 bytes of a row.
+template <class Config>
+__device__ __forceinline__ void store_share(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
+                                            const KeyShares& shares, const float (&factor)[2]) {
+  using namespace cute;
+  const Flash_fwd_params& params = mainloop.params;
+  auto out = row_col_view(mainloop.acc_o);
+  mainloop.softmax.rescale(out, factor);
+  float* const matrix = shares.out_ptr + (tile.share * shares.rows + lse_offset(tile.block, params)) * params.d_v;
+#pragma unroll
+  for (int mi = 0; mi < size<0>(out); ++mi) {
+    const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
+    if (row >= tile.block.row_end) continue;
+    float* const to = matrix + static_cast<int64_t>(row) * params.d_v;
+#pragma unroll
+    for (int ni = 0; ni < size<1>(out); ni += 2) {
+      const int col = mainloop.coords.col(ni);
+      if (col < params.d_v) *reinterpret_cast<float2*>(to + col) = {out(mi, ni), out(mi, ni + 1)};
     }
   }
 }

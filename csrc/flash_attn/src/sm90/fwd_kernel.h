@@ -4,6 +4,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "common/max_logit.h"
+#include "common/pdl.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
@@ -33,6 +34,9 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
+  // A tile is a share of a row block's keys.
+  __device__ __forceinline__ bool is_shared() const { return Config::kSharesKeys && launch.shares.count > 1; }
+
   // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it (docs/tuning.md).
   __device__ __forceinline__ Tile next_tile() {
     if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
@@ -61,16 +65,21 @@ struct FwdConsumer {
     if constexpr (!kStartsEarly) mainloop.finish();
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
     finish_rows(mainloop.softmax, factor, launch.params, tile.block);
+    const int64_t lse_offset = is_shared() ? tile.share * launch.shares.rows : 0;
     if constexpr (kStartsEarly) {
-      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
+      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, lse_offset);
       mainloop.finish();
     }
-    store_o(mainloop, tile, launch.o_map, q_stage, factor);
+    if (is_shared()) {
+      store_share(mainloop, tile, launch.shares, factor);
+    } else {
+      store_o(mainloop, tile, launch.o_map, q_stage, factor);
+    }
     mainloop.pass_values(passing);
     stored_stage = q_stage;
     if constexpr (!kStartsEarly) {
       if constexpr (!kOverlapsTiles) start_next(next);
-      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
+      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, lse_offset);
     }
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
@@ -118,6 +127,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     Barrier::fence_init();
   }
   __syncthreads();
+  if (Config::kSharesKeys && launch.shares.count > 1) allow_next_kernel();  // the merge
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();

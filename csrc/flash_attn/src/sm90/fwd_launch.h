@@ -63,7 +63,8 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const bool is_varlen = params.is_varlen();
   const int64_t tiles_of_head = plan::row_blocks(is_varlen, is_varlen ? params.b : 1, params.seqlen_q, Config::kBlockM);
   const int64_t all_heads = int64_t{params.h} * (is_varlen ? 1 : params.b);
-  if (tiles_of_head * all_heads > kMaxTiles) return cudaErrorNotSupported;
+  const int shares = launch.shares.count;
+  if (tiles_of_head * all_heads > kMaxTiles / shares) return cudaErrorNotSupported;
   launch.tiles_of_head = static_cast<int>(tiles_of_head);
   launch.tiles = static_cast<int>(tiles_of_head * all_heads);
   // Query heads of one K/V head share its keys and values.
@@ -73,19 +74,26 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const bool in_sections = uneven || plan::sm90_draws_equal_tiles(Config::kHeadDim);
   launch.section = in_sections ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
   launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
-  launch.counter = launch.tiles > teams ? params.tile_counter_ptr : nullptr;
+  launch.counter = launch.tiles * shares > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }
 
 template <class Config, Dtype kDtype>
-cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
+  const int shares = params.shares.count;
+  if (shares > 1 && !Config::kSharesKeys) return cudaErrorNotSupported;
   FwdLaunch launch{};
   launch.params = params;
+  launch.shares = params.shares;
+  if (shares > 1) {
+    launch.params.softmax_lse_ptr = params.shares.lse_ptr;
+    launch.params.sinks_ptr = nullptr;  // the merge takes them in
+  }
   cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
   if (status == cudaSuccess) status = set_tile_order<Config>(launch);
   if (status != cudaSuccess) return status;
-  const int useful = (launch.tiles + Config::kTeams - 1) / Config::kTeams;
+  const int useful = shares > 1 ? launch.tiles * shares : (launch.tiles + Config::kTeams - 1) / Config::kTeams;
   const int grid = useful < params.multiprocessors ? useful : params.multiprocessors;
   const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
   return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device, stream,
@@ -101,7 +109,7 @@ inline bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
 
 // cudaErrorNotSupported: not for this family, nothing was launched.
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_sm90(const Flash_fwd_shares_params& params, cudaStream_t stream) {
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
   using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
@@ -111,11 +119,11 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
     if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
     return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
   }
-  if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
+  if constexpr (plan::sm90_has_short_tile(kHeadDim)) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
                                  ? Short::kHasPages
-                                 : sm90::prefers_short_tile(params, kHeadDim);
+                                 : params.shares.count > 1 || sm90::prefers_short_tile(params, kHeadDim);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   if constexpr (Plain::kSeesAll) {
@@ -129,7 +137,7 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_params& params, cudaStream_t stream
 
 // The same where V and O have another head dim than Q and K.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV>
-cudaError_t run_mha_fwd_value_dim_sm90(const Flash_fwd_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_value_dim_sm90(const Flash_fwd_shares_params& params, cudaStream_t stream) {
   if (params.has_score_mod || params.has_dropout) return cudaErrorNotSupported;
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain, kHeadDimV>;
   return sm90::run_flash_fwd<Plain, kDtype>(params, stream);

@@ -21,7 +21,8 @@ struct FwdLaunch {
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
   bool sorted;        // those of a head go by VarlenOrder
-  int* counter;       // of the row blocks that were drawn, 0 between launches; null: equal shares
+  int* counter;       // of the tiles that were drawn, 0 between launches; null: as many for each team
+  KeyShares shares;   // of each row block, which are tiles of their own
 };
 
 // The order in which row blocks are handed out: heads in sections, the first of which may have fewer; within a section
@@ -39,10 +40,18 @@ struct TileOrder {
         heads(launch_.tiles / launch_.tiles_of_head),
         of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head) {}
 
-  __device__ __forceinline__ int count() const { return heads * of_head; }
+  __device__ __forceinline__ int shares() const { return Config::kSharesKeys ? launch.shares.count : 1; }
+  __device__ __forceinline__ int count() const { return heads * of_head * shares(); }
+
+  // The first index of a team. Shares are few: two teams of a multiprocessor have them when all have one.
+  __device__ __forceinline__ int first(int team) const {
+    return shares() > 1 ? team * gridDim.x + blockIdx.x : blockIdx.x * Config::kTeams + team;
+  }
+
+  __device__ __forceinline__ int share(int index) const { return index % shares(); }
 
   __device__ __forceinline__ RowBlock at(int index) const {
-    int tile = plan::scheduled_tile(index, heads, of_head, launch.section);
+    int tile = plan::scheduled_tile(index / shares(), heads, of_head, launch.section);
     if (launch.sorted) tile = tile / of_head * launch.tiles_of_head + varlen.slot(tile % of_head);
     return row_block_at(launch.params, Config::kBlockM, tile);
   }
@@ -60,21 +69,22 @@ struct TileOrder {
   }
 };
 
-// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time.
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. Of a share the LSE says it all.
 template <class Config>
-__device__ __forceinline__ void store_nothing_seen(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, const RowBlock& block, int share) {
   using Element = typename Config::Element;
+  const Flash_fwd_params& params = launch.params;
+  const bool is_share = Config::kSharesKeys && launch.shares.count > 1;
   const int lane = threadIdx.x % 32;
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
-  for (int row = block.row_begin; row < block.row_end; ++row) {
+  for (int row = block.row_begin; row < block.row_end && !is_share; ++row) {
     if (8 * lane < params.d_v) {
       *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
     }
   }
   const float lse = keyless_lse(params, block);
-  for (int row = block.row_begin + lane; row < block.row_end; row += 32) {
-    params.softmax_lse_ptr[lse_offset(block, params) + row] = lse;
-  }
+  const int64_t offset = lse_offset(block, params) + (is_share ? share * launch.shares.rows : 0);
+  for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
 // Row blocks that see no key are done with here.
@@ -83,18 +93,19 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
   const TileOrder<Config> order(launch);
-  for (int index = blockIdx.x * Config::kTeams + team; index < order.count(); index = order.next(index, teams)) {
+  for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
     if (block.empty()) continue;
-    const KeyWalk walk = key_walk<Config>(launch.params, block);
+    const int share = order.share(index);
+    const KeyWalk walk = key_walk<Config>(launch.params, block, share, order.shares());
     if (walk.count() == 0) {
-      store_nothing_seen<Config>(launch.params, block);
+      store_nothing_seen<Config>(launch, block, share);
       continue;
     }
-    queue.push(block, walk, launch.params.window);
+    queue.push(block, walk, launch.params.window, share);
     queue.wait_until_taken();
   }
-  queue.push(RowBlock{}, KeyWalk{}, Window{});
+  queue.push(RowBlock{}, KeyWalk{}, Window{}, 0);
 }
 
 // Puts the words of the columns, from which dropout draws, beside every block of K.

@@ -36,6 +36,7 @@ struct FwdStorage {
   RowBlock tile[kTileSlots];  // an empty block says that there are no more
   KeyWalk walk[kTileSlots];
   HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
+  int share[kTileSlots];  // of the keys
 
   // By one thread, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
@@ -66,6 +67,7 @@ struct FwdTile {
   RowBlock block;
   KeyWalk walk;
   HiddenSteps hidden;
+  int share = 0;  // of the keys
 
   // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
   static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kStartsEarly <=
@@ -97,10 +99,11 @@ struct TileQueue {
   // Waits until everybody has taken the last block. Whoever chooses earlier leaves less to share out at the end.
   __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window) {
+  __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window, int share) {
     if (threadIdx.x % 32 == 0) {
       storage.tile[place.stage] = block;
       storage.walk[place.stage] = walk;
+      if constexpr (Config::kSharesKeys) storage.share[place.stage] = share;
       const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
 #pragma unroll 1
       for (int group = 0; group < Config::kWarpGroups; ++group) {
@@ -118,6 +121,7 @@ struct TileQueue {
   __device__ __forceinline__ FwdTile<Config> take(int group = 0) {
     storage.tile_full[place.stage].wait(place.phase);
     FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group]};
+    if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
     storage.tile_empty[place.stage].arrive();
     place.advance();
     return tile;

@@ -13,9 +13,11 @@ namespace sm90 {
 // block of the first row, which all rows see but those that a window keeps from it: an edge, and edges go the long way,
 // as the first block does.
 template <class Config>
-__device__ __forceinline__ KeyWalk key_walk(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ KeyWalk key_walk(const Flash_fwd_params& params, const RowBlock& block, int share = 0,
+                                            int shares = 1) {
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
   KeyWalk walk{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
+  if constexpr (Config::kSharesKeys) walk.range = share_of(walk.range, share, shares);
   if (Config::kHasScoreMod && walk.count() > 0) {
     const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
     walk.begin_with(min(max(visibility.diagonal(row) / Config::kBlockN, walk.range.begin), walk.range.end - 1));
