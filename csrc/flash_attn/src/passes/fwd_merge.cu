@@ -1,6 +1,8 @@
 // Merges the results of the shares of keys into which the wgmma forward cut its row blocks.
 #include <atomic>
 
+#include <cute/arch/copy_sm80.hpp>
+
 #include "common/convert.h"
 #include "common/launch.h"
 #include "common/pdl.h"
@@ -34,9 +36,7 @@ __device__ float sink_of(const Flash_fwd_params& params, const Row& at) {
   return params.sinks_ptr[at.head];
 }
 
-__device__ bool saw_keys(float lse) { return lse != INFINITY; }
-
-// The normalised results of a row's shares so far, referred to the largest LSE.
+// What the shares of a row have given so far, referred to the largest LSE.
 struct Merged {
   float top = -INFINITY;
   float sum = 0.0f;
@@ -50,11 +50,15 @@ struct Merged {
     top = lse;
   }
 
+  // lse: at most `top`; -inf adds nothing, whatever `other` is.
   __device__ void add(float lse, const float4& other) {
-    const float weight = expf(lse - top);
+    const float weight = top == -INFINITY ? 0.0f : expf(lse - top);
+    const bool counts = weight != 0.0f;
     sum += weight;
-    value = {value.x + weight * other.x, value.y + weight * other.y, value.z + weight * other.z,
-             value.w + weight * other.w};
+    value.x = fmaf(weight, counts ? other.x : 0.0f, value.x);
+    value.y = fmaf(weight, counts ? other.y : 0.0f, value.y);
+    value.z = fmaf(weight, counts ? other.z : 0.0f, value.z);
+    value.w = fmaf(weight, counts ? other.w : 0.0f, value.w);
   }
 
   __device__ float factor() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
@@ -64,6 +68,9 @@ struct Merged {
 // A thread has kCols columns of a row, of which a thread block has as many as fit it.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_constant__ Flash_fwd_shares_params params) {
+  // A thread's own: by way of shared memory all loads of a batch are under way at the same time, whatever ptxas makes of
+  // loads into registers.
+  __shared__ float4 values[kBatch][kThreads];
   const KeyShares& shares = params.shares;
   const int threads_of_row = params.d_v / kCols, rows_of_block = blockDim.x / threads_of_row;
   const int row_of_block = threadIdx.x / threads_of_row;
@@ -75,24 +82,29 @@ __global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_consta
   wait_for_previous_kernel();
   if (!exists) return;
   Merged merged;
-  for (int first = 0; first < shares.count; first += kBatch) {
+  const float* lse_at = shares.lse_ptr + row;
+  const float4* value_at =
+      reinterpret_cast<const float4*>(shares.out_ptr + static_cast<int64_t>(row) * params.d_v + col);
+  const int64_t step = shares.rows, value_step = step * threads_of_row;
+  for (int left = shares.count; left > 0; left -= kBatch) {
     float lse[kBatch];
-    float4 values[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const bool is_share = first + i < shares.count;
-      const int64_t place = (is_share ? first + i : first) * shares.rows + row;
-      lse[i] = is_share ? shares.lse_ptr[place] : INFINITY;
-      values[i] = *reinterpret_cast<const float4*>(shares.out_ptr + place * params.d_v + col);
+      if (i < left) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(*value_at, values[i][threadIdx.x]);
+      lse[i] = i < left ? *lse_at : INFINITY;
+      lse_at += step;
+      value_at += value_step;
     }
     float top = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) top = saw_keys(lse[i]) ? fmaxf(top, lse[i]) : top;
-    merged.raise(top);
-#pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (saw_keys(lse[i])) merged.add(lse[i], values[i]);
+      if (lse[i] == INFINITY) lse[i] = -INFINITY;  // no key
+      top = fmaxf(top, lse[i]);
     }
+    merged.raise(top);
+    cute::cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) merged.add(lse[i], values[i][threadIdx.x]);
   }
   if (sink != -INFINITY) {
     merged.raise(sink);
