@@ -25,10 +25,10 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // of 128 rows, of all heads
   int multiprocessors;
-  bool may_split;       // without dropout, sinks and max_logit
-  int64_t split_rows;   // packed rows of a K/V head
-  int64_t split_tiles;  // of these, of all sequences and K/V heads: kv_row_tiles()
-  int64_t seen_keys;    // at most so many by a tile of rows
+  bool may_split;           // without dropout, sinks and max_logit
+  int64_t split_rows;       // packed rows of a K/V head
+  int64_t split_tiles;      // of these, of all sequences and K/V heads: kv_row_tiles()
+  int64_t seen_keys;        // at most so many by a tile of rows
   int64_t share_tiles = 0;  // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
 };
 

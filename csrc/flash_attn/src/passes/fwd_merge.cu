@@ -68,8 +68,8 @@ struct Merged {
 // A thread has kCols columns of a row, of which a thread block has as many as fit it.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_constant__ Flash_fwd_shares_params params) {
-  // A thread's own: by way of shared memory all loads of a batch are under way at the same time, whatever ptxas makes of
-  // loads into registers.
+  // A thread's own: by way of shared memory all loads of a batch are under way at the same time, whatever ptxas makes
+  // of loads into registers.
   __shared__ float4 values[kBatch][kThreads];
   const KeyShares& shares = params.shares;
   const int threads_of_row = params.d_v / kCols, rows_of_block = blockDim.x / threads_of_row;

@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     Barrier::fence_init();
   }
   __syncthreads();
-  if (Config::kSharesKeys && launch.shares.count > 1) allow_next_kernel();  // the merge
+  // The merge, which waits for the end of this kernel.
+  if (Config::kSharesKeys && launch.shares.count > 1) allow_next_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
