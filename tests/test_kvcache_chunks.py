@@ -34,6 +34,16 @@ def test_accuracy(device, family, page_size, features):
         check_call(KvCase(LENGTHS, 33, None, 800, **options), device)
 
 
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("page_size", (0, 1, 48))
+def test_shares_of_keys(device, monkeypatch, page_size, features):
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma:3")
+    for head_dim, heads in ((64, (4, 2)), (128, (6, 1))):
+        options = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "page_size": page_size, **features}
+        check_call(KvCase(LENGTHS, 70, 70, 800, **options), device)
+
+
 @pytest.mark.parametrize("layout", ("contiguous", "permuted", "heads_first", "sliced", "unaligned"))
 @pytest.mark.parametrize("head_dim", (32, 96, 192, 256))
 def test_layouts(device, family, layout, head_dim):
