@@ -55,7 +55,8 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   }
 }
 
-// The output of a share of the keys, straight from the registers: four lanes write 32 bytes of a row.
+// The output of a share of the keys, straight from the registers. A lane has pairs of columns 8 apart; two neighbours
+// exchange every second one of theirs, so that four lanes write 64 bytes of a row.
 template <class Config>
 __device__ __forceinline__ void store_share(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
                                             const KeyShares& shares, const float (&factor)[2]) {
@@ -64,15 +65,20 @@ __device__ __forceinline__ void store_share(FwdMainloop<Config>& mainloop, const
   auto out = row_col_view(mainloop.acc_o);
   mainloop.softmax.rescale(out, factor);
   float* const matrix = shares.out_ptr + (tile.share * shares.rows + lse_offset(tile.block, params)) * params.d_v;
+  const bool is_odd = threadIdx.x % 2 == 1;
 #pragma unroll
   for (int mi = 0; mi < size<0>(out); ++mi) {
     const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
-    if (row >= tile.block.row_end) continue;
     float* const to = matrix + static_cast<int64_t>(row) * params.d_v;
 #pragma unroll
-    for (int ni = 0; ni < size<1>(out); ni += 2) {
-      const int col = mainloop.coords.col(ni);
-      if (col < params.d_v) *reinterpret_cast<float2*>(to + col) = {out(mi, ni), out(mi, ni + 1)};
+    for (int ni = 0; ni < size<1>(out); ni += 4) {
+      const float2 left{out(mi, ni), out(mi, ni + 1)}, right{out(mi, ni + 2), out(mi, ni + 3)};
+      const float2 given = is_odd ? left : right;
+      const float2 taken{__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1)};
+      const int col = is_odd ? mainloop.coords.col(ni + 2) - 2 : mainloop.coords.col(ni);
+      if (row >= tile.block.row_end || col >= params.d_v) continue;
+      *reinterpret_cast<float4*>(to + col) =
+          is_odd ? float4{taken.x, taken.y, right.x, right.y} : float4{left.x, left.y, taken.x, taken.y};
     }
   }
 }

@@ -112,6 +112,9 @@ struct FwdConsumer {
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
+    // The merge, as late as this: thread blocks of it that start earlier crowd on the few multiprocessors that are
+    // idle.
+    if (is_shared()) allow_next_kernel();
     if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
   }
@@ -119,6 +122,7 @@ struct FwdConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
+  if (Config::kSharesKeys && launch.shares.count > 1) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
@@ -127,8 +131,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     Barrier::fence_init();
   }
   __syncthreads();
-  // The merge, which waits for the end of this kernel.
-  if (Config::kSharesKeys && launch.shares.count > 1) allow_next_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();

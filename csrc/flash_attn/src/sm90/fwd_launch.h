@@ -93,9 +93,13 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t st
   cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
   if (status == cudaSuccess) status = set_tile_order<Config>(launch);
   if (status != cudaSuccess) return status;
-  const int useful = shares > 1 ? launch.tiles * shares : (launch.tiles + Config::kTeams - 1) / Config::kTeams;
-  const int grid = useful < params.multiprocessors ? useful : params.multiprocessors;
+  const int tiles = launch.tiles * shares;
+  const int grid = tiles < params.multiprocessors ? tiles : params.multiprocessors;
   const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
+  if (shares > 1) {
+    return flash::launch_dependent(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device,
+                                   stream, configured_devices);
+  }
   return flash::launch(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device, stream,
                        configured_devices);
 }

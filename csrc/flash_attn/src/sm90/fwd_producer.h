@@ -43,9 +43,13 @@ struct TileOrder {
   __device__ __forceinline__ int shares() const { return Config::kSharesKeys ? launch.shares.count : 1; }
   __device__ __forceinline__ int count() const { return heads * of_head * shares(); }
 
-  // The first index of a team. Shares are few: two teams of a multiprocessor have them when all have one.
+  // The first index of a team. Two teams of a multiprocessor have tiles that follow each other, unless there are no
+  // more tiles than teams: then the second ones get what the first ones leave.
   __device__ __forceinline__ int first(int team) const {
-    return shares() > 1 ? team * gridDim.x + blockIdx.x : blockIdx.x * Config::kTeams + team;
+    const int blocks = static_cast<int>(gridDim.x);
+    const bool has_one = count() <= blocks * Config::kTeams;
+    return has_one ? team * blocks + static_cast<int>(blockIdx.x)
+                   : static_cast<int>(blockIdx.x) * Config::kTeams + team;
   }
 
   __device__ __forceinline__ int share(int index) const { return index % shares(); }
