@@ -51,27 +51,39 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
   return 3000000 + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
-// Shares of keys are tiles too, whose results are written, read and merged in fp32. One share: no such thing.
-constexpr int kMaxKeyShares = 32;
-
-constexpr int64_t wgmma_cost(const FamilyQuery& query, int shares = 1) {
+constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const int64_t wide = 2800 + 60 * query.head_dim;
   const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 14000 : wide < 10500 ? 10500 : wide;
-  if (shares == 1) return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+  return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+}
+
+// Shares of keys are tiles too, in waves of their own. More of them run at a time, and so read more keys at a time; and
+// their results are written, read and merged in fp32.
+constexpr int kMaxKeyShares = 32;
+
+constexpr int64_t shares_cost(const FamilyQuery& query, int shares) {
   const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kShort).block_n;
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
   const int64_t keys = (blocks + shares - 1) / shares * block_n;
   const int64_t tiles = query.share_tiles * shares;
   const int64_t waves = (tiles + query.multiprocessors - 1) / query.multiprocessors;
-  return 9000000 + waves * keys * of_key + 240 * tiles * query.head_dim;
+  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 10000 : 2400 + 53 * query.head_dim;
+  const int64_t reads = query.share_tiles * query.seen_keys * query.head_dim * 3 / 10;
+  return 8700000 + waves * keys * of_key + reads + 300 * tiles * query.head_dim;
 }
 
-// The number of shares that takes the least time. More than one wave of row tiles is not cut.
-constexpr int best_key_shares(const FamilyQuery& query) {
-  int best = 1;
+// The number of shares that takes the least time, and that time. More than one wave of row tiles is not cut.
+struct KeySharesCost {
+  int shares;
+  int64_t cost;
+};
+
+constexpr KeySharesCost best_key_shares(const FamilyQuery& query) {
+  KeySharesCost best{1, wgmma_cost(query)};
   if (query.share_tiles == 0 || query.share_tiles > query.multiprocessors) return best;
   for (int shares = 2; shares <= kMaxKeyShares; ++shares) {
-    if (wgmma_cost(query, shares) < wgmma_cost(query, best)) best = shares;
+    const int64_t cost = shares_cost(query, shares);
+    if (cost < best.cost) best = {shares, cost};
   }
   return best;
 }
@@ -87,7 +99,7 @@ constexpr int64_t split_cost(const FamilyQuery& query) {
 // The fastest by these estimates. More than one wave of row tiles is wgmma's.
 constexpr Family fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
-  const int64_t tensor_cores = wgmma_cost(query, best_key_shares(query));
+  const int64_t tensor_cores = best_key_shares(query).cost;
   const bool wgmma = wgmma_serves(query) && (!in_one_wave || tensor_cores < mma_sync_cost(query));
   const int64_t whole = wgmma ? tensor_cores : mma_sync_cost(query);
   if (query.may_split && split_cost(query) < whole) return Family::kSplitKv;
@@ -117,7 +129,7 @@ inline Family choose_family(const FamilyQuery& query, const char* forced) {
 // Into how many shares the wgmma family cuts the keys.
 inline int choose_key_shares(const FamilyQuery& query, const char* forced) {
   const int wanted = forced_key_shares(forced);
-  return query.share_tiles == 0 ? 1 : wanted > 0 ? wanted : best_key_shares(query);
+  return query.share_tiles == 0 ? 1 : wanted > 0 ? wanted : best_key_shares(query).shares;
 }
 
 // Of the backward, the deterministic one too, for head dims above 32.
