@@ -1,4 +1,6 @@
 // Which family serves a call, and the tiles of the wgmma family against the limits of its GPU.
+#include <string>
+
 #include "check.h"
 #include "plan/family.h"
 #include "plan/tiles.h"
@@ -79,6 +81,42 @@ void check_measured() {
   }
 }
 
+// The same where the wgmma family may share the keys out, as calls without dropout have it.
+FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
+  FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
+  query.share_tiles = query.row_tiles;
+  return query;
+}
+
+void check_key_shares() {
+  for (int head_dim : {64, 128, 256}) {
+    const FamilyQuery shared[] = {shareable(1, 128, 2048, 16, 16, head_dim), shareable(1, 128, 8192, 16, 16, head_dim),
+                                  shareable(1, 512, 16384, 2, 2, head_dim),  shareable(1, 128, 4096, 32, 8, head_dim),
+                                  shareable(1, 128, 8192, 32, 32, head_dim), shareable(1, 64, 4096, 16, 16, head_dim)};
+    for (const FamilyQuery& query : shared) {
+      const int shares = flash::plan::choose_key_shares(query, nullptr);
+      check::that(choose_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
+      check::that(shares > 1 && shares * query.share_tiles <= query.multiprocessors, "one wave of shares", shares,
+                  query.share_tiles, query.seen_keys, head_dim);
+      for (int wanted : {1, 2, 8, 32}) {
+        const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
+        check::that(choose_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
+        check::that(flash::plan::choose_key_shares(query, forced.c_str()) == wanted, "forced shares", wanted);
+        check::that(flash::plan::choose_key_shares(shape(1, 128, 2048, 16, 16, head_dim), forced.c_str()) == 1,
+                    "may not share", wanted);
+      }
+      for (const char* other : {"wgmma:0", "wgmma:33", "wgmma:", "wgmma8", "wgmma:-1", "split_kv", ""}) {
+        check::that(flash::plan::choose_key_shares(query, other) == shares, "not a number of shares", other);
+      }
+    }
+    const FamilyQuery whole[] = {shareable(8, 512, 512, 16, 16, head_dim), shareable(1, 256, 256, 16, 16, head_dim),
+                                 shareable(1, 16384, 16384, 16, 16, head_dim)};
+    for (const FamilyQuery& query : whole) {
+      check::that(flash::plan::choose_key_shares(query, nullptr) == 1, "not shared", query.seen_keys, head_dim);
+    }
+  }
+}
+
 void check_backward_choice() {
   for (int capability : {80, 90, 100}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
@@ -156,6 +194,7 @@ void check_value_dims() {
 int main() {
   check_choice();
   check_measured();
+  check_key_shares();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   check_shared_dq_tile();
