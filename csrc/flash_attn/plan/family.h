@@ -51,9 +51,11 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
   return 3000000 + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
+// At head dim 64 the two teams of a multiprocessor hold each other up, where both have a tile.
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const int64_t wide = 2800 + 60 * query.head_dim;
-  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 14000 : wide < 10500 ? 10500 : wide;
+  const int64_t narrow = query.row_tiles <= query.multiprocessors ? 10000 : 14000;
+  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? narrow : wide < 10500 ? 10500 : wide;
   return 6500000 + tile_waves(query) * query.seen_keys * of_key;
 }
 
