@@ -112,9 +112,6 @@ struct FwdConsumer {
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    // The merge, as late as this: thread blocks of it that start earlier crowd on the few multiprocessors that are
-    // idle.
-    if (is_shared()) allow_next_kernel();
     if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
   }
@@ -150,6 +147,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int team = Config::kTeams == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
     const int group = warp_group - 1 - team * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[team], group).run();
+    // The merge, as late as this: thread blocks of it that start earlier crowd on the few multiprocessors that are
+    // idle. The second team may have had nothing to do.
+    if (Config::kSharesKeys && launch.shares.count > 1 && team == 0) allow_next_kernel();
   }
 }
 
