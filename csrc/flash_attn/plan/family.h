@@ -68,10 +68,12 @@ constexpr int64_t shares_cost(const FamilyQuery& query, int shares) {
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
   const int64_t keys = (blocks + shares - 1) / shares * block_n;
   const int64_t tiles = query.share_tiles * shares;
-  const int64_t waves = (tiles + query.multiprocessors - 1) / query.multiprocessors;
-  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? 10000 : 2400 + 53 * query.head_dim;
-  const int64_t reads = query.share_tiles * query.seen_keys * query.head_dim * 3 / 10;
-  return 8700000 + waves * keys * of_key + reads + 300 * tiles * query.head_dim;
+  const bool in_pairs = query.head_dim <= kLeastWgmmaHeadDim && tiles > query.multiprocessors;
+  const int64_t teams = in_pairs ? 2 * query.multiprocessors : query.multiprocessors;
+  const int64_t wide = 2000 + 58 * query.head_dim;
+  const int64_t of_key = in_pairs ? 14000 : wide < 8300 ? 8300 : wide;
+  const int64_t reads = query.share_tiles * query.seen_keys * query.head_dim * 2 / 5;
+  return 8500000 + (tiles + teams - 1) / teams * keys * of_key + reads + 200 * tiles * query.head_dim;
 }
 
 // The number of shares that takes the least time, and that time. More than one wave of row tiles is not cut.
