@@ -71,7 +71,7 @@ constexpr int64_t shares_cost(const FamilyQuery& query, int shares) {
   const bool in_pairs = query.head_dim <= kLeastWgmmaHeadDim && tiles > query.multiprocessors;
   const int64_t teams = in_pairs ? 2 * query.multiprocessors : query.multiprocessors;
   const int64_t wide = 2000 + 58 * query.head_dim;
-  const int64_t of_key = in_pairs ? 14000 : wide < 8300 ? 8300 : wide;
+  const int64_t of_key = in_pairs ? 13000 : wide < 9000 ? 9000 : wide;
   const int64_t reads = query.share_tiles * query.seen_keys * query.head_dim * 2 / 5;
   return 8500000 + (tiles + teams - 1) / teams * keys * of_key + reads + 200 * tiles * query.head_dim;
 }

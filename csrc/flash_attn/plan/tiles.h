@@ -20,7 +20,8 @@ constexpr int kNumHeadDims = 6;
 // kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
 // kScoreMod: softcap and ALiBi, with dropout or without, in the wgmma family; elsewhere every variant has them.
 // kMasked: in the wgmma family, what kPlain leaves to it under a mask where the two have different tiles.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked };
+// kShares: in the wgmma family, the tile of kShort for calls whose keys are shared out. kScoreMod does both.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kShares };
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
@@ -153,6 +154,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
                        FLASH_ATTN_SWEEP_O_COLS};
   }
 #endif
+  if (variant == FwdVariant::kShares) variant = FwdVariant::kShort;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
@@ -161,13 +163,6 @@ constexpr bool sm90_splits_masked(int head_dim) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile masked = sm90_fwd_tile(head_dim, FwdVariant::kMasked);
   return plain.block_n != masked.block_n;
-}
-
-// Whether calls of few rows have.
-constexpr bool sm90_has_short_tile(int head_dim) {
-  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
-  const Sm90FwdTile few = sm90_fwd_tile(head_dim, FwdVariant::kShort);
-  return plain.teams != few.teams || plain.block_m != few.block_m;
 }
 
 // Q, K, V and O of one team. 16-bit elements.

@@ -36,7 +36,8 @@ struct FwdConfig {
       kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
   static constexpr bool kStartsEarly =
-      kVariant == FwdVariant::kMasked || (kVariant == FwdVariant::kShort && plan::sm90_splits_masked(kHeadDim_));
+      kVariant == FwdVariant::kMasked ||
+      ((kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares) && plan::sm90_splits_masked(kHeadDim_));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
@@ -59,10 +60,9 @@ struct FwdConfig {
   // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
   // move the rings' indices into vector registers.
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
-  // Serves calls whose keys are shared out: the tiles for few rows, and those that have no such tile beside them.
-  static constexpr bool kSharesKeys =
-      kHasScoreMod || kVariant == FwdVariant::kShort ||
-      (kVariant == FwdVariant::kPlain && (kHasValueDim || !plan::sm90_has_short_tile(kHeadDim_)));
+  // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
+  // blocks keep their instructions.
+  static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kShares;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,

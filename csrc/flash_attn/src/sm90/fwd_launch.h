@@ -123,11 +123,16 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_shares_params& params, cudaStream_t
     if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
     return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
   }
-  if constexpr (plan::sm90_has_short_tile(kHeadDim)) {
+  if (params.shares.count > 1) {
+    using Shares = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShares>;
+    if (params.is_paged() && !Shares::kHasPages) return cudaErrorNotSupported;
+    return sm90::run_flash_fwd<Shares, kDtype>(params, stream);
+  }
+  if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
                                  ? Short::kHasPages
-                                 : params.shares.count > 1 || sm90::prefers_short_tile(params, kHeadDim);
+                                 : sm90::prefers_short_tile(params, kHeadDim);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   if constexpr (Plain::kSeesAll) {
