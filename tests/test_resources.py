@@ -94,8 +94,12 @@ def loops(code):
 
 
 def smallest_matrix_loop(code):
-    """Instruction count of the shortest loop with tensor-core instructions: the interior loop; None without one."""
-    counts = [len(loop) for loop in loops(code) if any(re.search(r"\b(HMMA|HGMMA)\b", t) for t in loop)]
+    """Instruction count of the shortest loop with tensor-core instructions: the interior loop; None without one.
+
+    Of a kernel with wgmma those count: where it falls back on mma.sync, that is a loop within the interior one.
+    """
+    product = "HGMMA" if any(re.search(r"\bHGMMA\b", text) for _, text in code) else "HMMA"
+    counts = [len(loop) for loop in loops(code) if any(re.search(rf"\b{product}\b", t) for t in loop)]
     return min(counts, default=None)
 
 
@@ -123,3 +127,5 @@ def test_loop_counter_on_known_code():
     code = [(0x00, "MOV R1, R2"), (0x10, "HMMA.16816.F32 R4, R8, R12, R4"), (0x20, "@P0 BRA 0x10"), (0x30, "BRA 0x30")]
     assert smallest_matrix_loop(code) == 2
     assert smallest_matrix_loop(code[:1]) is None
+    outer = [*code[:3], (0x30, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"), (0x40, "@P1 BRA 0x0")]
+    assert smallest_matrix_loop(outer) == 5
