@@ -85,6 +85,19 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def hopper(device):
+    """The device, where the kernels are of two families; skips where there is one only."""
+    import flash_attn
+
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        pytest.skip(f"the wgmma family serves compute capability 9.0 only, this GPU has {capability}")
+    if "90" not in flash_attn.__build__["archs"]:
+        pytest.skip(f"the wgmma family is not in this build, which has {flash_attn.__build__['archs']}")
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _seed_everything(request):
     """Every test has its own stream, so that its inputs depend neither on the order nor on the worker."""

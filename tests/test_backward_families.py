@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import Case
 from harness import check_gradients, make_problem, run
-from test_families import FEATURES, hopper  # noqa: F401
+from test_families import FEATURES
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -37,7 +37,7 @@ def check_both(case, device, monkeypatch):
         check_gradients(problem, dout, results, kept, dlse)
 
 
-def test_the_two_families_are_two(hopper, monkeypatch):  # noqa: F811
+def test_the_two_families_are_two(hopper, monkeypatch):
     """They sum in different orders, so equal bits would mean that one of them ran twice."""
     problem = make_problem(Case(1, 512, 512, 2, 2, 128, DTYPE), hopper)
     dk = [gradients(problem, monkeypatch, family)[0][1] for family in ("wgmma", "mma_sync")]
@@ -46,19 +46,19 @@ def test_the_two_families_are_two(hopper, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("head_dim", (40, 64, 96, 128, 160, 192, 256))
-def test_dense(hopper, monkeypatch, head_dim, features):  # noqa: F811
+def test_dense(hopper, monkeypatch, head_dim, features):
     check_both(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper, monkeypatch)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_float16(hopper, monkeypatch, head_dim):  # noqa: F811
+def test_float16(hopper, monkeypatch, head_dim):
     check_both(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ("packed", "padded"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_packed(hopper, monkeypatch, head_dim, features, kind):  # noqa: F811
+def test_packed(hopper, monkeypatch, head_dim, features, kind):
     """Sequences without queries, without keys, and short ones between long ones."""
     options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
     check_both(Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options), hopper, monkeypatch)
@@ -69,7 +69,7 @@ def test_packed(hopper, monkeypatch, head_dim, features, kind):  # noqa: F811
     "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0)]
 )
 @pytest.mark.parametrize("causal", (False, True))
-def test_lengths(hopper, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):  # noqa: F811
+def test_lengths(hopper, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):
     """One row, one key, more queries than keys (rows without keys), no key."""
     check_both(Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal), hopper, monkeypatch)
 
@@ -89,7 +89,7 @@ def test_lengths(hopper, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):  # 
         (300, 300, 64, "float16"),
     ],
 )
-def test_heads_with_dq_in_shared_memory(hopper, monkeypatch, seqlen_q, seqlen_k, head_dim, dtype, features):  # noqa: F811
+def test_heads_with_dq_in_shared_memory(hopper, monkeypatch, seqlen_q, seqlen_k, head_dim, dtype, features):
     """Enough heads that each thread block takes whole ones, and more than one: it adds alone, in one order."""
     problem = make_problem(Case(2, seqlen_q, seqlen_k, 132, 132, head_dim, dtype, **features), hopper)
     first, dout, dlse, _ = gradients(problem, monkeypatch, "wgmma")
@@ -99,7 +99,7 @@ def test_heads_with_dq_in_shared_memory(hopper, monkeypatch, seqlen_q, seqlen_k,
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_deterministic_twice(hopper, monkeypatch, head_dim):  # noqa: F811
+def test_deterministic_twice(hopper, monkeypatch, head_dim):
     """More blocks of keys than multiprocessors; equal bits, within the criterion of the other order."""
     problem = make_problem(Case(2, 700, 1100, 16, 16, head_dim, DTYPE, causal=True), hopper)
     first, dout, dlse, _ = gradients(problem, monkeypatch, "wgmma", deterministic=True)

@@ -12,23 +12,10 @@ from harness import check_forward, expected, make_problem, run
 from reference import assert_accurate
 from test_cuda_runtime import captured
 
-import flash_attn
-
 pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
 FORCED = {"wgmma": "wgmma", "mma_sync": "mma_sync"}
-
-
-@pytest.fixture
-def hopper(device):
-    """Skips where there is one family only."""
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        pytest.skip(f"the wgmma family serves compute capability 9.0 only, this GPU has {capability}")
-    if "90" not in flash_attn.__build__["archs"]:
-        pytest.skip(f"the wgmma family is not in this build, which has {flash_attn.__build__['archs']}")
-    return device
 
 
 @pytest.fixture

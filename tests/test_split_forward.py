@@ -11,7 +11,6 @@ from harness import check_forward, make_problem, run
 from reference import Varlen
 from test_cuda_runtime import captured, check_replays_with_changed_inputs
 from test_dropout import forward_with_state
-from test_families import hopper  # noqa: F401, a fixture
 
 from flash_attn import flash_attn_func
 
@@ -61,18 +60,22 @@ def test_float16_with_many_keys(device, run_family, head_dim, lengths):
 LENGTHS = ((70, 300), (1, 700), (0, 40), (33, 0), (128, 257), (1, 0), (5, 1100), (1, 64))
 
 
+def check_packed(device, run_family, family, page_size, kind, features):
+    for head_dim, heads in ((64, (4, 2)), (128, (6, 1)), (256, (2, 2))):
+        case = Case(len(LENGTHS), 0, 0, *heads, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
+        problem = make_problem(case, device, list(LENGTHS))
+        out, lse, _ = run_family(problem, family)
+        check_forward(problem, out, lse)
+        again = run_family(problem, family, max_seqlen_q=1, max_seqlen_k=1)  # hints, and wrong ones
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
 @pytest.mark.parametrize("page_size", (0, 1, 16, 48))
 def test_packed(device, run_family, page_size, kind, features):
     """Sequences without queries or keys, rows of no sequence, pages that a step straddles."""
-    for head_dim, heads in ((64, (4, 2)), (128, (6, 1)), (256, (2, 2))):
-        case = Case(len(LENGTHS), 0, 0, *heads, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
-        problem = make_problem(case, device, list(LENGTHS))
-        out, lse, _ = run_family(problem, "split_kv")
-        check_forward(problem, out, lse)
-        again = run_family(problem, "split_kv", max_seqlen_q=1, max_seqlen_k=1)  # hints, and wrong ones
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    check_packed(device, run_family, "split_kv", page_size, kind, features)
 
 
 @pytest.mark.parametrize("page_size", (0, 16))
@@ -151,6 +154,14 @@ def test_graph(device):
     check_replays_with_changed_inputs(make_problem(SPLIT, device))
 
 
+def change_lengths(problem, starts_q, starts_k):
+    """Splits the same packed rows into other sequences."""
+    problem.cu_seqlens_q.copy_(torch.tensor(starts_q))
+    problem.cu_seqlens_k.copy_(torch.tensor(starts_k))
+    lengths = [[b - a for a, b in zip(x, x[1:])] for x in (starts_q, starts_k)]
+    problem.layout = Varlen(starts_q[:-1], lengths[0], starts_k[:-1], lengths[1], starts_q[-1])
+
+
 def test_graph_with_changed_lengths(device, monkeypatch):
     """One graph serves every split of the same rows into sequences."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "split_kv")
@@ -161,10 +172,7 @@ def test_graph_with_changed_lengths(device, monkeypatch):
         ([0, 40, 41, 48, 64], [0, 600, 1500, 1600, 2000]),
         ([0, 0, 60, 64, 64], [0, 9, 9, 1990, 2000]),
     ):
-        problem.cu_seqlens_q.copy_(torch.tensor(starts_q))
-        problem.cu_seqlens_k.copy_(torch.tensor(starts_k))
-        lengths = [[b - a for a, b in zip(x, x[1:])] for x in (starts_q, starts_k)]
-        problem.layout = Varlen(starts_q[:-1], lengths[0], starts_k[:-1], lengths[1], 64)
+        change_lengths(problem, starts_q, starts_k)
         graph.replay()
         check_forward(problem, out, lse)
 
@@ -183,7 +191,7 @@ SHARED_FEATURES = {
 @pytest.mark.parametrize("features", SHARED_FEATURES.values(), ids=SHARED_FEATURES)
 @pytest.mark.parametrize("head_dim", (24, 64, 96, 128, 192, 256))
 @pytest.mark.parametrize("lengths", ((1, 1500), (129, 1000), (300, 700), (65, 33)), ids=str)
-def test_shares(hopper, run_family, head_dim, lengths, features):  # noqa: F811
+def test_shares(hopper, run_family, head_dim, lengths, features):
     """Whole blocks and parts of them, more shares than blocks, rows that see no key of a share."""
     problem = make_problem(Case(2, *lengths, 6, 2, head_dim, DTYPE, **features), hopper)
     for shares in (2, 7, 32):
@@ -195,7 +203,7 @@ def test_shares(hopper, run_family, head_dim, lengths, features):  # noqa: F811
 
 @pytest.mark.parametrize("features", ({}, {"head_dim_v": 128}, {"softcap": 9.0}), ids=str)
 @pytest.mark.parametrize("head_dim", (64, 128, 192))
-def test_shares_in_float16(hopper, run_family, head_dim, features):  # noqa: F811
+def test_shares_in_float16(hopper, run_family, head_dim, features):
     problem = make_problem(Case(3, 200, 3000, 4, 1, head_dim, "float16", causal=True, **features), hopper)
     out, lse, _ = run_family(problem, "wgmma:5")
     check_forward(problem, out, lse)
@@ -204,18 +212,12 @@ def test_shares_in_float16(hopper, run_family, head_dim, features):  # noqa: F81
 @pytest.mark.parametrize("features", SHARED_FEATURES.values(), ids=SHARED_FEATURES)
 @pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
 @pytest.mark.parametrize("page_size", (0, 1, 16, 48))
-def test_shares_of_packed(hopper, run_family, page_size, kind, features):  # noqa: F811
-    for head_dim, heads in ((64, (4, 2)), (128, (6, 1)), (256, (2, 2))):
-        case = Case(len(LENGTHS), 0, 0, *heads, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
-        problem = make_problem(case, hopper, list(LENGTHS))
-        out, lse, _ = run_family(problem, "wgmma:3")
-        check_forward(problem, out, lse)
-        again = run_family(problem, "wgmma:3", max_seqlen_q=1, max_seqlen_k=1)  # hints, and wrong ones
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+def test_shares_of_packed(hopper, run_family, page_size, kind, features):
+    check_packed(hopper, run_family, "wgmma:3", page_size, kind, features)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_more_shares_than_multiprocessors(hopper, run_family, head_dim):  # noqa: F811
+def test_more_shares_than_multiprocessors(hopper, run_family, head_dim):
     """Thread blocks take several shares, equal ones in turns and others as they get free."""
     for features in ({}, {"causal": True}):
         problem = make_problem(Case(2, 700, 1500, 16, 16, head_dim, DTYPE, **features), hopper)
@@ -223,13 +225,13 @@ def test_more_shares_than_multiprocessors(hopper, run_family, head_dim):  # noqa
         check_forward(problem, out, lse)
 
 
-def test_max_logit_of_shares(hopper, run_family):  # noqa: F811
+def test_max_logit_of_shares(hopper, run_family):
     problem = make_problem(Case(2, 100, 900, 4, 2, 128, DTYPE, causal=True), hopper)
     shared, whole = (run_family(problem, f, return_max_logit=True)[3] for f in ("wgmma:4", "wgmma"))
     assert torch.equal(shared, whole)
 
 
-def test_dropout_is_not_shared(hopper, run_family):  # noqa: F811
+def test_dropout_is_not_shared(hopper, run_family):
     problem = make_problem(Case(1, 100, 1200, 4, 2, 64, DTYPE, dropout=0.2), hopper)
     results = []
     for family in ("wgmma:4", "wgmma"):
@@ -238,7 +240,7 @@ def test_dropout_is_not_shared(hopper, run_family):  # noqa: F811
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_the_plan_shares(hopper, run_family):  # noqa: F811
+def test_the_plan_shares(hopper, run_family):
     """By itself, where it is wanted."""
     problem = make_problem(SHARED, hopper)
     own, whole, split = (run_family(problem, family)[0] for family in ("", "wgmma", "split_kv"))
@@ -246,11 +248,11 @@ def test_the_plan_shares(hopper, run_family):  # noqa: F811
     assert any(torch.equal(own, run_family(problem, f"wgmma:{shares}")[0]) for shares in range(2, 17))
 
 
-def test_graph_of_shares(hopper):  # noqa: F811
+def test_graph_of_shares(hopper):
     check_replays_with_changed_inputs(make_problem(SHARED, hopper))
 
 
-def test_graph_of_shares_with_changed_lengths(hopper, monkeypatch):  # noqa: F811
+def test_graph_of_shares_with_changed_lengths(hopper, monkeypatch):
     """The shares are cut anew from the lengths on the device."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "wgmma:4")
     case = Case(4, 0, 0, 4, 2, 128, DTYPE, kind="packed", causal=True, sinks=True)
@@ -260,10 +262,7 @@ def test_graph_of_shares_with_changed_lengths(hopper, monkeypatch):  # noqa: F81
         ([0, 140, 141, 184, 200], [0, 600, 1500, 1600, 2000]),
         ([0, 0, 160, 164, 200], [0, 9, 9, 1990, 2000]),
     ):
-        problem.cu_seqlens_q.copy_(torch.tensor(starts_q))
-        problem.cu_seqlens_k.copy_(torch.tensor(starts_k))
-        lengths = [[b - a for a, b in zip(x, x[1:])] for x in (starts_q, starts_k)]
-        problem.layout = Varlen(starts_q[:-1], lengths[0], starts_k[:-1], lengths[1], 200)
+        change_lengths(problem, starts_q, starts_k)
         for _ in range(2):
             graph.replay()
             check_forward(problem, out, lse)

@@ -18,6 +18,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
@@ -119,11 +120,8 @@ def check(case, device, deterministic):
 def check_far(case, device):
     problem = make_problem(case, device)
     problem.q.mul_(16.0)
-    os.environ["FLASH_ATTN_FAMILY"] = "wgmma"
-    try:
+    with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY="wgmma"):
         out, lse, _ = run(problem)
-    finally:
-        del os.environ["FLASH_ATTN_FAMILY"]
     check_forward(on_cpu(problem), out.cpu(), lse.cpu())
 
 
