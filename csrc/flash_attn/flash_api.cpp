@@ -130,8 +130,6 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
     if (!one_head_dim && !takes_value_dim(family, v)) return widened_call();
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
-    at::Tensor own_counter;
-    if (family == plan::Family::kWgmma && draws_tiles(params)) params.tile_counter_ptr = tile_counter(q, own_counter);
     if (family == plan::Family::kSplitKv) {
       check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
     } else if (!run_mha_fwd(family, params, q)) {

@@ -14,6 +14,7 @@
 #include "plan/tiles.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
+#include "tile_counter.h"
 
 namespace flash {
 
@@ -114,8 +115,9 @@ template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q,
                                cudaStream_t stream) {
   if (family == plan::Family::kWgmma) {
-    at::Tensor workspace;
-    const Flash_fwd_shares_params shared = share_keys(params, q, workspace);
+    at::Tensor workspace, own_counter;
+    Flash_fwd_shares_params shared = share_keys(params, q, workspace);
+    if (draws_tiles(params)) shared.tile_counter_ptr = tile_counter(q, own_counter);
     cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
     if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
     if (status != cudaErrorNotSupported) return status;

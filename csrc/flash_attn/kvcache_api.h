@@ -18,7 +18,6 @@
 #include "plan/kvcache.h"
 #include "src/kvcache.h"
 #include "src/static_switch.h"
-#include "tile_counter.h"
 
 namespace flash {
 
@@ -226,8 +225,6 @@ inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_para
                              [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
                  "kvcache_rotate_kernel", q);
   }
-  at::Tensor own_counter;
-  if (family == plan::Family::kWgmma && draws_tiles(forward)) forward.tile_counter_ptr = tile_counter(q, own_counter);
   run_mha_fwd(family, forward, q);
 }
 
