@@ -179,7 +179,9 @@ struct Softmax {
   // nothing else has changed. before_check() is called in between. Where may_go_ahead().
   template <class Scores, class BeforeCheck>
   __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const BeforeCheck& before_check) {
-    const float offset[kRows] = {row_max[0] * scale, row_max[1] * scale};
+    float offset[kRows];
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
     return exponentiate_ahead(scores, scale, [&](int mi, int) { return offset[mi]; }, before_check);
   }
 
