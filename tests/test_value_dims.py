@@ -12,7 +12,7 @@ from reference import assert_accurate
 from test_backward import check_training_step
 from test_backward_families import check_both as check_both_backwards
 from test_errors import fails
-from test_families import FEATURES, check_both, hopper, run_family  # noqa: F401
+from test_families import FEATURES, check_both, run_family  # noqa: F401
 from torch.library import opcheck
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
