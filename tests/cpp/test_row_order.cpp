@@ -10,21 +10,28 @@ namespace {
 using flash::plan::scheduled_tile;
 using flash::plan::section_heads;
 
-void check_order(int heads, int tiles_of_head, int section) {
-  const int tiles = heads * tiles_of_head;
+void check_order(int heads, int tiles_of_head, int section, int late) {
+  const int tiles = heads * tiles_of_head, early = tiles_of_head - late;
   std::vector<int> seen(tiles, 0), sections(heads, 0);
   int last_head = -1;  // of the sections that are done
   for (int index = 0; index < tiles; ++index) {
-    const int tile = scheduled_tile(index, heads, tiles_of_head, section);
+    const int tile = scheduled_tile(index, heads, tiles_of_head, section, late);
     check::that(tile >= 0 && tile < tiles, "the row block exists", heads, tiles_of_head, section, index, tile);
     if (tile < 0 || tile >= tiles) return;
     ++seen[tile];
+    const int head = tile / tiles_of_head, row = tile % tiles_of_head;
+    const bool is_late = index >= heads * early;
+    check::that(is_late == (row >= early), "the late ones behind all others", heads, tiles_of_head, section, late);
+    if (is_late) {
+      const int place = index - heads * early;
+      check::that(row == early + place / heads, "of all heads together", heads, tiles_of_head, section, late);
+      continue;
+    }
     if (section == 1) continue;
-    const int odd = heads % section, head = tile / tiles_of_head, number = (head + (section - odd) % section) / section;
+    const int odd = heads % section, number = (head + (section - odd) % section) / section;
     check::that(number >= last_head, "one section after the other", heads, tiles_of_head, section, index);
     if (number > last_head) std::fill(sections.begin(), sections.end(), 0);
     last_head = number;
-    const int row = tile % tiles_of_head;
     check::that(sections[head]++ == row, "row blocks of a head in their order", heads, tiles_of_head, section, index);
     for (int other = std::max(number * section - (section - odd) % section, 0);
          other < (number + 1) * section - (section - odd) % section; ++other) {
@@ -48,6 +55,28 @@ void check_sections() {
   check::that(section(256, 512, 128, 132) == 33 && section(256, 8192, 128, 132) == 8, "head dim 256");
   check::that(section_heads(5, 4, 1, 132) == 5 && section_heads(9, 100000, 1, 132) == 1, "at most all, at least one");
   check::that(section_heads(0, 0, 0, 132) == 1, "nothing to do");
+}
+
+// Which row blocks come last of all: a quarter under a causal mask, none where all see about as many keys.
+void check_late() {
+  using flash::kUnbounded;
+  using flash::plan::late_row_blocks;
+  using flash::plan::short_row_blocks;
+  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m) {
+    const int tiles = (seqlen_q + block_m - 1) / block_m;
+    const int64_t short_ones = short_row_blocks(seqlen_q, seqlen_k, {left, right}, block_m);
+    return late_row_blocks(tiles, static_cast<int>(short_ones));
+  };
+  check::that(late(8192, 8192, kUnbounded, 0, 192) == 10 && late(512, 512, kUnbounded, 0, 128) == 1, "causal");
+  check::that(late(8192, 8192, kUnbounded, kUnbounded, 192) == 0 && late(8192, 8192, 1024, kUnbounded, 192) == 0,
+              "no mask on the right");
+  check::that(late(512, 8192, kUnbounded, 0, 128) == 0, "a chunk of a long sequence");
+  check::that(late(8192, 512, kUnbounded, 0, 128) == 16, "rows that see no key", late(8192, 512, kUnbounded, 0, 128));
+  check::that(late(8192, 8192, 1024, 0, 192) == 0 && late(8192, 8192, 4096, 0, 192) == 10, "windows");
+  check::that(late(8192, 8192, kUnbounded, 8192, 192) == 0, "a mask that hides nothing");
+  const int most = 0x3fffffff;
+  check::that(short_row_blocks(most, most, {most, most}, 64) == 0, "the greatest numbers");
+  check::that(short_row_blocks(most, 1, {kUnbounded, 0}, 64) == most / 64, "all rows");
 }
 
 // Unequal row blocks at every head dim, equal ones at some; none where the multiprocessors hold all tiles at a time.
@@ -92,14 +121,19 @@ int main() {
   check_draws();
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
-      for (int section = 1; section <= heads; ++section) check_order(heads, tiles_of_head, section);
+      for (int section = 1; section <= heads; ++section) {
+        for (int late = 0; late <= tiles_of_head; late += 1 + late / 3) check_order(heads, tiles_of_head, section, late);
+      }
     }
   }
-  check_order(1 << 10, 1 << 10, 33);
+  check_order(1 << 10, 1 << 10, 33, 100);
   // The greatest numbers: no overflow.
   const int heads = 1 << 15, tiles_of_head = 1 << 15;
-  check::that(scheduled_tile(heads * tiles_of_head - 1, heads, tiles_of_head, heads - 1) == heads * tiles_of_head - 1,
-              "the last one");
+  for (int late : {0, 1, tiles_of_head}) {
+    const int last = scheduled_tile(heads * tiles_of_head - 1, heads, tiles_of_head, heads - 1, late);
+    check::that(last == heads * tiles_of_head - 1, "the last one", late, last);
+  }
   check_sections();
+  check_late();
   return check::report();
 }

@@ -74,6 +74,13 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const bool in_sections = uneven || plan::sm90_draws_equal_tiles(Config::kHeadDim);
   launch.section = in_sections ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
   launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
+  int64_t short_ones = 0;
+  if (!is_varlen) {
+    short_ones = plan::short_row_blocks(params.seqlen_q, params.seqlen_k, params.window, Config::kBlockM);
+  } else if (launch.sorted && params.window.left == kUnbounded) {
+    short_ones = tiles_of_head;  // the last ones, whatever the lengths
+  }
+  launch.short_ones = shares > 1 ? 0 : static_cast<int>(short_ones);
   launch.counter = launch.tiles * shares > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }

@@ -20,25 +20,28 @@ struct FwdLaunch {
   int tiles;          // row blocks of all heads
   int tiles_of_head;  // consecutive ones
   int section;        // heads that are worked on together, whose K and V the L2 cache holds
+  int short_ones;     // row blocks of each head that see few keys, at most: some of them come last of all
   bool sorted;        // those of a head go by VarlenOrder
   int* counter;       // of the tiles that were drawn, 0 between launches; null: as many for each team
   KeyShares shares;   // of each row block, which are tiles of their own
 };
 
 // The order in which row blocks are handed out: heads in sections, the first of which may have fewer; within a section
-// the costliest rows of all heads first under a causal mask.
+// the costliest rows of all heads first under a causal mask, and the cheapest ones behind all sections.
 template <class Config>
 struct TileOrder {
   const FwdLaunch& launch;
   const VarlenOrder varlen;
   const int heads;
   const int of_head;  // row blocks
+  const int late;     // of them
 
   __device__ __forceinline__ explicit TileOrder(const FwdLaunch& launch_)
       : launch(launch_),
         varlen(launch_.params, Config::kBlockM, launch_.sorted),
         heads(launch_.tiles / launch_.tiles_of_head),
-        of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head) {}
+        of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head),
+        late(plan::late_row_blocks(of_head, launch_.short_ones)) {}
 
   __device__ __forceinline__ int shares() const { return Config::kSharesKeys ? launch.shares.count : 1; }
   __device__ __forceinline__ int count() const { return heads * of_head * shares(); }
@@ -55,7 +58,7 @@ struct TileOrder {
   __device__ __forceinline__ int share(int index) const { return index % shares(); }
 
   __device__ __forceinline__ RowBlock at(int index) const {
-    int tile = plan::scheduled_tile(index / shares(), heads, of_head, launch.section);
+    int tile = plan::scheduled_tile(index / shares(), heads, of_head, launch.section, late);
     if (launch.sorted) tile = tile / of_head * launch.tiles_of_head + varlen.slot(tile % of_head);
     return row_block_at(launch.params, Config::kBlockM, tile);
   }
