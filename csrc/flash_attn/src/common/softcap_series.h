@@ -1,22 +1,24 @@
 // The softcap of scores well below it, as a polynomial. Plain C++17, checked by tests/cpp.
 #pragma once
 
+#include <cmath>
+
 #include "common/host_device.h"
 
 namespace flash {
 
-// softcap log2(e) tanh(scale score / softcap) = score P(score^2) for score^2 <= bound, to a relative 1.2e-6. Where
-// short_reaches(), two terms are as good as the LSE has to be: to a relative 1.1e-5 of a logit of at most 8.
+// softcap log2(e) tanh(scale score / softcap) = score P(score^2) for score^2 <= bound, to a relative 1.2e-6. Up to
+// short_bound two terms are as good as the LSE has to be: to kShortError of a logit.
 struct SoftcapSeries {
   static constexpr int kTerms = 3;
   static constexpr double kReach = 0.3;  // largest |tanh argument|
-  static constexpr double kShortReach = 0.16;
-  static constexpr float kShortLogit = 8.0f;
+  static constexpr double kShortError = 9e-5;
   // tanh(x) / x in powers of x^2: least relative error up to the reach.
   static constexpr double kTanh[kTerms] = {0.999998839, -0.333100216, 0.12633946};
-  static constexpr double kShortTanh[2] = {0.999989199, -0.329951442};
   float coefficient[kTerms] = {};
-  float bound = -1.0f;  // negative: for no score
+  float short_coefficient[2] = {};
+  float bound = -1.0f, short_bound = -1.0f;  // negative: for no score
+  float inverse_steepness = 0.0f;            // 1 / (the steepest slope)^2, which is that of scores near 0
 
   // P(score^2).
   FLASH_HOST_DEVICE float factor(float score) const {
@@ -31,17 +33,9 @@ struct SoftcapSeries {
 
   FLASH_HOST_DEVICE float cap(float score) const { return score * factor(score); }
 
-  // Two terms instead of P. Their coefficients stand in a fixed ratio to those of P.
+  // Two terms instead of P.
   FLASH_HOST_DEVICE float short_factor(float score) const {
-    constexpr float kFirst = static_cast<float>(kShortTanh[0] / kTanh[0]);
-    constexpr float kSecond = static_cast<float>(kShortTanh[1] / kTanh[1]);
-    return kSecond * coefficient[1] * (score * score) + kFirst * coefficient[0];
-  }
-
-  FLASH_HOST_DEVICE bool short_reaches(float square) const {
-    constexpr float kShare = static_cast<float>(kShortReach * kShortReach / (kReach * kReach));
-    constexpr float kLog2e = 1.44269504f, kMost = kShortLogit * kLog2e * kShortLogit * kLog2e;
-    return square <= kShare * bound && square * (coefficient[0] * coefficient[0]) <= kMost;
+    return short_coefficient[1] * (score * score) + short_coefficient[0];
   }
 };
 
@@ -49,13 +43,24 @@ struct SoftcapSeries {
 inline SoftcapSeries softcap_series(float scale, float softcap) {
   constexpr double kLog2e = 1.4426950408889634, kLeastRatio = 1.0 / 2048, kMostRatio = 2048;
   SoftcapSeries series;
-  const double ratio = softcap > 0.0f ? static_cast<double>(scale) / softcap : 0.0, size = ratio < 0 ? -ratio : ratio;
+  const double ratio = softcap > 0.0f ? static_cast<double>(scale) / softcap : 0.0, size = std::fabs(ratio);
   if (!(size >= kLeastRatio && size <= kMostRatio)) return series;
-  double power = softcap * kLog2e * ratio;
-  for (int i = 0; i < SoftcapSeries::kTerms; ++i, power *= ratio * ratio) {
+  const double slope = softcap * kLog2e * ratio, square = ratio * ratio;
+  double power = slope;
+  for (int i = 0; i < SoftcapSeries::kTerms; ++i, power *= square) {
     series.coefficient[i] = static_cast<float>(SoftcapSeries::kTanh[i] * power);
   }
-  series.bound = static_cast<float>(SoftcapSeries::kReach * SoftcapSeries::kReach / (ratio * ratio));
+  series.bound = static_cast<float>(SoftcapSeries::kReach * SoftcapSeries::kReach / square);
+  series.inverse_steepness = static_cast<float>(1.0 / (slope * slope));
+  // tanh(x) / x as a line in u = x^2 through its values at the two Chebyshev nodes of [0, r^2] is off by r^4 / 60, from
+  // the term 2/15 u^2 that is left out; times softcap x that is most at x = r.
+  const double reach = std::fmin(std::pow(60.0 * SoftcapSeries::kShortError / softcap, 0.2), SoftcapSeries::kReach);
+  const double near = reach * reach * (2.0 - std::sqrt(2.0)) / 4.0, far = reach * reach - near;
+  const auto tanh_ratio = [](double u) { return std::tanh(std::sqrt(u)) / std::sqrt(u); };
+  const double tilt = (tanh_ratio(far) - tanh_ratio(near)) / (far - near);
+  series.short_coefficient[0] = static_cast<float>(slope * (tanh_ratio(near) - tilt * near));
+  series.short_coefficient[1] = static_cast<float>(slope * square * tilt);
+  series.short_bound = static_cast<float>(reach * reach / square);
   return series;
 }
 

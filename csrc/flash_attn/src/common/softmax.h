@@ -14,6 +14,8 @@ struct Softmax {
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
   static constexpr float kMostAhead = 256.0f;   // for the sum of a thread's probabilities; fp16 holds them up to 65504
+  // For what capped scores may lie above their reference, seen by their size alone: fp16 holds 2^15.
+  static constexpr float kCappedSlackLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
   float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
@@ -78,10 +80,17 @@ struct Softmax {
     return true;
   }
 
-  // Whether some score of this thread may lie more than slack_log2 / scale above its reference. The bits of floats that
-  // are not negative are ordered like integers, of which three are compared at once: negative scores count as 0.
+  // Whether some score of this thread may lie more than slack_log2 / scale above its reference.
   template <class Scores>
   __device__ __forceinline__ bool may_exceed_slack(const Scores& scores, float scale, float slack_log2) const {
+    return may_exceed(scores, slack_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
+  }
+
+  // Whether the exponent of some score of this thread, which rises with the score, may be beyond `most`. The bits of
+  // floats that are not negative are ordered like integers, of which three are compared at once: negative scores count
+  // as 0.
+  template <class Scores, class Exponent>
+  __device__ __forceinline__ bool may_exceed(const Scores& scores, float most, const Exponent& exponent) const {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool exceeds = false;
@@ -92,7 +101,7 @@ struct Softmax {
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      exceeds |= (__int_as_float(bound) - row_max[mi]) * scale > slack_log2;
+      exceeds |= exponent(mi, __int_as_float(bound)) > most;
     }
     return exceeds;
   }
@@ -130,29 +139,17 @@ struct Softmax {
 
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
   // the warp has scores beyond the series or its references may have to rise. The polynomial, of as few terms as the
-  // largest score of the warp allows, runs beside the exponentials, and its last product is the one that takes off the
+  // scores of the warp allow, runs beside the exponentials, and its last product is the one that takes off the
   // reference anyway.
   template <class Scores>
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
     using namespace cute;
-    static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
-    bool fails = is_large;
-    float largest = 0.0f;  // square of a score
+    float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      int high = 0;       // bits of the largest score that is not negative
-      unsigned low = 0u;  // of the lowest negative one, if there is one
-#pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ni += 2) {
-        const int first = __float_as_int(scores(mi, ni)), second = __float_as_int(scores(mi, ni + 1));
-        high = __vimax3_s32(high, first, second);
-        low = __vimax3_u32(low, static_cast<unsigned>(first), static_cast<unsigned>(second));
-      }
-      const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
-      largest = fmaxf(largest, reach * reach);
-      fails |= !(series.cap(top) - row_max[mi] <= slack_log2);
-    }
-    if (__any_sync(0xffffffffu, fails | !(largest <= series.bound))) return false;
+    for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
+    room = is_large ? -1.0f : room + (slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f);
+    const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
+    const float square = square_bound(scores);
     const auto apply = [&](const auto& factor) {
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
@@ -163,12 +160,37 @@ struct Softmax {
         }
       }
     };
-    if (__all_sync(0xffffffffu, series.short_reaches(largest))) {
+    if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
       apply([&](float score) { return series.short_factor(score); });
-    } else {
-      apply([&](float score) { return series.factor(score); });
+      return true;
     }
+    const bool exceeds = may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+    if (__any_sync(0xffffffffu, is_large | exceeds | !(square <= series.bound))) return false;
+    apply([&](float score) { return series.factor(score); });
     return true;
+  }
+
+  // No square of a score of this thread is greater; NaN if there is one. Four squares are added at the full rate of
+  // the multipliers and compared at once, where integer maxima take one score in two at half of it. They are no
+  // products that the compiler could keep in registers until the polynomial wants them.
+  template <class Scores>
+  __device__ __forceinline__ static float square_bound(const Scores& scores) {
+    using namespace cute;
+    static_assert(kRows == 2 && decltype(size<1>(scores))::value % 4 == 0, "scores are compared in fours");
+    constexpr float kTiny = 1e-30f;
+    int bound = 0;
+#pragma unroll
+    for (int ni = 0; ni < size<1>(scores); ni += 4) {
+      float sums[kRows];
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        sums[mi] = kTiny;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[mi] = fmaf(scores(mi, ni + i), scores(mi, ni + i), sums[mi]);
+      }
+      bound = __vimax3_s32(bound, __float_as_int(sums[0]), __float_as_int(sums[1]));
+    }
+    return __int_as_float(bound);
   }
 
   // Whether scores may go ahead of their references: exponentiate_ahead() is for moderate ones, with some slack.
