@@ -122,7 +122,9 @@ int main() {
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
       for (int section = 1; section <= heads; ++section) {
-        for (int late = 0; late <= tiles_of_head; late += 1 + late / 3) check_order(heads, tiles_of_head, section, late);
+        for (int late = 0; late <= tiles_of_head; late += 1 + late / 3) {
+          check_order(heads, tiles_of_head, section, late);
+        }
       }
     }
   }

@@ -89,7 +89,7 @@ constexpr int late_row_blocks(int tiles_of_head, int short_ones) {
 
 // Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
 // row block of all heads, then the second; and behind all sections the `late` last ones of each head, in the same way.
-// Few heads left for the last section would leave multiprocessors idle at the end: the first section has the odd number.
+// Few heads left for the last section would leave multiprocessors idle: the first section has the odd number.
 constexpr int scheduled_tile(int index, int heads, int tiles_of_head, int section, int late) {
   if (section == 1 && late == 0) return index;
   const int early = tiles_of_head - late, beyond = index - heads * early;

@@ -13,7 +13,7 @@ struct Softmax {
   static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  static constexpr float kMostAhead = 256.0f;   // for the sum of a thread's probabilities; fp16 holds them up to 65504
+  static constexpr float kMostAhead = 256.0f;  // for the sum of a thread's probabilities; fp16 holds them up to 65504
   // For what capped scores may lie above their reference, seen by their size alone: fp16 holds 2^15.
   static constexpr float kCappedSlackLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
@@ -164,7 +164,8 @@ struct Softmax {
       apply([&](float score) { return series.short_factor(score); });
       return true;
     }
-    const bool exceeds = may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+    const bool exceeds =
+        may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
     if (__any_sync(0xffffffffu, is_large | exceeds | !(square <= series.bound))) return false;
     apply([&](float score) { return series.factor(score); });
     return true;
