@@ -140,16 +140,11 @@ struct Softmax {
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
   // the warp has scores beyond the series or its references may have to rise. The polynomial, of as few terms as the
   // scores of the warp allow, runs beside the exponentials, and its last product is the one that takes off the
-  // reference anyway.
-  template <class Scores>
+  // reference anyway. kBySquares: looks at a bound of all scores first, and at the greatest and the least where that
+  // does not do.
+  template <bool kBySquares, class Scores>
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
     using namespace cute;
-    float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
-    room = is_large ? -1.0f : room + (slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f);
-    const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
-    const float square = square_bound(scores);
     const auto apply = [&](const auto& factor) {
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
@@ -160,15 +155,57 @@ struct Softmax {
         }
       }
     };
-    if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
-      apply([&](float score) { return series.short_factor(score); });
-      return true;
+    const auto apply_short = [&] { apply([&](float score) { return series.short_factor(score); }); };
+    float square;  // no score's is greater
+    bool fails = is_large;
+    if constexpr (kBySquares) {
+      float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
+      room = is_large ? -1.0f : room + (slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f);
+      const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
+      square = square_bound(scores);
+      if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
+        apply_short();
+        return true;
+      }
+      fails |= may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+    } else {
+      fails |= !largest_square(scores, square,
+                               [&](int mi, float top) { return series.cap(top) - row_max[mi] <= slack_log2; });
     }
-    const bool exceeds =
-        may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
-    if (__any_sync(0xffffffffu, is_large | exceeds | !(square <= series.bound))) return false;
-    apply([&](float score) { return series.factor(score); });
+    if (__any_sync(0xffffffffu, fails | !(square <= series.bound))) return false;
+    if (!kBySquares && __all_sync(0xffffffffu, square <= series.short_bound)) {
+      apply_short();
+    } else {
+      apply([&](float score) { return series.factor(score); });
+    }
     return true;
+  }
+
+  // The largest square of a score of this thread. Returns whether is_right(mi, top) for each row, whose greatest score
+  // that is not negative, or 0, is `top`.
+  template <class Scores, class IsRight>
+  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const IsRight& is_right) {
+    using namespace cute;
+    static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
+    bool right = true;
+    square = 0.0f;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      int high = 0;       // bits of the largest score that is not negative
+      unsigned low = 0u;  // of the lowest negative one, if there is one
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ni += 2) {
+        const int first = __float_as_int(scores(mi, ni)), second = __float_as_int(scores(mi, ni + 1));
+        high = __vimax3_s32(high, first, second);
+        low = __vimax3_u32(low, static_cast<unsigned>(first), static_cast<unsigned>(second));
+      }
+      const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
+      square = fmaxf(square, reach * reach);
+      right &= is_right(mi, top);
+    }
+    return right;
   }
 
   // No square of a score of this thread is greater; NaN if there is one. Four squares are added at the full rate of

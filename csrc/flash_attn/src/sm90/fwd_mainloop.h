@@ -236,7 +236,8 @@ struct FwdMainloop {
       }
     }
     if (!kEdge && kModifiers == Modifiers::kSoftcap &&
-        softmax.exponentiate_capped(scores, params.softcap_series, params.softmax_slack_log2)) {
+        softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series,
+                                                                       params.softmax_slack_log2)) {
       return false;
     }
     modify_scores<kEdge, kModifiers>(scores, tile, key);
