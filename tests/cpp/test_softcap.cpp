@@ -15,7 +15,10 @@ void check_range(float scale, float softcap) {
   check::that(series.bound > 0.0f, "there is a series", scale, softcap);
   const double reach = flash::SoftcapSeries::kReach;
   check::that(std::fabs(series.bound * ratio * ratio / (reach * reach) - 1.0) < 1e-6, "its range", scale, softcap);
-  double most_error = 0.0;  // of two terms
+  check::that(series.short_bound > 0.0f && series.short_bound <= series.bound, "two terms reach no further", scale,
+              softcap);
+  const double short_square = series.short_bound * ratio * ratio;  // of the tanh argument
+  double most_error = 0.0;                                         // of two terms
   for (int i = -1000; i <= 1000; ++i) {
     const float score = static_cast<float>(i / 1000.0 * reach / ratio);
     if (score * score > series.bound) continue;
@@ -26,6 +29,8 @@ void check_range(float scale, float softcap) {
     const double short_cap = static_cast<double>(score) * series.short_factor(score);
     check::that(std::fabs(short_cap - exact) <= 1e-4 * kLog2e, "error of two terms", scale, softcap, i, short_cap,
                 exact);
+    check::that(std::fabs(short_cap - exact) <= (short_square * short_square / 60 + 4e-7) * std::fabs(exact),
+                "its relative error", scale, softcap, i, short_cap, exact);
     most_error = std::fmax(most_error, std::fabs(short_cap - exact));
     check::that(std::fabs(score) <= std::fabs(exact) * std::sqrt(series.inverse_steepness) * 1.04, "steepest near 0",
                 scale, softcap, i);
