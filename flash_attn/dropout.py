@@ -2,9 +2,9 @@
 
 Whether a score is dropped depends only on (seed, offset, batch, head, row, column), never on how a kernel tiles the
 matrix. Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) derives
-the keys of each (batch, head), the finalizer of MurmurHash3 (Appleby 2011) a word for every row and every pair of
-columns under them, and the folded product of both words the uniforms of the two scores. Unsigned 32-bit words are held
-in int64 tensors.
+the keys of each (batch, head), the finalizer of MurmurHash3 (Appleby 2011) two words for every row and every pair of
+columns under them, and the sum of their products, one of which has its halves swapped, the uniforms of the two scores.
+Unsigned 32-bit words are held in int64 tensors.
 """
 
 from __future__ import annotations
@@ -64,11 +64,19 @@ def _scramble(word: torch.Tensor) -> torch.Tensor:
     return word ^ (word >> 16)
 
 
-def _words(key: tuple[torch.Tensor, torch.Tensor], indices: range):
-    """Two words of each index (of a row, or of a pair of columns): int64 (batches, heads, indices)."""
-    index = torch.arange(indices.start, indices.stop, device=key[0].device)
-    first = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
-    return first, _scramble(first)
+def _row_words(key: tuple[torch.Tensor, torch.Tensor], rows: range):
+    """Fine and coarse words of the rows: int64 (batches, heads, rows)."""
+    index = torch.arange(rows.start, rows.stop, device=key[0].device)
+    coarse = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
+    return _scramble(coarse) | 1, coarse
+
+
+def _column_words(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
+    """Fine and coarse words of pairs of columns: int64 (batches, heads, pairs)."""
+    index = torch.arange(pairs.start, pairs.stop, device=key[0].device)
+    odd = index // 4 % 2
+    coarse = _scramble((_scramble((index - 4 * odd) ^ key[0][..., None]) + key[1][..., None]) & _WORD)
+    return (_scramble((coarse + odd) & _WORD) & ~1) | odd, coarse | 1
 
 
 def dropout_streams(
@@ -90,17 +98,19 @@ def dropout_streams(
 def keep_block(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
     """The mask of rows [row0, row1) and columns [col0, col1): bool (batches, heads, rows, cols), True = kept."""
     pairs = range(col0 // 2, -(-col1 // 2))
-    addend, factor = _words(streams.row_key, range(row0, row1))
-    column = _words(streams.col_key, pairs)[1]
-    product = factor[..., None] * column[..., None, :]  # modulo 2^64, which keeps all 64 bits
-    product += ((addend << 32) | factor)[..., None]
-    product ^= product >> 32  # of which the lower word counts
+    row_fine, row_coarse = _row_words(streams.row_key, range(row0, row1))
+    col_fine, col_coarse = _column_words(streams.col_key, pairs)
+    uniforms = row_coarse[..., None] * col_coarse[..., None, :]  # modulo 2^64, of which the lower word counts
+    uniforms = ((uniforms << 16) & _WORD) | ((uniforms >> 16) & 0xFFFF)
+    uniforms += row_fine[..., None] * col_fine[..., None, :]
 
-    limit = ((threshold + (factor >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
-    keep = torch.empty((*product.shape, 2), dtype=torch.bool, device=product.device)
+    draws_kept = threshold > 2**31
+    rarer = 2**32 - threshold if draws_kept else threshold
+    limit = ((rarer + (row_fine >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
+    keep = torch.empty((*uniforms.shape, 2), dtype=torch.bool, device=uniforms.device)
     for odd in range(2):
-        uniform = (product >> (16 * odd)) & _UNIFORM
-        keep[..., odd] = uniform >= limit
+        below = ((uniforms >> (16 * odd)) & _UNIFORM) < limit
+        keep[..., odd] = below if draws_kept else ~below
     first_col = 2 * pairs.start
     return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 

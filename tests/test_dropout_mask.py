@@ -61,13 +61,17 @@ def plain_keep(seed, offset, batch, head, i, j, threshold):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & WORD, (a >> 32) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-    addend = (scramble(i ^ c0) + c1) & WORD
-    factor = scramble(addend)
-    column = scramble((scramble(j // 2 ^ c2) + c3) & WORD)
-    total = factor * column + factor + 2**32 * addend
-    word = (total >> 32 ^ total) & WORD
+    row_coarse = (scramble(i ^ c0) + c1) & WORD
+    row_fine = scramble(row_coarse) | 1
+    odd = j // 8 % 2
+    col_coarse = scramble((scramble((j // 2 - 4 * odd) ^ c2) + c3) & WORD)
+    col_fine = scramble((col_coarse + odd) & WORD) & ~1 | odd
+    product = row_coarse * (col_coarse | 1) & WORD
+    word = (row_fine * col_fine + (product << 16 | product >> 16)) & WORD
     uniform = word >> (j % 2 * 16) & 0x7FFF
-    return uniform >= (threshold + (factor >> 15)) >> 17
+    rare_is_kept = threshold > 2**31
+    rare = uniform < (min(threshold, 2**32 - threshold) + (row_fine >> 15)) >> 17
+    return rare == rare_is_kept
 
 
 def state(seed, offset=0):

@@ -1,5 +1,6 @@
 // Division by a fixed divisor, and the published known answers of the random generators behind dropout.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -57,28 +58,44 @@ void check_philox() {
   }
 }
 
-// Published values of MurmurHash3's finalizer, and that no two words share one.
+// Published values of MurmurHash3's finalizer.
 void check_scrambler() {
   check::that(flash::murmur3_finalizer(0) == 0, "finalizer of 0");
   check::that(flash::murmur3_finalizer(1) == 0x514e28b7u, "finalizer of 1", flash::murmur3_finalizer(1));
+}
+
+// No two rows and no two pairs of columns of a head have the same words. Two pairs of columns with the same coarse word
+// have fine ones that differ by an odd number.
+void check_words() {
   const flash::DropoutStream stream = flash::dropout_stream(3, 5, 1, 2);
-  std::vector<uint32_t> rows, pairs;
+  std::vector<std::pair<uint32_t, uint32_t>> rows, pairs;
   for (int i = 0; i < 1 << 20; ++i) {
-    rows.push_back(static_cast<uint32_t>(flash::dropout_row(stream, i)));
-    pairs.push_back(flash::dropout_column_pair(stream, i));
+    const flash::DropoutWords row = flash::dropout_row(stream, i), pair = flash::dropout_column_pair(stream, i);
+    const flash::DropoutWords other = flash::dropout_column_pair(stream, i ^ 4);
+    rows.emplace_back(row.fine, row.coarse);
+    pairs.emplace_back(pair.fine, pair.coarse);
+    check::that(pair.coarse == other.coarse && (pair.fine - other.fine) % 2 == 1, "words of pairs 4 apart", i);
   }
-  for (std::vector<uint32_t>* words : {&rows, &pairs}) {
+  for (auto* words : {&rows, &pairs}) {
     std::sort(words->begin(), words->end());
     check::that(std::adjacent_find(words->begin(), words->end()) == words->end(), "all words differ");
   }
 }
 
-// Every threshold drops what it says, on the average over the words of rows.
+// Every threshold draws the rarer outcome as often as it says, on the average over the words of rows, and never with a
+// limit that is no number of 16 bits.
 void check_limits() {
   for (uint32_t threshold : {0u, 1u, 4294967u, 429496730u, 0x7fffffffu, 0x80000000u, 0x80000001u, 4290672328u, ~0u}) {
     uint64_t below = 0;
-    for (uint64_t bits = 0; bits < 1 << 17; ++bits) below += flash::dropout_limit(bits << 15, threshold);
-    check::that(below == threshold, "mean limit", threshold, below);
+    uint32_t largest = 0;
+    for (uint64_t bits = 0; bits < 1 << 17; ++bits) {
+      const uint32_t limit = flash::dropout_limit({static_cast<uint32_t>(bits << 15), 0}, threshold);
+      below += limit;
+      largest = std::max(largest, limit);
+    }
+    const uint64_t dropped = flash::dropout_draws_kept(threshold) ? (uint64_t{1} << 32) - below : below;
+    check::that(dropped == threshold, "mean limit", threshold, below);
+    check::that(largest <= 1u << 14, "limit", threshold, largest);
   }
 }
 
@@ -88,6 +105,7 @@ int main() {
   check_divisions();
   check_philox();
   check_scrambler();
+  check_words();
   check_limits();
   return check::report();
 }

@@ -39,14 +39,14 @@ struct DropoutMask {
 
 // The words of the rows and columns of a tile, made by the thread that wants them.
 template <class Coords>
-struct DropoutWords {
+struct TileWords {
   const DropoutStream& stream;
   const Coords& coords;
   int row_begin, col_begin;
 
-  __device__ __forceinline__ uint64_t row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
-  __device__ __forceinline__ uint32_t column_pair(int ni) const {
-    return dropout_column_pair(stream, (col_begin + coords.col(ni)) / 2);
+  __device__ __forceinline__ DropoutWords row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
+  __device__ __forceinline__ DropoutWords column_pair(int ni) const {
+    return dropout_column_pair(stream, (col_begin >> 1) + (coords.col(ni) >> 1));  // one for both columns of a pair
   }
 };
 
@@ -55,17 +55,17 @@ struct DropoutWords {
 template <int kRows, int kCols, class Words, class Coords, class Visit>
 __device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
                                               const Visit& visit) {
-  uint32_t column_pairs[kCols];
+  const bool draws_kept = dropout_draws_kept(threshold);
+  DropoutWords column_pairs[kCols];
 #pragma unroll
   for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
-    const uint64_t row = words.row(mi);
+    const DropoutWords row = words.row(mi);
+    const uint32_t limit = dropout_limit(row, threshold);
 #pragma unroll
     for (int ni = 0; ni < kCols; ++ni) {
-      const int shift = coords.col(ni) % 2 * 16;
-      const uint32_t uniform = dropout_uniforms(row, column_pairs[ni], 0x7FFFu << shift);
-      visit(mi, ni, uniform >= dropout_limit(row, threshold) << shift);
+      visit(mi, ni, dropout_keeps(dropout_uniforms(row, column_pairs[ni]), coords.col(ni), limit, draws_kept));
     }
   }
 }
@@ -76,37 +76,43 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
                                               const Coords& coords, int row_begin, int col_begin) {
   using namespace cute;
   constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
-  const DropoutWords<Coords> words{mask.stream, coords, row_begin, col_begin};
+  const TileWords<Coords> words{mask.stream, coords, row_begin, col_begin};
   for_each_draw<kRows, kCols>(mask.threshold, words, coords, [&](int mi, int ni, bool kept) {
     probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
   });
 }
 
-// All ones in the halves of `uniforms` that are not below a limit, of which `complements` has 2^15 less the limit.
-__device__ __forceinline__ uint32_t kept_halves(uint32_t uniforms, uint32_t complements) {
-  uint32_t kept;  // copies of the highest bits, which __byte_perm() does not make
-  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(uniforms + complements));
-  return kept;
-}
-
 // What a lane's two rows draw.
 struct LaneRows {
-  uint64_t rows[2];
-  uint32_t complements[2];  // of the limits, in both halves
+  DropoutWords rows[2];
+  uint32_t limits[2];  // in both halves
+  bool draws_kept;
 
   LaneRows() = default;
 
-  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row) {
+  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row)
+      : draws_kept(dropout_draws_kept(mask.threshold)) {
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
-      complements[mi] = (0x8000u - dropout_limit(rows[mi], mask.threshold)) * 0x10001u;
+      limits[mi] = dropout_limit(rows[mi], mask.threshold) * 0x10001u;
     }
   }
 
-  // All ones in the halves of a pair of columns that row mi keeps.
-  __device__ __forceinline__ uint32_t draw(int mi, uint32_t column_pair) const {
-    return kept_halves(dropout_uniforms(rows[mi], column_pair), complements[mi]);
+  // All ones in the halves of a pair of columns that row mi keeps. One instruction compares both, as numbers of 16 bits
+  // without their signs, which are ordered as their bits are; what is a NaN is not below a limit.
+  __device__ __forceinline__ uint32_t draw(int mi, const DropoutWords& column_pair) const {
+    uint32_t kept;
+    asm("{\n\t"
+        ".reg .b32 magnitudes;\n\t"
+        ".reg .pred draws_kept;\n\t"
+        "setp.ne.u32 draws_kept, %3, 0;\n\t"
+        "abs.f16x2 magnitudes, %1;\n\t"
+        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, draws_kept;\n\t"
+        "}"
+        : "=r"(kept)
+        : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(draws_kept)));
+    return kept;
   }
 };
 

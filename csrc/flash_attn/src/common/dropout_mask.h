@@ -45,44 +45,60 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// The words of a row, multiplier and addend, in one: its multiplier is the lower half.
-FLASH_HOST_DEVICE uint64_t dropout_row(const DropoutStream& stream, int row) {
-  const uint32_t addend = murmur3_finalizer(static_cast<uint32_t>(row) ^ stream.row_key[0]) + stream.row_key[1];
-  return (static_cast<uint64_t>(addend) << 32) | murmur3_finalizer(addend);
+// The words of a row, or of a pair of columns. Coarse words of columns are those of 16 columns with the same lanes: the
+// pair 4 away has the same one.
+struct alignas(8) DropoutWords {
+  uint32_t fine;
+  uint32_t coarse;
+};
+
+FLASH_HOST_DEVICE DropoutWords dropout_row(const DropoutStream& stream, int row) {
+  const uint32_t coarse = murmur3_finalizer(static_cast<uint32_t>(row) ^ stream.row_key[0]) + stream.row_key[1];
+  return {murmur3_finalizer(coarse) | 1, coarse};
 }
 
-// The word of a pair of columns: no two of a head are equal.
-FLASH_HOST_DEVICE uint32_t dropout_column_pair(const DropoutStream& stream, int pair) {
-  return murmur3_finalizer(murmur3_finalizer(static_cast<uint32_t>(pair) ^ stream.col_key[0]) + stream.col_key[1]);
+// Fine words of the same coarse one differ by an odd number, so that their products with a random row are independent.
+FLASH_HOST_DEVICE DropoutWords dropout_column_pair(const DropoutStream& stream, int pair) {
+  const uint32_t odd = static_cast<uint32_t>(pair) / 4 % 2, first = static_cast<uint32_t>(pair) - 4 * odd;
+  const uint32_t coarse = murmur3_finalizer(murmur3_finalizer(first ^ stream.col_key[0]) + stream.col_key[1]);
+  return {(murmur3_finalizer(coarse + odd) & ~1u) | odd, coarse | 1};
 }
 
-// Two uniforms of 15 bits: of a row and a pair of columns, the even one's in the lower half. `which`: for one of them.
-FLASH_HOST_DEVICE uint32_t dropout_uniforms(uint64_t row, uint32_t column_pair, uint32_t which = 0x7FFF7FFFu) {
+FLASH_HOST_DEVICE uint32_t swap_halves(uint32_t word) {
 #if defined(__CUDA_ARCH__)
-  // One instruction. Of mad.wide and of the C++ ptxas makes two or three.
-  uint32_t low, high;
-  asm("mad.lo.cc.u32 %0, %2, %3, %4;\n\tmadc.hi.u32 %1, %2, %3, %5;"
-      : "=&r"(low), "=r"(high)
-      : "r"(column_pair), "r"(static_cast<uint32_t>(row)), "r"(static_cast<uint32_t>(row)),
-        "r"(static_cast<uint32_t>(row >> 32)));
+  return __byte_perm(word, 0, 0x1032);
 #else
-  const uint64_t sum = static_cast<uint64_t>(column_pair) * static_cast<uint32_t>(row) + row;
-  const uint32_t low = static_cast<uint32_t>(sum), high = static_cast<uint32_t>(sum >> 32);
+  return (word << 16) | (word >> 16);
 #endif
-  return (high ^ low) & which;
 }
 
-// Uniforms of the row below this are dropped: 2^15 times the probability, rounded up or down by random bits of the row,
-// so that it is exact on the average.
-FLASH_HOST_DEVICE uint32_t dropout_limit(uint64_t row, uint32_t threshold) {
-  return static_cast<uint32_t>((static_cast<uint64_t>(threshold) + (static_cast<uint32_t>(row) >> 15)) >> 17);
+// Two uniforms of 15 bits, each below a bit that does not count: of a row and a pair of columns, the even one's in the
+// lower half. A product knows little in its lower half, so the other one lies the other way round.
+FLASH_HOST_DEVICE uint32_t dropout_uniforms(const DropoutWords& row, const DropoutWords& column_pair) {
+  return row.fine * column_pair.fine + swap_halves(row.coarse * column_pair.coarse);
+}
+
+// A uniform below its row's limit stands for the rarer of the two outcomes, which is to be kept where the probability
+// is above one half. So limits are at most 2^14, and comparable as numbers of 16 bits: none of them is a NaN.
+FLASH_HOST_DEVICE bool dropout_draws_kept(uint32_t threshold) { return threshold > 0x80000000u; }
+
+// 2^15 times the probability of the rarer outcome, rounded up or down by random bits of the row, so that it is exact on
+// the average.
+FLASH_HOST_DEVICE uint32_t dropout_limit(const DropoutWords& row, uint32_t threshold) {
+  const uint32_t rarer = dropout_draws_kept(threshold) ? 0u - threshold : threshold;
+  return (rarer + (row.fine >> 15)) >> 17;
+}
+
+// Of a uniform that was drawn for a column: whether that column is kept.
+FLASH_HOST_DEVICE bool dropout_keeps(uint32_t uniforms, int col, uint32_t limit, bool draws_kept) {
+  const int shift = col % 2 * 16;
+  return ((uniforms & (0x7FFFu << shift)) >= limit << shift) != draws_kept;
 }
 
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
-  const uint64_t row_words = dropout_row(stream, row);
-  const int shift = col % 2 * 16;
-  const uint32_t uniform = dropout_uniforms(row_words, dropout_column_pair(stream, col / 2), 0x7FFFu << shift);
-  return uniform >= dropout_limit(row_words, threshold) << shift;
+  const DropoutWords row_words = dropout_row(stream, row);
+  return dropout_keeps(dropout_uniforms(row_words, dropout_column_pair(stream, col / 2)), col,
+                       dropout_limit(row_words, threshold), dropout_draws_kept(threshold));
 }
 
 }  // namespace flash

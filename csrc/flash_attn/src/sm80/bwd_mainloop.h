@@ -205,7 +205,7 @@ struct BwdMainloop {
     constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
     DropoutMask mask;
     if constexpr (kMayDrop) mask = DropoutMask(params.dropout, place.batch, place.head);
-    const DropoutWords<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
+    const TileWords<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
     differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
         params, visibility, place, coords, words, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }

@@ -65,12 +65,12 @@ struct BwdMainloop {
 
   // From which dropout draws.
   struct StoredWords {
-    const uint64_t* rows;
-    const uint32_t* pairs;
+    const DropoutWords* rows;
+    const DropoutWords* pairs;
     const Coords& coords;
 
-    __device__ __forceinline__ uint64_t row(int mi) const { return rows[coords.row(mi)]; }
-    __device__ __forceinline__ uint32_t column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
+    __device__ __forceinline__ DropoutWords row(int mi) const { return rows[coords.row(mi)]; }
+    __device__ __forceinline__ DropoutWords column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
   };
 
   const BwdLaunch& launch;

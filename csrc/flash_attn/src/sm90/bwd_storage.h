@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "common/dropout_mask.h"
 #include "common/sequence.h"
 #include "sm90/barrier.h"
 #include "sm90/bwd_config.h"
@@ -36,8 +37,8 @@ struct BwdStorage {
 
   // Beside Q, with dropout: the words of the rows, and of the pairs of columns, that their head gives them.
   static constexpr bool kMayDrop = Config::kVariant != BwdVariant::kPlain;
-  alignas(16) uint64_t dropout_rows[Config::kStages][kMayDrop ? Config::kBlockM : 2];
-  uint32_t dropout_pairs[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
+  alignas(16) DropoutWords dropout_rows[Config::kStages][kMayDrop ? Config::kBlockM : 2];
+  DropoutWords dropout_pairs[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
 
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight

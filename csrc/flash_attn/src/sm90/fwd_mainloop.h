@@ -202,7 +202,9 @@ struct FwdMainloop {
   // What decides which probabilities of a slice are dropped. It depends on places only.
   __device__ __forceinline__ void draw(int slice) {
 #pragma unroll
-    for (int i = 4 * slice; i < 4 * slice + 4; ++i) kept[i] = dropout.draw(i % 2, col_words[i / 2]);
+    for (int i = 4 * slice; i < 4 * slice + 4; ++i) {
+      kept[i] = dropout.draw(i % 2, {col_words[i / 2], col_words[Storage::kFineWords + slice]});
+    }
   }
 
   // ptxas would draw where P is dropped, behind the exponentials, unless a store depends on it that never happens.

@@ -128,7 +128,9 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
       storage.k_empty[place.stage].wait(place.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
-        words[pair / 4] = dropout_column_pair(stream, first_pair + pair);
+        const DropoutWords of_pair = dropout_column_pair(stream, first_pair + pair);
+        words[pair / 4] = of_pair.fine;
+        if (pair / 4 % 2 == 0) words[FwdStorage<Config>::kFineWords + pair / 8] = of_pair.coarse;
       }
       storage.k_full[place.stage].arrive();
       place.advance();

@@ -19,9 +19,9 @@ struct FwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(Config::kStagesApart ? 1024 : 8) Element o[Config::kWarpGroups][Config::kStagesApart ? Config::kSmemO : 1];
 
-  // With dropout the words of the columns of a block of keys, beside its K: those of the pairs t, t + 4, t + 8, ... for
-  // the lanes 4 g + t.
-  static constexpr int kColVectors = (Config::kBlockN / 8 + 3) / 4;
+  // With dropout the words of the columns of a block of keys, beside its K: for the lanes 4 g + t the fine words of the
+  // pairs t, t + 4, t + 8, ..., then the coarse ones of t, t + 8, ...
+  static constexpr int kFineWords = Config::kBlockN / 8, kColVectors = (kFineWords + kFineWords / 2 + 3) / 4;
   uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
