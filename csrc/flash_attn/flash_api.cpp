@@ -126,13 +126,13 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
   if (return_max_logit) results.push_back(allocate_max_logit(params, lse.options()));
   if (launches) {
     set_params_dropout(params, p_dropout);
-    const plan::Family family = choose_family(params);
-    if (!one_head_dim && !takes_value_dim(family, v)) return widened_call();
+    const plan::FamilyChoice choice = choose_family(params);
+    if (!one_head_dim && !takes_value_dim(choice.family, v)) return widened_call();
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
-    if (family == plan::Family::kSplitKv) {
+    if (choice.family == plan::Family::kSplitKv) {
       check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
-    } else if (!run_mha_fwd(family, params, q)) {
+    } else if (!run_mha_fwd(choice, params, q)) {
       return widened_call();
     }
   }

@@ -80,19 +80,20 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
 
 inline const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
 
-inline plan::Family choose_family(const Flash_fwd_params& params) {
+inline plan::FamilyChoice choose_family(const Flash_fwd_params& params) {
   return plan::choose_family(family_query(params), forced_family());
 }
 
 // What the wgmma family takes: `workspace` holds the results of the shares, if there are several.
-inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const at::Tensor& q, at::Tensor& workspace) {
+inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, int count, const at::Tensor& q,
+                                          at::Tensor& workspace) {
   Flash_fwd_shares_params shared;
   static_cast<Flash_fwd_params&>(shared) = params;
   KeyShares& shares = shared.shares;
-  shares.count = plan::choose_key_shares(family_query(params), forced_family());
-  if (shares.count == 1) return shared;
+  shares.count = count;
+  if (count == 1) return shared;
   shares.rows = all_rows(params);
-  const int64_t results = shares.count * shares.rows;
+  const int64_t results = count * shares.rows;
   workspace = new_empty(q, {results * (params.d_v + 1)}, at::kFloat);
   shares.out_ptr = workspace.mutable_data_ptr<float>();
   shares.lse_ptr = shares.out_ptr + results * params.d_v;
@@ -112,11 +113,11 @@ cudaError_t run_mha_fwd_wgmma(const Flash_fwd_shares_params& params, cudaStream_
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q,
+cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd_params& params, const at::Tensor& q,
                                cudaStream_t stream) {
-  if (family == plan::Family::kWgmma) {
+  if (choice.family == plan::Family::kWgmma) {
     at::Tensor workspace, own_counter;
-    Flash_fwd_shares_params shared = share_keys(params, q, workspace);
+    Flash_fwd_shares_params shared = share_keys(params, choice.key_shares, q, workspace);
     if (draws_tiles(params)) shared.tile_counter_ptr = tile_counter(q, own_counter);
     cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
     if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
@@ -126,12 +127,12 @@ cudaError_t run_mha_fwd_family(plan::Family family, const Flash_fwd_params& para
 }
 
 // False: the head dims differ and the family does not serve them; nothing was launched.
-inline bool run_mha_fwd(plan::Family family, const Flash_fwd_params& params, const at::Tensor& q) {
+inline bool run_mha_fwd(const plan::FamilyChoice& choice, const Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool is_fp16 = q.scalar_type() == at::kHalf;
   const cudaError_t status = FP16_SWITCH(is_fp16, [&] {
     return HEADDIM_SWITCH(params.max_head_dim(),
-                          [&] { return run_mha_fwd_family<kDtype, kHeadDim>(family, params, q, stream); });
+                          [&] { return run_mha_fwd_family<kDtype, kHeadDim>(choice, params, q, stream); });
   });
   if (status == cudaErrorNotSupported && params.d != params.d_v) return false;
   check_launch(status, "flash_fwd_kernel", q);

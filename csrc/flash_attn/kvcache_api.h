@@ -198,16 +198,18 @@ inline Flash_fwd_params forward_over_cache(const Flash_kvcache_params& params) {
 
 // Tiles of 16 packed rows are what the kernels of the KV cache are made for; of more rows only where tiles of rows
 // would leave multiprocessors idle.
-inline plan::Family choose_family_over_cache(const Flash_kvcache_params& params, const at::Tensor& q,
-                                             const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+inline plan::FamilyChoice choose_family_over_cache(const Flash_kvcache_params& params, const at::Tensor& q,
+                                                   const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
   const bool has_many_rows =
       static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio > plan::kv_tile(params.d, 0).rows();
   const bool served = params.d % 8 == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v) && is_aligned(out) &&
                       is_packed_cache(params);
-  return has_many_rows && served ? choose_family(forward_over_cache(params)) : plan::Family::kSplitKv;
+  if (!has_many_rows || !served) return {plan::Family::kSplitKv};
+  return choose_family(forward_over_cache(params));
 }
 
-inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
+inline void run_forward_over_cache(const plan::FamilyChoice& choice, const Flash_kvcache_params& params,
+                                   const at::Tensor& q) {
   Flash_fwd_params forward = forward_over_cache(params);
   const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
   at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
@@ -225,17 +227,17 @@ inline void run_forward_over_cache(plan::Family family, const Flash_kvcache_para
                              [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
                  "kvcache_rotate_kernel", q);
   }
-  run_mha_fwd(family, forward, q);
+  run_mha_fwd(choice, forward, q);
 }
 
-inline void run_kvcache(plan::Family family, const Flash_kvcache_params& params, const at::Tensor& q) {
+inline void run_kvcache(const plan::FamilyChoice& choice, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     if (params.seqlen_new > 0 && params.h_k > 0) {
       check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
     }
     if (q.numel() == 0) return;
-    if (family != plan::Family::kSplitKv) return run_forward_over_cache(family, params, q);
+    if (choice.family != plan::Family::kSplitKv) return run_forward_over_cache(choice, params, q);
     check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
                  "flash_fwd_split_kernel", q);
   });
@@ -298,8 +300,9 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
   if (q.size(0) == 0) return {out, lse};
   const bool free_choice = num_splits == 0 && !batch_invariant && q.numel() > 0;
-  run_kvcache(free_choice ? choose_family_over_cache(params, q, kcache, vcache, out) : plan::Family::kSplitKv, params,
-              q);
+  plan::FamilyChoice choice{plan::Family::kSplitKv};
+  if (free_choice) choice = choose_family_over_cache(params, q, kcache, vcache, out);
+  run_kvcache(choice, params, q);
   return {out, lse};
 }
 

@@ -8,9 +8,16 @@
 namespace {
 
 using flash::plan::choose_backward_family;
-using flash::plan::choose_family;
 using flash::plan::Family;
 using flash::plan::FamilyQuery;
+
+Family chosen_family(const FamilyQuery& query, const char* forced) {
+  return flash::plan::choose_family(query, forced).family;
+}
+
+int chosen_shares(const FamilyQuery& query, const char* forced) {
+  return flash::plan::choose_family(query, forced).key_shares;
+}
 
 void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
@@ -21,12 +28,12 @@ void check_choice() {
         const int widest = row_tiles == 66 ? 128 : row_tiles == 132 ? 64 : 0;
         const bool wgmma = serves && head_dim > widest;
         const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
-        check::that(choose_family(query, nullptr) == expected, "family", capability, head_dim, row_tiles);
-        check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim);
-        check::that((choose_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
+        check::that(chosen_family(query, nullptr) == expected, "family", capability, head_dim, row_tiles);
+        check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim);
+        check::that((chosen_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
                     row_tiles);
         for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
-          check::that(choose_family(query, other) == expected, "other values", other, capability, head_dim);
+          check::that(chosen_family(query, other) == expected, "other values", other, capability, head_dim);
         }
       }
     }
@@ -62,22 +69,22 @@ void check_measured() {
                                   shape(1, 512, 2048, 16, 16, 64), shape(1, 128, 512, 16, 16, 64),
                                   shape(1, 256, 256, 16, 16, 256)};
   for (const FamilyQuery& query : wgmma) {
-    check::that(choose_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
+    check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
                 query.head_dim);
-    check::that(choose_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.seen_keys);
   }
   for (const FamilyQuery& query : mma_sync) {
-    check::that(choose_family(query, nullptr) == Family::kMmaSync, "mma_sync", query.row_tiles, query.seen_keys,
+    check::that(chosen_family(query, nullptr) == Family::kMmaSync, "mma_sync", query.row_tiles, query.seen_keys,
                 query.head_dim);
   }
   for (FamilyQuery query : split) {
-    check::that(choose_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.seen_keys,
+    check::that(chosen_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.seen_keys,
                 query.head_dim);
-    check::that(choose_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
-    check::that(choose_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
+    check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
+    check::that(chosen_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
     query.may_split = false;
-    check::that(choose_family(query, nullptr) != Family::kSplitKv, "not served", query.seen_keys);
-    check::that(choose_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.seen_keys);
+    check::that(chosen_family(query, nullptr) != Family::kSplitKv, "not served", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.seen_keys);
   }
 }
 
@@ -94,26 +101,25 @@ void check_key_shares() {
                                   shareable(1, 512, 16384, 2, 2, head_dim),  shareable(1, 128, 4096, 32, 8, head_dim),
                                   shareable(1, 128, 8192, 32, 32, head_dim), shareable(1, 64, 4096, 16, 16, head_dim)};
     for (const FamilyQuery& query : shared) {
-      const int shares = flash::plan::choose_key_shares(query, nullptr);
-      check::that(choose_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
+      const int shares = chosen_shares(query, nullptr);
+      check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
       const int teams = (head_dim == 64 ? 2 : 1) * query.multiprocessors;
       check::that(shares > 1 && shares * query.share_tiles <= teams, "one wave of shares", shares, query.share_tiles,
                   query.seen_keys, head_dim);
       for (int wanted : {1, 2, 8, 32}) {
         const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
-        check::that(choose_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
-        check::that(flash::plan::choose_key_shares(query, forced.c_str()) == wanted, "forced shares", wanted);
-        check::that(flash::plan::choose_key_shares(shape(1, 128, 2048, 16, 16, head_dim), forced.c_str()) == 1,
-                    "may not share", wanted);
+        check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
+        check::that(chosen_shares(query, forced.c_str()) == wanted, "forced shares", wanted);
+        check::that(chosen_shares(shape(1, 128, 2048, 16, 16, head_dim), forced.c_str()) == 1, "may not share", wanted);
       }
-      for (const char* other : {"wgmma:0", "wgmma:33", "wgmma:", "wgmma8", "wgmma:-1", "split_kv", ""}) {
-        check::that(flash::plan::choose_key_shares(query, other) == shares, "not a number of shares", other);
+      for (const char* other : {"wgmma:0", "wgmma:33", "wgmma:", "wgmma8", "wgmma:-1", ""}) {
+        check::that(chosen_shares(query, other) == shares, "not a number of shares", other);
       }
     }
     const FamilyQuery whole[] = {shareable(8, 512, 512, 16, 16, head_dim), shareable(1, 256, 256, 16, 16, head_dim),
                                  shareable(1, 16384, 16384, 16, 16, head_dim)};
     for (const FamilyQuery& query : whole) {
-      check::that(flash::plan::choose_key_shares(query, nullptr) == 1, "not shared", query.seen_keys, head_dim);
+      check::that(chosen_shares(query, nullptr) == 1, "not shared", query.seen_keys, head_dim);
     }
   }
 }

@@ -100,14 +100,20 @@ constexpr int64_t split_cost(const FamilyQuery& query) {
   return rows <= 16 ? 5500000 + 120 * work : 12500000 + (rows <= 32 ? 130 : 238) * work;
 }
 
+// What runs a call.
+struct FamilyChoice {
+  Family family;
+  int key_shares = 1;  // into which the wgmma family cuts the keys of each row tile
+};
+
 // The fastest by these estimates. More than one wave of row tiles is wgmma's.
-constexpr Family fastest_family(const FamilyQuery& query) {
+constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
-  const int64_t tensor_cores = best_key_shares(query).cost;
-  const bool wgmma = wgmma_serves(query) && (!in_one_wave || tensor_cores < mma_sync_cost(query));
-  const int64_t whole = wgmma ? tensor_cores : mma_sync_cost(query);
-  if (query.may_split && split_cost(query) < whole) return Family::kSplitKv;
-  return wgmma ? Family::kWgmma : Family::kMmaSync;
+  const KeySharesCost best = best_key_shares(query);
+  const bool wgmma = wgmma_serves(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
+  const int64_t whole = wgmma ? best.cost : mma_sync_cost(query);
+  if (query.may_split && split_cost(query) < whole) return {Family::kSplitKv};
+  return wgmma ? FamilyChoice{Family::kWgmma, best.shares} : FamilyChoice{Family::kMmaSync};
 }
 
 // The number of shares that `forced` asks for as "wgmma:8" does, 1 for "wgmma"; 0: it does not name that family.
@@ -122,18 +128,13 @@ inline int forced_key_shares(const char* forced) {
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
 // wherever it serves the call; anything else leaves the choice as it is.
-inline Family choose_family(const FamilyQuery& query, const char* forced) {
+inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
-  if (is_forced("mma_sync")) return Family::kMmaSync;
-  if (forced_key_shares(forced) > 0 && wgmma_serves(query)) return Family::kWgmma;
-  if (is_forced("split_kv") && query.may_split) return Family::kSplitKv;
-  return fastest_family(query);
-}
-
-// Into how many shares the wgmma family cuts the keys.
-inline int choose_key_shares(const FamilyQuery& query, const char* forced) {
   const int wanted = forced_key_shares(forced);
-  return query.share_tiles == 0 ? 1 : wanted > 0 ? wanted : best_key_shares(query).shares;
+  if (is_forced("mma_sync")) return {Family::kMmaSync};
+  if (wanted > 0 && wgmma_serves(query)) return {Family::kWgmma, query.share_tiles == 0 ? 1 : wanted};
+  if (is_forced("split_kv") && query.may_split) return {Family::kSplitKv};
+  return fastest_family(query);
 }
 
 // Of the backward, the deterministic one too, for head dims above 32.

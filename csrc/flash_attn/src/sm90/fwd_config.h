@@ -61,7 +61,7 @@ struct FwdConfig {
   // move the rings' indices into vector registers.
   static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
   // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it (docs/tuning.md).
-  static constexpr bool kBoundsBySquares = kHeadDim > 96;
+  static constexpr bool kBoundsBySquares = kHasOwnLoops && kHeadDim > 96;
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
   static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kShares;
