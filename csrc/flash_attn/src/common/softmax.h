@@ -80,10 +80,17 @@ struct Softmax {
     return true;
   }
 
-  // Whether some score of this thread may lie more than slack_log2 / scale above its reference. The bits of floats that
-  // are not negative are ordered like integers, of which three are compared at once: negative scores count as 0.
+  // Whether some score of this thread may lie more than slack_log2 / scale above its reference.
   template <class Scores>
   __device__ __forceinline__ bool may_exceed_slack(const Scores& scores, float scale, float slack_log2) const {
+    return may_exceed(scores, slack_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
+  }
+
+  // Whether the exponent of some score of this thread, which rises with the score, may be beyond `most`. The bits of
+  // floats that are not negative are ordered like integers, of which three are compared at once: negative scores count
+  // as 0.
+  template <class Scores, class Exponent>
+  __device__ __forceinline__ bool may_exceed(const Scores& scores, float most, const Exponent& exponent) const {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool exceeds = false;
@@ -94,7 +101,7 @@ struct Softmax {
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         bound = __vimax3_s32(bound, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      exceeds |= (__int_as_float(bound) - row_max[mi]) * scale > slack_log2;
+      exceeds |= exponent(mi, __int_as_float(bound)) > most;
     }
     return exceeds;
   }
@@ -133,7 +140,8 @@ struct Softmax {
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
   // the warp has scores beyond the series or its references may have to rise. The polynomial, of as few terms as the
   // scores of the warp allow, runs beside the exponentials, and its last product is the one that takes off the
-  // reference anyway. kBySquares: a bound of all scores comes before their greatest and least.
+  // reference anyway. kBySquares: looks at a bound of all scores first, and at the greatest and the least where that
+  // does not do.
   template <bool kBySquares, class Scores>
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
     using namespace cute;
@@ -148,15 +156,25 @@ struct Softmax {
       }
     };
     const auto apply_short = [&] { apply([&](float score) { return series.short_factor(score); }); };
+    float square;  // no score's is greater
+    bool fails = is_large;
     if constexpr (kBySquares) {
-      if (__all_sync(0xffffffffu, square_bound(scores) <= most_of_short(series, slack_log2))) {
+      float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
+      room = is_large ? -1.0f : room + (slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f);
+      const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
+      square = square_bound(scores);
+      if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
         apply_short();
         return true;
       }
+      fails |= may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+    } else {
+      fails |= !largest_square(scores, square,
+                               [&](int mi, float top) { return series.cap(top) - row_max[mi] <= slack_log2; });
     }
-    const float square =
-        largest_square(scores, [&](int mi, float top) { return series.cap(top) - row_max[mi] <= slack_log2; });
-    if (__any_sync(0xffffffffu, is_large | !(square <= series.bound))) return false;
+    if (__any_sync(0xffffffffu, fails | !(square <= series.bound))) return false;
     if (!kBySquares && __all_sync(0xffffffffu, square <= series.short_bound)) {
       apply_short();
     } else {
@@ -165,14 +183,14 @@ struct Softmax {
     return true;
   }
 
-  // The largest square of a score of this thread; infinite unless is_right(mi, top) for each row, whose greatest score
+  // The largest square of a score of this thread. Returns whether is_right(mi, top) for each row, whose greatest score
   // that is not negative, or 0, is `top`.
   template <class Scores, class IsRight>
-  __device__ __forceinline__ static float largest_square(const Scores& scores, const IsRight& is_right) {
+  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const IsRight& is_right) {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
     bool right = true;
-    float square = 0.0f;
+    square = 0.0f;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       int high = 0;       // bits of the largest score that is not negative
@@ -187,19 +205,7 @@ struct Softmax {
       square = fmaxf(square, reach * reach);
       right &= is_right(mi, top);
     }
-    return right ? square : INFINITY;
-  }
-
-  // What square_bound() may be where two terms of `series` do and no reference may have to rise, whatever the scores'
-  // signs; negative if nothing may.
-  __device__ __forceinline__ float most_of_short(const SoftcapSeries& series, float slack_log2) const {
-    float room = slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f;  // for capped scores
-    float lowest = INFINITY;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) lowest = fminf(lowest, row_max[mi]);
-    room += lowest;
-    const float most = !is_large && room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
-    return fminf(most, series.short_bound);
+    return right;
   }
 
   // No square of a score of this thread is greater; NaN if there is one. Four squares are added at the full rate of
