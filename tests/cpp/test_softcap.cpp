@@ -29,7 +29,7 @@ void check_range(float scale, float softcap) {
     const double short_cap = static_cast<double>(score) * series.short_factor(score);
     check::that(std::fabs(short_cap - exact) <= 1e-4 * kLog2e, "error of two terms", scale, softcap, i, short_cap,
                 exact);
-    check::that(std::fabs(short_cap - exact) <= (short_square * short_square / 60 + 4e-7) * std::fabs(exact),
+    check::that(std::fabs(short_cap - exact) <= (short_square * short_square / 24 + 4e-7) * std::fabs(exact),
                 "its relative error", scale, softcap, i, short_cap, exact);
     most_error = std::fmax(most_error, std::fabs(short_cap - exact));
     check::that(std::fabs(score) <= std::fabs(exact) * std::sqrt(series.inverse_steepness) * 1.04, "steepest near 0",
