@@ -146,14 +146,18 @@ struct Softmax {
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
     using namespace cute;
     const auto apply = [&](const auto& factor) {
+      // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials (docs/tuning.md).
+      float sums[kRows][4] = {};
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
 #pragma unroll
-        for (int ni = 0; ni < size<1>(scores); ++ni) {
+        for (int mi = 0; mi < kRows; ++mi) {
           scores(mi, ni) = exp2f(scores(mi, ni) * factor(scores(mi, ni)) - row_max[mi]);
-          row_sum[mi] += scores(mi, ni);
+          sums[mi][ni % 4] += scores(mi, ni);
         }
       }
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) row_sum[mi] += (sums[mi][0] + sums[mi][1]) + (sums[mi][2] + sums[mi][3]);
     };
     const auto apply_short = [&] { apply([&](float score) { return series.short_factor(score); }); };
     float square;  // no score's is greater
