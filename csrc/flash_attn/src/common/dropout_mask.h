@@ -45,8 +45,7 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// The words of a row, or of a pair of columns. Coarse words of columns are those of 16 columns with the same lanes: the
-// pair 4 away has the same one.
+// The words of a row, or of a pair of columns. Of 16 columns, two pairs that are four apart have the same coarse word.
 struct alignas(8) DropoutWords {
   uint32_t fine;
   uint32_t coarse;

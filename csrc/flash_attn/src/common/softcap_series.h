@@ -52,9 +52,9 @@ inline SoftcapSeries softcap_series(float scale, float softcap) {
   }
   series.bound = static_cast<float>(SoftcapSeries::kReach * SoftcapSeries::kReach / square);
   series.inverse_steepness = static_cast<float>(1.0 / (slope * slope));
-  // tanh(x) / x as a line in u = x^2 through its values at two nodes leaves out the term 2/15 u^2, so that tanh(x) is off
-  // by 2/15 x (u - near) (u - far): least over [-r, r] where that is the Chebyshev polynomial of degree 5, whose nodes
-  // are r^2 (5 -+ sqrt(5)) / 8. Then it is r^5 / 120 at most.
+  // tanh(x) / x as a line in u = x^2 through its values at two nodes leaves out the term 2/15 u^2, so that tanh(x) is
+  // off by 2/15 x (u - near) (u - far): least over [-r, r] where that is the Chebyshev polynomial of degree 5, whose
+  // nodes are r^2 (5 -+ sqrt(5)) / 8. Then it is r^5 / 120 at most.
   const double reach = std::fmin(std::pow(120.0 * SoftcapSeries::kShortError / softcap, 0.2), SoftcapSeries::kReach);
   const double near = reach * reach * (5.0 - std::sqrt(5.0)) / 8.0, far = reach * reach * (5.0 + std::sqrt(5.0)) / 8.0;
   const auto tanh_ratio = [](double u) { return std::tanh(std::sqrt(u)) / std::sqrt(u); };
