@@ -115,6 +115,9 @@ void check_key_shares() {
       for (const char* other : {"wgmma:0", "wgmma:33", "wgmma:", "wgmma8", "wgmma:-1", ""}) {
         check::that(chosen_shares(query, other) == shares, "not a number of shares", other);
       }
+      FamilyQuery unsplit = query;
+      unsplit.may_split = false;
+      check::that(chosen_shares(unsplit, "split_kv") == shares, "asks for a family that does not serve it", shares);
     }
     const FamilyQuery whole[] = {shareable(8, 512, 512, 16, 16, head_dim), shareable(1, 256, 256, 16, 16, head_dim),
                                  shareable(1, 16384, 16384, 16, 16, head_dim)};
