@@ -4,22 +4,25 @@
 
 #include "check.h"
 #include "plan/grid.h"
+#include "plan/row_order.h"
+#include "plan/tiles.h"
 
 namespace {
 
-using flash::plan::scheduled_tile;
+using flash::plan::RowOrder;
 using flash::plan::section_heads;
 
 void check_order(int heads, int tiles_of_head, int section, int late) {
   const int tiles = heads * tiles_of_head, early = tiles_of_head - late;
   std::vector<int> seen(tiles, 0), sections(heads, 0);
+  const RowOrder order(heads, tiles_of_head, section, late);
   int last_head = -1;  // of the sections that are done
   for (int index = 0; index < tiles; ++index) {
-    const int tile = scheduled_tile(index, heads, tiles_of_head, section, late);
-    check::that(tile >= 0 && tile < tiles, "the row block exists", heads, tiles_of_head, section, index, tile);
-    if (tile < 0 || tile >= tiles) return;
-    ++seen[tile];
-    const int head = tile / tiles_of_head, row = tile % tiles_of_head;
+    const auto [head, row] = order.at(index);
+    const bool exists = head >= 0 && head < heads && row >= 0 && row < tiles_of_head;
+    check::that(exists, "the row block exists", heads, tiles_of_head, section, index, head, row);
+    if (!exists) return;
+    ++seen[head * tiles_of_head + row];
     const bool is_late = index >= heads * early;
     check::that(is_late == (row >= early), "the late ones behind all others", heads, tiles_of_head, section, late);
     if (is_late) {
@@ -40,6 +43,17 @@ void check_order(int heads, int tiles_of_head, int section, int late) {
   }
   check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each row block once", heads,
               tiles_of_head, section);
+}
+
+// What a kernel finds out about the row blocks of a head, against what the host knows.
+void check_resized() {
+  RowOrder resized(12, 100, 5, 0);
+  resized.set_blocks(7, 2);
+  const RowOrder expected(12, 7, 5, 2);
+  for (int index = 0; index < 12 * 7; ++index) {
+    const auto [head, row] = resized.at(index);
+    check::that(head == expected.at(index).head && row == expected.at(index).block, "other row blocks", index);
+  }
 }
 
 // Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
@@ -132,9 +146,10 @@ int main() {
   // The greatest numbers: no overflow.
   const int heads = 1 << 15, tiles_of_head = 1 << 15;
   for (int late : {0, 1, tiles_of_head}) {
-    const int last = scheduled_tile(heads * tiles_of_head - 1, heads, tiles_of_head, heads - 1, late);
-    check::that(last == heads * tiles_of_head - 1, "the last one", late, last);
+    const auto [head, row] = RowOrder(heads, tiles_of_head, heads - 1, late).at(heads * tiles_of_head - 1);
+    check::that(head == heads - 1 && row == tiles_of_head - 1, "the last one", late, head, row);
   }
+  check_resized();
   check_sections();
   check_late();
   return check::report();

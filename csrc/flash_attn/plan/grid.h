@@ -38,22 +38,6 @@ constexpr int page_box_rows(int page_size, int block_n) {
   return rows % 8 == 0 ? rows : 0;
 }
 
-// Heads that are worked on together. A section should hold several row blocks for each of the teams that run at a time,
-// so that short ones even out the long ones at its end; beyond that it should be small: few heads are read by many
-// teams at the same time, and their keys and values stay in the L2 cache (docs/tuning.md).
-constexpr int kTilesPerTeam = 4;
-constexpr int64_t kSectionBytes = 16 << 20;
-
-constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_bytes, int teams) {
-  const int64_t evening = kTilesPerTeam * teams / (tiles_of_head > 0 ? tiles_of_head : 1);
-  const int64_t cached = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
-  const int64_t shared = teams / kTilesPerTeam;
-  const int64_t small = cached > shared ? cached : shared;
-  int64_t section = evening < small ? evening : small;
-  if (heads < section) section = heads;
-  return section < 1 ? 1 : static_cast<int>(section);
-}
-
 // Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
 // counter, instead of one head after the other in equal shares (docs/tuning.md).
 constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
@@ -63,44 +47,6 @@ constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && he
 // the family too, which have no fewer rows.
 constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t row_tiles, int multiprocessors) {
   return row_tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
-}
-
-// Row blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window are
-// none: beside so many equal row blocks they even out nothing (docs/tuning.md).
-constexpr int kFewRowBlocks = 4;
-
-constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& window, int block_m) {
-  const bool has_left = window.left != kUnbounded;
-  if (window.right == kUnbounded) return 0;
-  const int64_t shown = int64_t{window.right} + (has_left ? int64_t{window.left} + 1 : seqlen_k);
-  const int64_t most = shown < seqlen_k ? shown : seqlen_k;
-  // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, as long as its window begins before the first.
-  int64_t rows = most / 2 - (int64_t{seqlen_k} - seqlen_q) - window.right;
-  if (rows > seqlen_q) rows = seqlen_q;
-  const int64_t blocks = rows > 0 ? rows / block_m : 0;
-  return has_left && blocks < kFewRowBlocks ? 0 : blocks;
-}
-
-// How many of the last row blocks of each head, which see the fewest keys, are handed out behind those of all heads, so
-// that the multiprocessors are done at about the same time.
-constexpr int late_row_blocks(int tiles_of_head, int short_ones) {
-  return short_ones < tiles_of_head / 4 ? short_ones : tiles_of_head / 4;
-}
-
-// Row block at place `index` of the order in which they are handed out: heads in sections; within a section the first
-// row block of all heads, then the second; and behind all sections the `late` last ones of each head, in the same way.
-// Few heads left for the last section would leave multiprocessors idle: the first section has the odd number.
-constexpr int scheduled_tile(int index, int heads, int tiles_of_head, int section, int late) {
-  if (section == 1 && late == 0) return index;
-  const int early = tiles_of_head - late, beyond = index - heads * early;
-  if (beyond >= 0) return beyond % heads * tiles_of_head + early + beyond / heads;
-  const int missing = (section - heads % section) % section;
-  const int section_tiles = section * early;
-  const int number = (index + missing * early) / section_tiles;
-  const int first_head = number == 0 ? 0 : number * section - missing;
-  const int section_heads = number == 0 ? section - missing : section;
-  const int within = index - first_head * early;
-  return (first_head + within % section_heads) * tiles_of_head + within / section_heads;
 }
 
 constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,

@@ -16,7 +16,7 @@ struct FastDiv {
   FastDiv() = default;
 
   // divisor >= 1. With shift = ceil(log2(divisor)), the multiplier fits 32 bits once its implied 2^32 is split off.
-  explicit FastDiv(int divisor_) : divisor(divisor_) {
+  FLASH_HOST_DEVICE explicit FastDiv(int divisor_) : divisor(divisor_) {
     while ((uint64_t{1} << shift) < static_cast<uint64_t>(divisor)) ++shift;
     multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
   }

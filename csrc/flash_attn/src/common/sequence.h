@@ -80,14 +80,12 @@ __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_p
   block.seqlen_k = max(clamp(used, 0, capacity) - leftpad, 0);
 }
 
-__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int index) {
-  const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m);
-  const int slot = index % slots;
+__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
   const int segment = find_segment(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
   RowBlock block;
   block.segment = segment;
-  block.head = index / slots;
+  block.head = head;
   block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
   block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
   if (in_sequence(params, block)) {
@@ -102,19 +100,20 @@ __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& par
   return block;
 }
 
-__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m, int index) {
+// `place`: of all row blocks of the head, the last of which is the first.
+__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m, int batch, int head,
+                                                    int place) {
   const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  const int batch_head = index / row_blocks;
   RowBlock block;
-  block.head = batch_head % params.h;
-  block.batch = batch_head / params.h;
+  block.head = head;
+  block.batch = batch;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   if (params.varlen.cached_keys != nullptr) {
     block.k_begin = params.varlen.cached_keys[2 * block.batch];
     block.seqlen_k = params.varlen.cached_keys[2 * block.batch + 1];
   }
-  block.row_begin = (row_blocks - 1 - index % row_blocks) * block_m;
+  block.row_begin = (row_blocks - 1 - place) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
 }
@@ -122,7 +121,13 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
 // Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each
 // the rows that see the most keys under a causal mask first.
 __device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params, int block_m, int index) {
-  return params.is_varlen() ? varlen_row_block(params, block_m, index) : dense_row_block(params, block_m, index);
+  if (params.is_varlen()) {
+    const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m), head = index / slots;
+    return varlen_row_block(params, block_m, head, index - head * slots);
+  }
+  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  const int batch_head = index / row_blocks, batch = batch_head / params.h;
+  return dense_row_block(params, block_m, batch, batch_head - batch * params.h, index - batch_head * row_blocks);
 }
 
 __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {

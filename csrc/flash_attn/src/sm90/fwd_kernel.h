@@ -62,14 +62,9 @@ struct FwdConsumer {
     if constexpr (kOverlapsTiles) mainloop.start_last(tile);
     const int row_begin = mainloop.row_begin(tile);
     float factor[FwdMainloop<Config>::kRows];
-    if constexpr (!kStartsEarly) mainloop.finish();
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
     finish_rows(mainloop.softmax, factor, launch.params, tile.block);
-    const int64_t lse_offset = is_shared() ? tile.share * launch.shares.rows : 0;
-    if constexpr (kStartsEarly) {
-      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, lse_offset);
-      mainloop.finish();
-    }
+    mainloop.finish();
     if (is_shared()) {
       store_share(mainloop, tile, launch.shares, factor);
     } else {
@@ -77,10 +72,9 @@ struct FwdConsumer {
     }
     mainloop.pass_values(passing);
     stored_stage = q_stage;
-    if constexpr (!kStartsEarly) {
-      if constexpr (!kOverlapsTiles) start_next(next);
-      store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, lse_offset);
-    }
+    if constexpr (!kOverlapsTiles && !kStartsEarly) start_next(next);
+    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin,
+              is_shared() ? tile.share * launch.shares.rows : 0);
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }
@@ -123,7 +117,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
     for (int team = 0; team < Config::kTeams; ++team) storages[team].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
   }

@@ -4,6 +4,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 80 keys
 
 #include "../plan/grid.h"
+#include "../plan/row_order.h"
 #include "common/launch.h"
 #include "sm90/fwd_kernel.h"
 #include "static_switch.h"
@@ -65,14 +66,14 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const int64_t all_heads = int64_t{params.h} * (is_varlen ? 1 : params.b);
   const int shares = launch.shares.count;
   if (tiles_of_head * all_heads > kMaxTiles / shares) return cudaErrorNotSupported;
-  launch.tiles_of_head = static_cast<int>(tiles_of_head);
   launch.tiles = static_cast<int>(tiles_of_head * all_heads);
+  if (launch.tiles == 0) return cudaSuccess;
   // Query heads of one K/V head share its keys and values.
   const int64_t head_bytes = 2 * keys_of_head(params) * (params.d + params.d_v) / params.h_h_k_ratio;
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
   const int teams = params.multiprocessors * Config::kTeams;
   const bool in_sections = uneven || plan::sm90_draws_equal_tiles(Config::kHeadDim);
-  launch.section = in_sections ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
+  const int section = in_sections ? plan::section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
   launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
   int64_t short_ones = 0;
   if (!is_varlen) {
@@ -81,6 +82,11 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
     short_ones = tiles_of_head;  // the last ones, whatever the lengths
   }
   launch.short_ones = shares > 1 ? 0 : static_cast<int>(short_ones);
+  const int of_head = static_cast<int>(tiles_of_head);
+  const int late = plan::late_row_blocks(of_head, launch.short_ones);
+  launch.order = plan::RowOrder(static_cast<int>(all_heads), of_head, section, late);
+  launch.heads_of_batch = FastDiv(params.h);
+  launch.group = FastDiv(params.h_h_k_ratio);
   launch.counter = launch.tiles * shares > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;
 }

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "../plan/row_order.h"
 #include "common/dropout.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/key_walk.h"
@@ -17,34 +18,38 @@ struct FwdLaunch {
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
   int page_box_rows;  // of K and V in pages; 0: no boxes
-  int tiles;          // row blocks of all heads
-  int tiles_of_head;  // consecutive ones
-  int section;        // heads that are worked on together, whose K and V the L2 cache holds
-  int short_ones;     // row blocks of each head that see few keys, at most: some of them come last of all
-  bool sorted;        // those of a head go by VarlenOrder
-  int* counter;       // of the tiles that were drawn, 0 between launches; null: as many for each team
-  KeyShares shares;   // of each row block, which are tiles of their own
+  int tiles;       // row blocks of all heads
+  int short_ones;  // of each head that see few keys, at most: some of them come last of all
+  bool sorted;     // those of a head go by VarlenOrder, some of them not at all
+  plan::RowOrder order;
+  FastDiv heads_of_batch;  // query heads of a sequence
+  FastDiv group;           // query heads of a K/V head
+  int* counter;            // of the tiles that were drawn, 0 between launches; null: as many for each team
+  KeyShares shares;        // of each row block, which are tiles of their own
 };
 
-// The order in which row blocks are handed out: heads in sections, the first of which may have fewer; within a section
-// the costliest rows of all heads first under a causal mask, and the cheapest ones behind all sections.
+// Which row blocks a team takes, and which one each of them is.
 template <class Config>
 struct TileOrder {
   const FwdLaunch& launch;
   const VarlenOrder varlen;
-  const int heads;
-  const int of_head;  // row blocks
-  const int late;     // of them
+  plan::RowOrder order;
+  int tiles;
 
   __device__ __forceinline__ explicit TileOrder(const FwdLaunch& launch_)
       : launch(launch_),
         varlen(launch_.params, Config::kBlockM, launch_.sorted),
-        heads(launch_.tiles / launch_.tiles_of_head),
-        of_head(launch_.sorted ? varlen.count() : launch_.tiles_of_head),
-        late(plan::late_row_blocks(of_head, launch_.short_ones)) {}
+        order(launch_.order),
+        tiles(launch_.tiles) {
+    if (launch.sorted) {
+      const int of_head = varlen.count();
+      order.set_blocks(of_head, plan::late_row_blocks(of_head, launch.short_ones));
+      tiles = order.heads.divisor * of_head;
+    }
+  }
 
   __device__ __forceinline__ int shares() const { return Config::kSharesKeys ? launch.shares.count : 1; }
-  __device__ __forceinline__ int count() const { return heads * of_head * shares(); }
+  __device__ __forceinline__ int count() const { return tiles * shares(); }
 
   // The first index of a team. Two teams of a multiprocessor have tiles that follow each other, unless there are no
   // more tiles than teams: then the second ones get what the first ones leave.
@@ -57,10 +62,17 @@ struct TileOrder {
 
   __device__ __forceinline__ int share(int index) const { return index % shares(); }
 
+  // By all lanes of the warp together.
   __device__ __forceinline__ RowBlock at(int index) const {
-    int tile = plan::scheduled_tile(index / shares(), heads, of_head, launch.section, late);
-    if (launch.sorted) tile = tile / of_head * launch.tiles_of_head + varlen.slot(tile % of_head);
-    return row_block_at(launch.params, Config::kBlockM, tile);
+    const Flash_fwd_params& params = launch.params;
+    const HeadBlock place = order.at(index / shares());
+    if (params.is_varlen()) {
+      const int slot = launch.sorted ? varlen.slot(place.block) : place.block;
+      return varlen_row_block(params, Config::kBlockM, place.head, slot);
+    }
+    const FastDiv& heads = launch.heads_of_batch;
+    const int batch = heads.divide(place.head);
+    return dense_row_block(params, Config::kBlockM, batch, place.head - batch * heads.divisor, place.block);
   }
 
   // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
@@ -211,7 +223,7 @@ struct FwdProducer {
     const FwdTile<Config> tile = queue.take();
     const RowBlock& block = tile.block;
     return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
-            block.head / params.h_h_k_ratio};
+            launch.group.divide(block.head)};
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {

@@ -38,24 +38,23 @@ struct FwdStorage {
   HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
   int share[kTileSlots];  // of the keys
 
-  // By one thread, before Barrier::fence_init().
+  // By one warp, each lane a few of them, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
+    const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
     const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked;
-    for (int i = 0; i < Config::kKvStages; ++i) {
-      k_full[i].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
-      v_full[i].init(is_paged ? 32 : 1);
-      k_empty[i].init((Config::kDropsPacked ? 32 : 1) * Config::kConsumerWarps);
-      v_empty[i].init(Config::kConsumerWarps);
+    if (lane < Config::kKvStages) {
+      k_full[lane].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
+      v_full[lane].init(is_paged ? 32 : 1);
+      k_empty[lane].init((Config::kDropsPacked ? 32 : 1) * Config::kConsumerWarps);
+      v_empty[lane].init(Config::kConsumerWarps);
     }
-    for (int i = 0; i < Config::kQStages; ++i) {
-      for (int group = 0; group < Config::kWarpGroups; ++group) {
-        q_full[i][group].init(1);
-        q_empty[i][group].init(4);
-      }
+    if (lane < Config::kQStages * Config::kWarpGroups) {
+      q_full[lane / Config::kWarpGroups][group].init(1);
+      q_empty[lane / Config::kWarpGroups][group].init(4);
     }
-    for (int i = 0; i < kTileSlots; ++i) {
-      tile_full[i].init(1);
-      tile_empty[i].init(32 * (Config::kConsumerWarps + loading_warps));
+    if (lane < kTileSlots) {
+      tile_full[lane].init(Config::kWarpGroups);
+      tile_empty[lane].init(32 * (Config::kConsumerWarps + loading_warps));
     }
   }
 };
@@ -100,15 +99,17 @@ struct TileQueue {
   __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
 
   __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window, int share) {
-    if (threadIdx.x % 32 == 0) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
       storage.tile[place.stage] = block;
       storage.walk[place.stage] = walk;
       if constexpr (Config::kSharesKeys) storage.share[place.stage] = share;
-      const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
-#pragma unroll 1
-      for (int group = 0; group < Config::kWarpGroups; ++group) {
-        const int first_row = block.row_begin + 64 * group, row_end = min(first_row + 64, block.row_end);
-        storage.hidden[place.stage][group] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
+    }
+    if (lane < Config::kWarpGroups) {  // each for one of them
+      if constexpr (!Config::kSeesAll) {
+        const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
+        const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
+        storage.hidden[place.stage][lane] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
       }
       storage.tile_full[place.stage].arrive();
     }

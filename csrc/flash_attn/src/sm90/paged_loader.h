@@ -131,7 +131,7 @@ struct PagedLoader {
     TileQueue<Config> queue(storage);
     for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) {
       const RowBlock& block = tile.block;
-      const int head = block.head / params.h_h_k_ratio;
+      const int head = launch.group.divide(block.head);
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
       for (int i = 0; i < tile.walk.count(); ++i) {
         const int key = tile.walk.block(i) * Config::kBlockN;
