@@ -13,11 +13,7 @@ namespace flash {
 template <int kRows>
 __device__ __forceinline__ void finish_rows(Softmax<kRows>& softmax, float (&factor)[kRows],
                                             const Flash_fwd_params& params, const RowBlock& block) {
-  const float sink = row_sink(params, block);
-#pragma unroll
-  for (int mi = 0; mi < kRows; ++mi) {
-    factor[mi] = softmax.finish(mi, params.dropout.keep_scale, params.softmax_scale_log2, sink);
-  }
+  softmax.finish(factor, params.dropout.keep_scale, params.softmax_scale_log2, row_sink(params, block));
 }
 
 template <int kRows, class Accumulator>

@@ -303,23 +303,23 @@ struct Softmax {
     }
   }
 
-  // Factor that turns the accumulated output of row mi into the result: 0 for a row that saw nothing.
-  // Reduces row_sum over the quad: call it once.
-  __device__ __forceinline__ float finish(int mi, float keep_scale) {
-    row_sum[mi] = quad_sum(row_sum[mi]);
-    return row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
-  }
-
-  // The same with a sink, one more key without a value: `sink` is its logit, a natural logarithm, -inf for none. It
+  // Adds up the sums of all rows over the quad, once, and says what turns the accumulated output into the result: 0 for
+  // a row that saw nothing. `sink`: the logit of one more key without a value, a natural logarithm, -inf for none. It
   // joins the sum of the quad, so that it counts once; above the reference it becomes the reference of row_sum, so that
   // it neither overflows nor is lost.
-  __device__ __forceinline__ float finish(int mi, float keep_scale, float scale, float sink) {
-    const float factor = finish(mi, keep_scale);
-    if (sink == -INFINITY) return factor;
-    const float above = sink_above(mi, scale, sink);
-    const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
-    row_sum[mi] = row_sum[mi] * correction + (above > 0.0f ? 1.0f : exp2f(above));
-    return keep_scale * correction / row_sum[mi];
+  __device__ __forceinline__ void finish(float (&factor)[kRows], float keep_scale, float scale, float sink) {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) row_sum[mi] = quad_sum(row_sum[mi]);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) factor[mi] = row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
+    if (sink == -INFINITY) return;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float above = sink_above(mi, scale, sink);
+      const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
+      row_sum[mi] = row_sum[mi] * correction + (above > 0.0f ? 1.0f : exp2f(above));
+      factor[mi] = keep_scale * correction / row_sum[mi];
+    }
   }
 
   // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
