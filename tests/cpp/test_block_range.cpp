@@ -19,11 +19,22 @@ bool sees(int64_t row, int64_t key, int64_t seqlen_q, int64_t seqlen_k, Window w
          (window.right == kUnbounded || key <= position + window.right);
 }
 
+// The limits of the rows from `first_row` on are those of each of them.
+void check_row_limits(const Visibility& visibility, int first_row, int row) {
+  const flash::RowLimits limits = flash::row_limits(visibility, first_row);
+  const int begin = limits.begin + (row - first_row), end = limits.end + (row - first_row);
+  check::that(std::clamp(begin, 0, visibility.seqlen_k) == visibility.key_begin(row) &&
+                  std::clamp(end, 0, visibility.seqlen_k) == visibility.key_end(row),
+              "limits of a row", first_row, row, visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
+              visibility.window.right);
+}
+
 void check_rows(const Visibility& visibility) {
   for (int row = 0; row < visibility.seqlen_q; ++row) {
     const int begin = visibility.key_begin(row), end = visibility.key_end(row);
     check::that(begin >= 0 && begin <= visibility.seqlen_k && end >= 0 && end <= visibility.seqlen_k,
                 "key limits within the sequence", row, begin, end, visibility.seqlen_q, visibility.seqlen_k);
+    check_row_limits(visibility, row / 2, row);
     for (int key = 0; key < visibility.seqlen_k; ++key) {
       const bool expected = sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
       check::that((key >= begin && key < end) == expected, "row visibility", row, key, visibility.seqlen_q,
@@ -125,6 +136,8 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
                              : part_of(range, block) > part_of(range, previous);
       check::that(rises, "interior first: upwards, part after part", step, previous, block, row_begin, row_end,
                   block_n);
+      const bool follows = step <= interior || block == range.next_edge(previous);
+      check::that(follows, "the edge after an edge", step, previous, block, row_begin, row_end, block_n);
     }
     previous = block;
   }
@@ -242,6 +255,7 @@ void check_large_problems() {
             const int64_t end = right == kUnbounded ? limit : std::clamp<int64_t>(position + right + 1, 0, limit);
             check::that(visibility.key_begin(row) == begin, "large key_begin", row, seqlen_q, seqlen_k, left, right);
             check::that(visibility.key_end(row) == end, "large key_end", row, seqlen_q, seqlen_k, left, right);
+            for (int first_row : {0, row / 2, row}) check_row_limits(visibility, first_row, row);
             const int row_end = static_cast<int>(std::min<int64_t>(int64_t{row} + 128, seqlen_q));
             const BlockRange range = flash::block_range(visibility, row, row_end, 128);
             check::that(range.count() >= 0 && range.begin >= 0 && range.end <= (limit + 127) / 128, "large range", row,

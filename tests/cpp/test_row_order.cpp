@@ -62,13 +62,20 @@ void check_sections() {
     const int64_t heads = 16384 / seqlen * (2048 / head_dim);
     return section_heads(heads, (seqlen + block_m - 1) / block_m, int64_t{4} * seqlen * head_dim, teams);
   };
-  check::that(section(128, 512, 128, 132) == 64 && section(128, 1024, 128, 132) == 33, "short",
-              section(128, 512, 128, 132));
+  check::that(section(128, 512, 128, 132) == 64 && section(128, 1024, 128, 132) == 37, "short",
+              section(128, 512, 128, 132), section(128, 1024, 128, 132));
   check::that(section(128, 4096, 128, 132) == 16 && section(128, 16384, 128, 132) == 4, "long");
-  check::that(section(64, 512, 128, 264) == 128 && section(64, 4096, 128, 264) == 33, "two teams");
-  check::that(section(256, 512, 128, 132) == 33 && section(256, 8192, 128, 132) == 8, "head dim 256");
+  check::that(section(64, 512, 128, 264) == 128 && section(64, 4096, 128, 264) == 43, "two teams");
+  check::that(section(256, 512, 128, 132) == 37 && section(256, 8192, 128, 132) == 8, "head dim 256");
   check::that(section_heads(5, 4, 1, 132) == 5 && section_heads(9, 100000, 1, 132) == 1, "at most all, at least one");
   check::that(section_heads(0, 0, 0, 132) == 1, "nothing to do");
+  check::that(section(128, 8192, 192, 132) == 16 && section(256, 2048, 128, 132) == 32, "of equal size");
+  for (int heads = 1; heads <= 300; ++heads) {
+    for (int tiles_of_head : {1, 3, 8, 16, 43, 200}) {
+      const int size = section_heads(heads, tiles_of_head, 1 << 20, 132), sections = (heads + size - 1) / size;
+      check::that(size >= 1 && size <= heads && size * sections - heads < sections, "of equal size", heads, size);
+    }
+  }
 }
 
 // Which row blocks come last of all: a quarter under a causal mask, none where all see about as many keys.

@@ -23,7 +23,10 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
   const int64_t small = cached > shared ? cached : shared;
   int64_t section = evening < small ? evening : small;
   if (heads < section) section = heads;
-  return section < 1 ? 1 : static_cast<int>(section);
+  if (section < 1) return 1;
+  // All of about that size: a third larger at most, or a little smaller.
+  const int64_t fewer = heads / section, larger = fewer > 0 ? (heads + fewer - 1) / fewer : heads;
+  return static_cast<int>(3 * larger <= 4 * section ? larger : (heads + fewer) / (fewer + 1));
 }
 
 // Row blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window are

@@ -39,6 +39,24 @@ struct Visibility {
   }
 };
 
+// The limits of rows that follow each other, in 32 bits: row i of them, counted from the first one, sees the keys of
+// its sequence in [begin + i, end + i). For up to 2^30 rows.
+struct RowLimits {
+  static constexpr int kFar = 0x3fffffff;  // of sides that are open: beyond all keys
+
+  int begin = -kFar;
+  int end = kFar;
+};
+
+FLASH_HOST_DEVICE constexpr RowLimits row_limits(const Visibility& visibility, int first_row) {
+  constexpr int64_t kFar = RowLimits::kFar;
+  const auto near = [](int64_t key) { return static_cast<int>(key < -kFar ? -kFar : key > kFar ? kFar : key); };
+  const Window& window = visibility.window;
+  const int64_t diagonal = visibility.diagonal(first_row);
+  return {near(window.left == kUnbounded ? -kFar : diagonal - window.left),
+          near(window.right == kUnbounded ? kFar : diagonal + window.right + 1)};
+}
+
 // The key blocks of one row block, walked "edges first": blocks that some row sees only in part come before the
 // blocks that every row sees whole, so that the interior loop carries no mask. The order of key blocks is free under
 // the online softmax.
@@ -68,6 +86,11 @@ struct BlockRange {
     const int edge = step - interior;
     const int left_edges = interior_begin - begin;
     return edge < left_edges ? begin + edge : interior_end + edge - left_edges;
+  }
+
+  // The edge that it visits after another one.
+  FLASH_HOST_DEVICE constexpr int next_edge(int block) const {
+    return block + 1 == interior_begin ? interior_end : block + 1;
   }
 };
 

@@ -65,6 +65,9 @@ struct FwdConfig {
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
   static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kShares;
+  // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
+  // it, or has other interior loops, which are slower (docs/tuning.md).
+  static constexpr bool kKeepsLimits = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,

@@ -112,8 +112,12 @@ struct FwdMainloop {
       ScoreMod::apply_by_warp<kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
     }
     if constexpr (kEdge) {
-      apply_mask(scores, coords, visibility, first_row, min(first_row + 64, tile.block.seqlen_q), key,
-                 key + Config::kBlockN);
+      const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
+      if constexpr (Config::kKeepsLimits) {
+        apply_mask(scores, coords, tile.limits, row_end - first_row, tile.block.seqlen_k, key, key_end);
+      } else {
+        apply_mask(scores, coords, visibility, first_row, row_end, key, key_end);
+      }
     }
   }
 
@@ -298,16 +302,16 @@ struct FwdMainloop {
     set_probabilities<Modifiers::kAny>(tile, key);
   }
 
-  // S and P of block i, and P V of the block before, which is the first if it clears the output.
+  // S and P of block i, which is `n_block`, and P V of the block before, which is the first if it clears the output.
   template <bool kEdge, Modifiers kModifiers>
-  __device__ __forceinline__ void step(const Tile& tile, int i, int q_stage, bool clears) {
+  __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
     wait_for_k();
     if constexpr (Config::kTakesTurns) read_col_words();
     wait_for_turn();
     start_qk(q_stage);
     start_pv<Config::kTakesTurns>(clears);
     pass_turn();
-    const int key = tile.walk.block(i) * Config::kBlockN;
+    const int key = (Config::kKeepsLimits ? n_block : tile.walk.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
     if constexpr (!Config::kTakesTurns) read_col_words();
     if constexpr (!kGoesAhead<kEdge, kModifiers>) release_key();
@@ -359,7 +363,7 @@ struct FwdMainloop {
     bool clears = true;
     // Counted down, so that its end is not computed again in every step.
     for (int left = end - 1; left > 0; --left) {
-      step<false, kModifiers>(tile, end - left, q_stage, clears);
+      step<false, kModifiers>(tile, end - left, tile.walk.block(end - left), q_stage, clears);
       clears = false;
     }
   }
@@ -379,10 +383,12 @@ struct FwdMainloop {
     }
     int passing = tile.hidden.left;
     pass_keys(passing);
-    for (int i = tile.edges_begin() + passing; i < tile.count(); ++i) {
-      step<true, Modifiers::kAny>(tile, i, q_stage, i == tile.second());
+    int i = tile.edges_begin() + passing, n_block = tile.walk.block(i);
+    for (; i < tile.count(); ++i) {
+      step<true, Modifiers::kAny>(tile, i, n_block, q_stage, i == tile.second());
       pass_values(passing);
       passing = 0;
+      n_block = tile.walk.range.next_edge(n_block);
     }
     pass_keys(tile.hidden.right);
     return passing + tile.hidden.right;

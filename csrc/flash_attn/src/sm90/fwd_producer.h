@@ -18,9 +18,9 @@ struct FwdLaunch {
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
   int page_box_rows;  // of K and V in pages; 0: no boxes
-  int tiles;       // row blocks of all heads
-  int short_ones;  // of each head that see few keys, at most: some of them come last of all
-  bool sorted;     // those of a head go by VarlenOrder, some of them not at all
+  int tiles;          // row blocks of all heads
+  int short_ones;     // of each head that see few keys, at most: some of them come last of all
+  bool sorted;        // those of a head go by VarlenOrder, some of them not at all
   plan::RowOrder order;
   FastDiv heads_of_batch;  // query heads of a sequence
   FastDiv group;           // query heads of a K/V head

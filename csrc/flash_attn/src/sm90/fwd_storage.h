@@ -36,7 +36,8 @@ struct FwdStorage {
   RowBlock tile[kTileSlots];  // an empty block says that there are no more
   KeyWalk walk[kTileSlots];
   HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
-  int share[kTileSlots];  // of the keys
+  RowLimits limits[kTileSlots][Config::kWarpGroups];  // of the rows of a warpgroup
+  int share[kTileSlots];                              // of the keys
 
   // By one warp, each lane a few of them, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
@@ -66,6 +67,7 @@ struct FwdTile {
   RowBlock block;
   KeyWalk walk;
   HiddenSteps hidden;
+  RowLimits limits;
   int share = 0;  // of the keys
 
   // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
@@ -110,6 +112,7 @@ struct TileQueue {
         const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
         const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
         storage.hidden[place.stage][lane] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
+        if constexpr (Config::kKeepsLimits) storage.limits[place.stage][lane] = row_limits(visibility, first_row);
       }
       storage.tile_full[place.stage].arrive();
     }
@@ -121,7 +124,8 @@ struct TileQueue {
   // Every lane says for itself that it has read. `group`: of the consumers that takes it.
   __device__ __forceinline__ FwdTile<Config> take(int group = 0) {
     storage.tile_full[place.stage].wait(place.phase);
-    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group]};
+    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group],
+                         storage.limits[place.stage][group]};
     if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
     storage.tile_empty[place.stage].arrive();
     place.advance();
