@@ -91,6 +91,12 @@ def test_target_torch_is_this_one():
     assert binding_build.cxx_standard(found) in ("c++17", "c++20")
 
 
+def test_stray_modules_in_the_temporary_folder_do_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "dis.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.setattr(target_env.tempfile, "tempdir", str(tmp_path))
+    assert target_env.probe(sys.executable) is not None
+
+
 def test_target_can_be_chosen(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_PYTHON", "/nonexistent/python")
     assert target_env.candidate_interpreters(ROOT) == ["/nonexistent/python"]

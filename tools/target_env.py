@@ -72,19 +72,15 @@ def target_environment() -> dict[str, str]:
 
 
 def probe(executable: str) -> dict | None:
-    """Facts of one interpreter, run away from this source tree; None if it does not run."""
+    """Facts of one interpreter, run in an empty folder, where it finds no module by chance; None if it does not run."""
     command = [executable, "-c", _PROBE]
-    try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=target_environment(),
-            cwd=tempfile.gettempdir(),
-        )
-    except OSError:
-        return None
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=target_environment(), cwd=empty
+            )
+        except OSError:
+            return None
     for line in result.stdout.splitlines():
         if line.startswith("@facts "):
             return json.loads(line[len("@facts ") :])
