@@ -117,14 +117,11 @@ def imported_info(torch: TargetTorch, module_file: Path) -> str:
         "spec.loader.exec_module(module)\n"
         "print('@info ' + module.build_info())\n"
     )
-    result = subprocess.run(
-        [torch.executable, "-c", program, str(module_file.resolve())],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=target_environment(),
-        cwd=tempfile.gettempdir(),
-    )
+    command = [torch.executable, "-c", program, str(module_file.resolve())]
+    with tempfile.TemporaryDirectory() as empty:  # as target_env.probe()
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=target_environment(), cwd=empty
+        )
     for line in result.stdout.splitlines():
         if line.startswith("@info "):
             return line[len("@info ") :]
