@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
 from errors import BuildError
 from ninja_file import escaped, run_ninja, shell
 from report import say
-from target_env import TargetTorch, target_environment
+from target_env import TargetTorch, run_in_empty_folder
 
 MODULE = "flash_attn_2_cuda"
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda")
@@ -117,11 +115,7 @@ def imported_info(torch: TargetTorch, module_file: Path) -> str:
         "spec.loader.exec_module(module)\n"
         "print('@info ' + module.build_info())\n"
     )
-    command = [torch.executable, "-c", program, str(module_file.resolve())]
-    with tempfile.TemporaryDirectory() as empty:  # as target_env.probe()
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=target_environment(), cwd=empty
-        )
+    result = run_in_empty_folder([torch.executable, "-c", program, str(module_file.resolve())])
     for line in result.stdout.splitlines():
         if line.startswith("@info "):
             return line[len("@info ") :]

@@ -71,16 +71,18 @@ def target_environment() -> dict[str, str]:
     return environment
 
 
-def probe(executable: str) -> dict | None:
-    """Facts of one interpreter, run in an empty folder, where it finds no module by chance; None if it does not run."""
-    command = [executable, "-c", _PROBE]
+def run_in_empty_folder(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs a command of the target, away from this source tree, where it finds no module by chance."""
     with tempfile.TemporaryDirectory() as empty:
-        try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=target_environment(), cwd=empty
-            )
-        except OSError:
-            return None
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=target_environment(), cwd=empty)
+
+
+def probe(executable: str) -> dict | None:
+    """Facts of one interpreter; None if it does not run."""
+    try:
+        result = run_in_empty_folder([executable, "-c", _PROBE])
+    except OSError:
+        return None
     for line in result.stdout.splitlines():
         if line.startswith("@facts "):
             return json.loads(line[len("@facts ") :])
