@@ -25,7 +25,7 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
   if (heads < section) section = heads;
   if (section < 1) return 1;
   // All of about that size: a third larger at most, or a little smaller.
-  const int64_t fewer = heads / section, larger = fewer > 0 ? (heads + fewer - 1) / fewer : heads;
+  const int64_t fewer = heads / section, larger = (heads + fewer - 1) / fewer;
   return static_cast<int>(3 * larger <= 4 * section ? larger : (heads + fewer) / (fewer + 1));
 }
 
@@ -53,7 +53,7 @@ constexpr int late_row_blocks(int tiles_of_head, int short_ones) {
 
 // Heads in sections; within a section the first row block of all heads, then the second; and behind all sections the
 // `late` last ones of each head, in the same way. Few heads left for the last section would leave multiprocessors idle:
-// the first section has the odd number. No division on the device: a kernel's first row block waits for this.
+// the first section has the odd number. A kernel's first row block waits for this: the host makes the divisors.
 struct RowOrder {
   int early = 1;  // row blocks of each head that go by sections
   FastDiv heads, section, first_section;
@@ -62,13 +62,16 @@ struct RowOrder {
   RowOrder() = default;
   RowOrder(int heads_, int tiles_of_head, int section_, int late)
       : heads(heads_), section(section_), first_section(section_ - (section_ - heads_ % section_) % section_) {
-    set_blocks(tiles_of_head, late);
-  }
-
-  // Of other numbers of row blocks of each head.
-  FLASH_HOST_DEVICE void set_blocks(int tiles_of_head, int late) {
     early = tiles_of_head - late;
     section_blocks = FastDiv(early > 0 ? section.divisor * early : 1);
+  }
+
+  // Of other numbers of row blocks of each head. Making a divisor of them would take longer than dividing a few times.
+  FLASH_HOST_DEVICE void set_blocks(int tiles_of_head, int late) { early = tiles_of_head - late; }
+
+  FLASH_HOST_DEVICE int section_of(int place) const {
+    const int blocks = section.divisor * early;
+    return section_blocks.divisor == blocks ? section_blocks.divide(place) : place / blocks;
   }
 
   // The row block at place `index`: its head, of all sequences, and its place among those of the head.
@@ -79,7 +82,7 @@ struct RowOrder {
       return {beyond - block * heads.divisor, early + block};
     }
     const int missing = section.divisor - first_section.divisor;  // of the first section
-    const int number = section_blocks.divide(index + missing * early);
+    const int number = section_of(index + missing * early);
     const int first_head = number == 0 ? 0 : number * section.divisor - missing;
     const FastDiv together = number == 0 ? first_section : section;
     const int within = index - first_head * early;

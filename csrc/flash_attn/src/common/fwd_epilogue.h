@@ -10,8 +10,8 @@
 namespace flash {
 
 // What the rows of the output are to be multiplied by. Before store_lse(), which needs the sums of whole rows.
-template <int kRows>
-__device__ __forceinline__ void finish_rows(Softmax<kRows>& softmax, float (&factor)[kRows],
+template <int kRows, class Flag>
+__device__ __forceinline__ void finish_rows(Softmax<kRows, Flag>& softmax, float (&factor)[kRows],
                                             const Flash_fwd_params& params, const RowBlock& block) {
   softmax.finish(factor, params.dropout.keep_scale, params.softmax_scale_log2, row_sink(params, block));
 }
@@ -26,17 +26,20 @@ __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& 
 }
 
 // `row_begin`: what the rows of `coords` count from. `offset`: of the LSE, for a share of the keys.
-template <int kRows, class Coords>
-__device__ __forceinline__ void store_lse(const Softmax<kRows>& softmax, const Flash_fwd_params& params,
+template <int kRows, class Flag, class Coords>
+__device__ __forceinline__ void store_lse(const Softmax<kRows, Flag>& softmax, const Flash_fwd_params& params,
                                           const RowBlock& block, const Coords& coords, int row_begin,
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
   const float sink = row_sink(params, block);
   float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);
+  float values[kRows];  // without branches: nothing hides what a row block ends with
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     const int row = row_begin + coords.row(mi);
-    if (row < block.row_end) lse[row] = softmax.lse(mi, params.softmax_scale_log2, sink);
+    if (row < block.row_end) lse[row] = values[mi];
   }
 }
 

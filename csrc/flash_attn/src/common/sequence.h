@@ -80,23 +80,33 @@ __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_p
   block.seqlen_k = max(clamp(used, 0, capacity) - leftpad, 0);
 }
 
-__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
+// The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
+// go first.
+__device__ __forceinline__ void set_rows(RowBlock& block, int block_m, int from_last) {
+  const int row_blocks = (block.seqlen_q + block_m - 1) / block_m;
+  block.row_begin = (row_blocks - 1 - from_last) * block_m;
+  block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
+}
+
+// A segment without rows of its own yet.
+__device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& params, int segment) {
   const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
-  const int segment = find_segment(cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
   RowBlock block;
   block.segment = segment;
-  block.head = head;
   block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
   block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
   if (in_sequence(params, block)) {
     block.batch = segment - 1;
     set_key_range(block, params);
   }
-  // The last rows of a sequence see the most keys under a causal mask: they go first.
-  const int first_slot = varlen_first_slot(block.q_begin, segment, block_m);
-  const int row_blocks = (block.seqlen_q + block_m - 1) / block_m;
-  block.row_begin = (row_blocks - 1 - (slot - first_slot)) * block_m;
-  block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
+  return block;
+}
+
+__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
+  const int segment = find_segment(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
+  RowBlock block = varlen_segment(params, segment);
+  block.head = head;
+  set_rows(block, block_m, slot - varlen_first_slot(block.q_begin, segment, block_m));
   return block;
 }
 

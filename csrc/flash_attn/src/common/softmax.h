@@ -8,7 +8,8 @@
 
 namespace flash {
 
-template <int kRows>
+// Flag: what holds conditions of the warp. ptxas keeps a bool in a byte, which costs instructions wherever paths meet.
+template <int kRows, class Flag = bool>
 struct Softmax {
   static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
@@ -20,7 +21,7 @@ struct Softmax {
 
   float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
   float row_sum[kRows];   // this thread's share of the columns
-  bool is_large = false;  // some reference of the warp is beyond kLargeLog2
+  Flag is_large = false;  // some reference of the warp is beyond kLargeLog2
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -51,6 +52,16 @@ struct Softmax {
     return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
   }
 
+  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected.
+  template <class Scores>
+  __device__ __forceinline__ void set_reference(const Scores& scores, float scale) {
+    bool large = false;
+    set_maxima(scores, row_max);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) large |= row_max[mi] != -INFINITY && fabsf(row_max[mi] * scale) > kLargeLog2;
+    is_large = __any_sync(0xffffffffu, large);
+  }
+
   // correct(mi, correction) is called for every row if references rise.
   template <class Scores, class Correct>
   __device__ __forceinline__ bool raise_references(const Scores& scores, float scale, float slack_log2,
@@ -59,13 +70,7 @@ struct Softmax {
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
     if (!__any_sync(0xffffffffu, may_exceed_slack(scores, scale, slack_log2))) return false;
     float new_max[kRows];
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      new_max[mi] = scores(mi, 0);
-#pragma unroll
-      for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
-      new_max[mi] = quad_max(new_max[mi]);
-    }
+    set_maxima(scores, new_max);
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -78,6 +83,19 @@ struct Softmax {
     }
     is_large = __any_sync(0xffffffffu, large);
     return true;
+  }
+
+  // The maxima of whole rows.
+  template <class Scores>
+  __device__ __forceinline__ static void set_maxima(const Scores& scores, float (&maxima)[kRows]) {
+    using namespace cute;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      maxima[mi] = scores(mi, 0);
+#pragma unroll
+      for (int ni = 1; ni < size<1>(scores); ++ni) maxima[mi] = fmaxf(maxima[mi], scores(mi, ni));
+      maxima[mi] = quad_max(maxima[mi]);
+    }
   }
 
   // Whether some score of this thread may lie more than slack_log2 / scale above its reference.
@@ -324,9 +342,9 @@ struct Softmax {
 
   // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
   __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
-    if (row_sum[mi] == 0.0f) return INFINITY;
     const float log_sum = log2f(row_sum[mi]);
-    return sink_above(mi, scale, sink) > 0.0f ? sink + log_sum * kLn2 : (row_max[mi] * scale + log_sum) * kLn2;
+    const float above = sink + log_sum * kLn2, below = (row_max[mi] * scale + log_sum) * kLn2;
+    return row_sum[mi] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 
   // How far the sink lies above the reference, in powers of 2; +inf for a row that saw nothing.

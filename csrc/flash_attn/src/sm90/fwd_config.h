@@ -74,7 +74,13 @@ struct FwdConfig {
   // or three by turns, wait for each other: looking afterwards makes the way from S to P longer (docs/tuning.md).
   static constexpr bool kGoesAhead =
       !kDropsPacked && !(!kHasScoreMod && kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
-  static constexpr bool kChecksBehindPv = kGoesAhead && !kFinishesExponentials && !kHasScoreMod;
+  // Whether they were right to go is looked at behind the wait for P V, where ptxas then has most of the exponentials
+  // too. Three consumers of 64 keys have them before it.
+  static constexpr bool kChecksBehindPv =
+      kGoesAhead && !kFinishesExponentials && !kHasScoreMod && kVariant != FwdVariant::kMasked;
+
+  // What holds conditions of a warp (Softmax). With score modifiers ptxas has the better loops for a bool.
+  using Flag = std::conditional_t<kHasScoreMod, bool, int>;
 
   template <int kN, class MmaOp>
   struct Checked {

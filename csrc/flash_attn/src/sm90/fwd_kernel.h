@@ -40,7 +40,7 @@ struct FwdConsumer {
   // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it (docs/tuning.md).
   __device__ __forceinline__ Tile next_tile() {
     if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
-    Tile tile{queue.take().block};
+    Tile tile{queue.take(mainloop.group).block};
     if (tile.exists()) {
       tile.walk = key_walk<Config>(launch.params, tile.block);
       tile.hidden.begin = tile.walk.interior_steps_end();
@@ -121,12 +121,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     for (int team = 0; team < Config::kTeams; ++team) storages[team].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
   }
-  __syncthreads();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     constexpr int kWarps = 4 / Config::kTeams;  // of a team
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
+    if (role != kSchedulerWarp) begin_together<Config>();  // the schedulers choose a row block first
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
     if constexpr (Config::kDropsPacked) {
@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    begin_together<Config>();
     const int team = Config::kTeams == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
     const int group = warp_group - 1 - team * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[team], group).run();

@@ -26,9 +26,10 @@ struct FwdMainloop {
   using KvPlace = RingIndex<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
-  static constexpr int kRows = 2;                       // accumulator rows per thread
-  static constexpr int kSlices = Config::kBlockN / 16;  // of keys, one for each wgmma of P V
-  static constexpr uint32_t kTurnBarrier = 1;           // and those behind it; 0 is __syncthreads()
+  using Flag = typename Config::Flag;
+  static constexpr int kRows = 2;                              // accumulator rows per thread
+  static constexpr int kSlices = Config::kBlockN / 16;         // of keys, one for each wgmma of P V
+  static constexpr uint32_t kTurnBarrier = kBeginBarrier + 1;  // and those behind it
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccO = decltype(cute::partition_fragment_C(
@@ -46,7 +47,7 @@ struct FwdMainloop {
   AccS acc_s;
   AccO acc_o;
   FragmentP tOrP;
-  Softmax<kRows> softmax;
+  Softmax<kRows, Flag> softmax;
   LaneRows dropout;                                                         // of the row block
   uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
   uint32_t kept[Config::kDropsPacked ? 4 * kSlices : 1];                    // what it keeps of the pairs of tOrP
@@ -233,7 +234,7 @@ struct FwdMainloop {
 
   // Exponentials of S of a block. Returns whether references rose: the output is to be multiplied by `correction` then.
   template <bool kEdge, Modifiers kModifiers>
-  __device__ __forceinline__ bool exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
+  __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
     if constexpr (kGoesAhead<kEdge, kModifiers>) {
       if (may_go_ahead<kModifiers>(tile, key)) {
@@ -247,7 +248,7 @@ struct FwdMainloop {
       return false;
     }
     modify_scores<kEdge, kModifiers>(scores, tile, key);
-    const bool raised =
+    const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
     return raised;
@@ -282,7 +283,7 @@ struct FwdMainloop {
 
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
-    softmax = Softmax<kRows>();
+    softmax = Softmax<kRows, Flag>();
     read_col_words();
     release_key();
     const int key = tile.walk.block(0) * Config::kBlockN;
@@ -295,8 +296,13 @@ struct FwdMainloop {
     }
     auto scores = row_col_view(acc_s);
     modify_scores<true, Modifiers::kAny>(scores, tile, key);
-    float correction[kRows];
-    softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+    if constexpr (Config::kHasScoreMod) {
+      // As later: with set_reference() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
+      float correction[kRows];
+      softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+    } else {
+      softmax.set_reference(scores, params.softmax_scale_log2);
+    }
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
     draw_all();
     set_probabilities<Modifiers::kAny>(tile, key);
@@ -316,7 +322,7 @@ struct FwdMainloop {
     if constexpr (!Config::kTakesTurns) read_col_words();
     if constexpr (!kGoesAhead<kEdge, kModifiers>) release_key();
     float correction[kRows];
-    const bool raised = exponentiate<kEdge, kModifiers>(tile, key, q_stage, correction);
+    const Flag raised = exponentiate<kEdge, kModifiers>(tile, key, q_stage, correction);
     if constexpr (kGoesAhead<kEdge, kModifiers>) release_key();
     if constexpr (Config::kFinishesExponentials) finish_exponentials();
     cute::warpgroup_fence_operand(acc_s);

@@ -67,8 +67,8 @@ struct TileOrder {
     const Flash_fwd_params& params = launch.params;
     const HeadBlock place = order.at(index / shares());
     if (params.is_varlen()) {
-      const int slot = launch.sorted ? varlen.slot(place.block) : place.block;
-      return varlen_row_block(params, Config::kBlockM, place.head, slot);
+      return launch.sorted ? varlen.at(place.head, place.block)
+                           : varlen_row_block(params, Config::kBlockM, place.head, place.block);
     }
     const FastDiv& heads = launch.heads_of_batch;
     const int batch = heads.divide(place.head);
@@ -106,12 +106,13 @@ __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, cons
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Row blocks that see no key are done with here.
+// Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
   const TileOrder<Config> order(launch);
+  bool is_first = true;
   for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
     if (block.empty()) continue;
@@ -121,9 +122,12 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
       store_nothing_seen<Config>(launch, block, share);
       continue;
     }
+    if (is_first) begin_together<Config>();
+    is_first = false;
     queue.push(block, walk, launch.params.window, share);
     queue.wait_until_taken();
   }
+  if (is_first) begin_together<Config>();
   queue.push(RowBlock{}, KeyWalk{}, Window{}, 0);
 }
 
@@ -133,7 +137,7 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
   const Flash_fwd_params& params = launch.params;
   TileQueue<Config> queue(storage);
   RingIndex<Config::kKvStages> place;
-  for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) {
+  for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
     const DropoutStream stream = DropoutMask(params.dropout, tile.block.batch, tile.block.head).stream;
     for (int i = 0; i < tile.walk.count(); ++i) {
       const int first_pair = tile.walk.block(i) * (Config::kBlockN / 2);
@@ -220,7 +224,7 @@ struct FwdProducer {
 
   __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const FwdTile<Config> tile = queue.take();
+    const FwdTile<Config> tile = queue.take_loads();
     const RowBlock& block = tile.block;
     return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
             launch.group.divide(block.head)};
@@ -236,6 +240,14 @@ struct FwdProducer {
                               tile.walk.block(i), tile.rows, tile.head_k);
   }
 
+  // K of the steps [begin, end), each with V of the step before it.
+  __device__ __forceinline__ void load_steps(const Tile& tile, int begin, int end) {
+    for (int i = begin; i < end; ++i) {
+      load_k(tile, i);
+      load_v(tile, i - 1);
+    }
+  }
+
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
     if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
   }
@@ -244,7 +256,7 @@ struct FwdProducer {
     prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
     if (launch.params.is_paged()) {
-      for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) load_q(tile.block);
+      for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) load_q(tile.block);
     } else {
       run_unpaged(queue);
     }
@@ -255,17 +267,21 @@ struct FwdProducer {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
     Tile tile = next_tile(queue);
-    if (!tile.block.empty()) load_k(tile, 0);
-    while (!tile.block.empty()) {
+    if (!tile.block.empty()) {
+      load_k(tile, 0);
       load_q(tile.block);
+    }
+    while (!tile.block.empty()) {
       const int count = tile.walk.count();
-      for (int i = 1; i < count; ++i) {
-        load_k(tile, i);
-        load_v(tile, i - 1);
-      }
+      load_steps(tile, 1, count);
       const Tile next = next_tile(queue);
       if (!next.block.empty()) load_k(next, 0);
+      // The next Q comes from memory and is asked for early. Its buffer is free after the first step of this tile:
+      // where there are few, V cannot wait for that.
+      const bool early = Config::kQStages == 2 && count > 2;
+      if (early && !next.block.empty()) load_q(next.block);
       load_v(tile, count - 1);
+      if (!early && !next.block.empty()) load_q(next.block);
       tile = next;
     }
   }

@@ -1,6 +1,8 @@
 // Shared memory of a team of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include "common/hidden_steps.h"
 #include "common/sequence.h"
 #include "sm90/barrier.h"
@@ -9,6 +11,14 @@
 
 namespace flash {
 namespace sm90 {
+
+// Named barrier of all warps of a thread block: behind it the barriers below are initialised.
+constexpr uint32_t kBeginBarrier = 0;
+
+template <class Config>
+__device__ __forceinline__ void begin_together() {
+  cutlass::arch::NamedBarrier::sync(Config::kThreads, kBeginBarrier);
+}
 
 template <class Config>
 struct FwdStorage {
@@ -30,9 +40,10 @@ struct FwdStorage {
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
   // The row block that the scheduler hands to the loading warps and to the consumers, in two slots by turns: with one,
-  // ptxas has more live registers in the consumers' loops, and spills where there are three.
+  // ptxas has more live registers in the consumers' loops, and spills where there are three. Consumers wait for what is
+  // hidden from them as well; who loads need not.
   static constexpr int kTileSlots = 2;
-  Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+  Barrier tile_full[kTileSlots], hidden_full[kTileSlots], tile_empty[kTileSlots];
   RowBlock tile[kTileSlots];  // an empty block says that there are no more
   KeyWalk walk[kTileSlots];
   HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
@@ -54,7 +65,8 @@ struct FwdStorage {
       q_empty[lane / Config::kWarpGroups][group].init(4);
     }
     if (lane < kTileSlots) {
-      tile_full[lane].init(Config::kWarpGroups);
+      tile_full[lane].init(1);
+      hidden_full[lane].init(Config::kWarpGroups);
       tile_empty[lane].init(32 * (Config::kConsumerWarps + loading_warps));
     }
   }
@@ -106,6 +118,7 @@ struct TileQueue {
       storage.tile[place.stage] = block;
       storage.walk[place.stage] = walk;
       if constexpr (Config::kSharesKeys) storage.share[place.stage] = share;
+      storage.tile_full[place.stage].arrive();
     }
     if (lane < Config::kWarpGroups) {  // each for one of them
       if constexpr (!Config::kSeesAll) {
@@ -114,22 +127,35 @@ struct TileQueue {
         storage.hidden[place.stage][lane] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
         if constexpr (Config::kKeepsLimits) storage.limits[place.stage][lane] = row_limits(visibility, first_row);
       }
-      storage.tile_full[place.stage].arrive();
+      storage.hidden_full[place.stage].arrive();
     }
     __syncwarp();
     last = place;
     place.advance();
   }
 
-  // Every lane says for itself that it has read. `group`: of the consumers that takes it.
-  __device__ __forceinline__ FwdTile<Config> take(int group = 0) {
+  // Every lane says for itself that it has read. For those who load, as soon as the row block is known.
+  __device__ __forceinline__ FwdTile<Config> take_loads() {
     storage.tile_full[place.stage].wait(place.phase);
+    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage]};
+    release();
+    return tile;
+  }
+
+  // For a group of the consumers, with what is hidden from it.
+  __device__ __forceinline__ FwdTile<Config> take(int group) {
+    storage.hidden_full[place.stage].wait(place.phase);
     FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group],
                          storage.limits[place.stage][group]};
     if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
+    release();
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ void release() {
     storage.tile_empty[place.stage].arrive();
     place.advance();
-    return tile;
   }
 };
 

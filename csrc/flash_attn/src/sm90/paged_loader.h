@@ -129,7 +129,7 @@ struct PagedLoader {
 
   __device__ __forceinline__ void run() {
     TileQueue<Config> queue(storage);
-    for (FwdTile<Config> tile = queue.take(); tile.exists(); tile = queue.take()) {
+    for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
       const RowBlock& block = tile.block;
       const int head = launch.group.divide(block.head);
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;

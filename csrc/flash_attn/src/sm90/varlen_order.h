@@ -7,7 +7,8 @@ namespace flash {
 namespace sm90 {
 
 // Row blocks that see the most keys first, whatever their sequence, then those of rows that belong to no sequence: the
-// last ones to be handed out are short. Held by a warp, whose lanes have a sequence each.
+// last ones to be handed out are short. Held by a warp, whose lanes know a sequence each, so that nothing is read
+// again.
 struct VarlenOrder {
   static constexpr int kSequences = 32;
   static constexpr unsigned kAllLanes = 0xffffffffu;
@@ -15,24 +16,30 @@ struct VarlenOrder {
   const Flash_fwd_params& params;
   const int block_m;
   const bool slopes;  // a row block sees `block_m` keys less than the next one of its sequence; else as many
-  int blocks = 0;     // of the lane's sequence
+  RowBlock sequence;  // of the lane
+  int blocks = 0;     // of it
   int level = 0;      // keys that the last of them sees, in multiples of block_m
+  int before = 0;     // row blocks in front of the first sequence
+  int all = 0;        // row blocks of a head
+  int of_sequences = 0;
 
   __device__ __forceinline__ VarlenOrder(const Flash_fwd_params& params_, int block_m_, bool used)
       : params(params_), block_m(block_m_), slopes(params_.window.right != kUnbounded) {
-    RowBlock block;
-    block.batch = threadIdx.x % 32;
-    if (!used || block.batch >= params.b) return;
-    set_key_range(block, params);
-    blocks = blocks_of(block.batch + 1);
-    level = (block.seqlen_k + block_m - 1) / block_m;
+    if (!used) return;
+    const int lane = threadIdx.x % 32;
+    if (lane < params.b) {
+      sequence = varlen_segment(params, lane + 1);
+      blocks = row_blocks(sequence.seqlen_q);
+      level = row_blocks(sequence.seqlen_k);
+    }
+    of_sequences = __reduce_add_sync(kAllLanes, blocks);
+    before = row_blocks(begin_of(1));
+    all = of_sequences + before + row_blocks(params.seqlen_q - begin_of(params.b + 1));
   }
 
+  __device__ __forceinline__ int row_blocks(int rows) const { return (rows + block_m - 1) / block_m; }
   __device__ __forceinline__ int begin_of(int segment) const {
     return segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, segment);
-  }
-  __device__ __forceinline__ int blocks_of(int segment) const {
-    return (max(begin_of(segment + 1) - begin_of(segment), 0) + block_m - 1) / block_m;
   }
 
   // Row blocks of all sequences that see `keys` multiples of block_m keys or more.
@@ -41,14 +48,11 @@ struct VarlenOrder {
   }
 
   // Row blocks of a head.
-  __device__ __forceinline__ int count() const {
-    return __reduce_add_sync(kAllLanes, blocks) + blocks_of(0) + blocks_of(params.b + 1);
-  }
+  __device__ __forceinline__ int count() const { return all; }
 
-  // The slot of the row block at place `rank` < count().
-  __device__ __forceinline__ int slot(int rank) const {
-    const int sequences = __reduce_add_sync(kAllLanes, blocks);
-    if (rank >= sequences) return slot_without_sequence(rank - sequences);
+  // The row block at place `rank` < count().
+  __device__ __forceinline__ RowBlock at(int head, int rank) const {
+    if (rank >= of_sequences) return without_sequence(head, rank - of_sequences);
     int low = __reduce_min_sync(kAllLanes, slopes ? level - blocks : level);
     int high = __reduce_max_sync(kAllLanes, level) + 1;
     while (high - low > 1) {  // at_least(low) > rank >= at_least(high)
@@ -60,17 +64,27 @@ struct VarlenOrder {
     int end = equals;  // of the lane's row blocks among those that see as many keys
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(kAllLanes, end, distance);
-      if (threadIdx.x % 32 >= distance) end += before;
+      const int others = __shfl_up_sync(kAllLanes, end, distance);
+      if (threadIdx.x % 32 >= distance) end += others;
     }
     const int owner = __ffs(__ballot_sync(kAllLanes, place < end)) - 1;
-    const int from_last = __shfl_sync(kAllLanes, slopes ? level - low : place - (end - equals), owner);
-    return varlen_first_slot(begin_of(owner + 1), owner + 1, block_m) + from_last;
+    RowBlock block;
+    block.batch = owner;
+    block.segment = owner + 1;
+    block.head = head;
+    block.q_begin = __shfl_sync(kAllLanes, sequence.q_begin, owner);
+    block.seqlen_q = __shfl_sync(kAllLanes, sequence.seqlen_q, owner);
+    block.k_begin = __shfl_sync(kAllLanes, sequence.k_begin, owner);
+    block.seqlen_k = __shfl_sync(kAllLanes, sequence.seqlen_k, owner);
+    set_rows(block, block_m, __shfl_sync(kAllLanes, slopes ? level - low : place - (end - equals), owner));
+    return block;
   }
 
-  __device__ __forceinline__ int slot_without_sequence(int place) const {
-    const int before = blocks_of(0), last = params.b + 1;
-    return place < before ? place : varlen_first_slot(begin_of(last), last, block_m) + place - before;
+  __device__ __forceinline__ RowBlock without_sequence(int head, int place) const {
+    RowBlock block = varlen_segment(params, place < before ? 0 : params.b + 1);
+    block.head = head;
+    set_rows(block, block_m, place < before ? place : place - before);
+    return block;
   }
 };
 
