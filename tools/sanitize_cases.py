@@ -5,8 +5,8 @@ compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|
 The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN. The
 exit status is 1 when a result is wrong.
 
---nan-outputs is for initcheck, which does not see what TMA stores write and reports every later read of it: outputs of
-the forward are then NaN before the call. What initcheck cannot find so, an element that is never written, is a wrong
+--nan-outputs is for initcheck, which does not see what TMA stores write and reports every later read of it: outputs and
+gradients are then NaN before the call. What initcheck cannot find so, an element that is never written, is a wrong
 result of its case instead.
 """
 
@@ -73,17 +73,26 @@ def nan_output(q, v):
     return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
+def nan_gradients(tensors, given):
+    """What is given, else a tensor full of NaN for the gradient of each of the tensors."""
+    return [x.new_full(x.shape, float("nan")) if gradient is None else gradient for x, gradient in zip(tensors, given)]
+
+
 class NanOutputs:
-    """A backend whose forwards get an output to write, full of NaN."""
+    """A backend whose forwards and backwards get tensors to write, full of NaN."""
 
     def __init__(self, backend):
         self.backend = backend
 
     def __getattr__(self, name):
         function = getattr(self.backend, name)
-        if name not in ("fwd", "varlen_fwd"):
-            return function
-        return lambda q, k, v, out, *rest: function(q, k, v, nan_output(q, v), *rest)
+        if name in ("fwd", "varlen_fwd"):
+            return lambda q, k, v, out, *rest: function(q, k, v, nan_output(q, v), *rest)
+        if name in ("bwd", "varlen_bwd"):
+            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest: function(
+                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest
+            )
+        return function
 
 
 class NanOutputBackends:
