@@ -52,14 +52,13 @@ struct Softmax {
     return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
   }
 
-  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected. A
-  // row that still met nothing counts as large: its next block should not go ahead.
+  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected.
   template <class Scores>
   __device__ __forceinline__ void set_reference(const Scores& scores, float scale) {
     bool large = false;
     set_maxima(scores, row_max);
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) large |= !(fabsf(row_max[mi] * scale) <= kLargeLog2);
+    for (int mi = 0; mi < kRows; ++mi) large |= row_max[mi] != -INFINITY && fabsf(row_max[mi] * scale) > kLargeLog2;
     is_large = __any_sync(0xffffffffu, large);
   }
 

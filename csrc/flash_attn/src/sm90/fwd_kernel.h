@@ -13,15 +13,8 @@
 namespace flash {
 namespace sm90 {
 
-// Warps of warpgroup 0. Two teams have two of them each. Where others load K and V, kLoadWarp stores as well.
-enum ProducerWarp {
-  kLoadWarp = 0,
-  kSchedulerWarp = 1,
-  kPagedKWarp = 2,
-  kColWordsWarp = 2,
-  kPagedVWarp = 3,
-  kStoreWarp = 3
-};
+// Warps of warpgroup 0. Two teams have two of them each.
+enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kColWordsWarp = 2, kPagedVWarp = 3 };
 
 // A consumer warpgroup: one row block after the other.
 template <class Config>
@@ -30,7 +23,6 @@ struct FwdConsumer {
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
   static constexpr bool kStartsEarly = Config::kStartsEarly;
   static constexpr bool kStagesApart = Config::kStagesApart;
-  static constexpr bool kHasStoreWarp = Config::kHasStoreWarp;
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -60,49 +52,31 @@ struct FwdConsumer {
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
-    if constexpr (!kStagesApart && !kHasStoreWarp) free_stored_buffer();  // nobody waits for it yet
+    if constexpr (!kStagesApart) free_stored_buffer();  // nobody waits for it yet
     const int passing = mainloop.run(tile, q_stage);
     if constexpr (kStagesApart) free_q(q_stage);
     q_place.advance();
-    const Tile next = next_tile();
     if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
+    const Tile next = next_tile();
     if constexpr (kOverlapsTiles || kStartsEarly) start_next(next);
     if constexpr (kOverlapsTiles) mainloop.start_last(tile);
     const int row_begin = mainloop.row_begin(tile);
     float factor[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
-    const float sink = row_sink(launch.params, tile.block);
-    finish_rows(mainloop.softmax, factor, launch.params, sink);
-    // LSE beside the last product; or behind the output, where its fence would wait for it.
-    if constexpr (kHasStoreWarp) store_lse_of(tile, row_begin, sink);
+    finish_rows(mainloop.softmax, factor, launch.params, tile.block);
     mainloop.finish();
-    store_output(tile, q_stage, factor);
-    mainloop.pass_values(passing);
-    stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles && !kStartsEarly) start_next(next);
-    if constexpr (!kHasStoreWarp) store_lse_of(tile, row_begin, sink);
-    if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
-    return next;
-  }
-
-  __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
-                                               const float (&factor)[FwdMainloop<Config>::kRows]) {
     if (is_shared()) {
       store_share(mainloop, tile, launch.shares, factor);
-    } else if constexpr (kHasStoreWarp) {
-      stage_o(mainloop, q_stage, factor);
     } else {
       store_o(mainloop, tile, launch.o_map, q_stage, factor);
     }
-    if constexpr (kHasStoreWarp) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) storage.o_full[q_stage][mainloop.group].arrive();
-    }
-  }
-
-  __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
+    mainloop.pass_values(passing);
+    stored_stage = q_stage;
+    if constexpr (!kOverlapsTiles && !kStartsEarly) start_next(next);
+    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin,
               is_shared() ? tile.share * launch.shares.rows : 0);
+    if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
+    return next;
   }
 
   // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
@@ -132,9 +106,8 @@ struct FwdConsumer {
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    if (mainloop.group == 0) mainloop.wait_for_turn();  // which the last group has passed
-    // Shared memory outlives the last store's reading of it.
-    if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+    if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
   }
 };
 
@@ -158,9 +131,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
     if constexpr (Config::kDropsPacked) {
       if (role == kColWordsWarp) run_col_words<Config>(launch, storages[team]);
-    }
-    if constexpr (Config::kHasStoreWarp) {
-      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[team]);
     }
     if constexpr (Config::kHasPages) {
       if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();

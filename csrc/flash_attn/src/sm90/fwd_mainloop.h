@@ -131,8 +131,8 @@ struct FwdMainloop {
   __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
 
   template <bool kEdge, Modifiers kModifiers>
-  static constexpr bool kGoesAhead = Config::kGoesAhead && (!kEdge || Config::kEdgesGoAhead) &&
-                                     (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
+  static constexpr bool kGoesAhead =
+      Config::kGoesAhead && !kEdge && (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
 
   // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
   template <Modifiers kModifiers>
@@ -232,40 +232,22 @@ struct FwdMainloop {
     }
   }
 
-  // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
-  template <class Scores>
-  __device__ __forceinline__ bool mask_and_go_ahead(Scores& scores, const Tile& tile, int key, int q_stage) {
-    bool ahead = may_go_ahead<Modifiers::kAny>(tile, key);
-#pragma unroll 1
-    while (true) {
-      modify_scores<true, Modifiers::kAny>(scores, tile, key);
-      if (!ahead) return false;
-      if (exponentiate_ahead<Modifiers::kAny>(scores, tile, key)) return true;
-      multiply_qk_again(q_stage);
-      ahead = false;
-    }
-  }
-
   // Exponentials of S of a block. Returns whether references rose: the output is to be multiplied by `correction` then.
   template <bool kEdge, Modifiers kModifiers>
   __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
-    if constexpr (kEdge && kGoesAhead<kEdge, kModifiers>) {
-      if (mask_and_go_ahead(scores, tile, key, q_stage)) return false;
-    } else {
-      if constexpr (kGoesAhead<kEdge, kModifiers>) {
-        if (may_go_ahead<kModifiers>(tile, key)) {
-          if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
-          multiply_qk_again(q_stage);
-        }
+    if constexpr (kGoesAhead<kEdge, kModifiers>) {
+      if (may_go_ahead<kModifiers>(tile, key)) {
+        if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
+        multiply_qk_again(q_stage);
       }
-      if (!kEdge && kModifiers == Modifiers::kSoftcap &&
-          softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series,
-                                                                         params.softmax_slack_log2)) {
-        return false;
-      }
-      modify_scores<kEdge, kModifiers>(scores, tile, key);
     }
+    if (!kEdge && kModifiers == Modifiers::kSoftcap &&
+        softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series,
+                                                                       params.softmax_slack_log2)) {
+      return false;
+    }
+    modify_scores<kEdge, kModifiers>(scores, tile, key);
     const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
