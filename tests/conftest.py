@@ -26,10 +26,24 @@ def pytest_addoption(parser):
     group.addoption("--test-seed", type=int, default=None, help=f"seed of all random inputs (or set {SEED_VARIABLE})")
 
 
+class FailureNames:
+    """Names every failed test at once: a run that meets a time limit never comes to its report."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when})")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
+    if workerinput is None:
+        config.pluginmanager.register(FailureNames(config))
     if workerinput is not None:
         config.attn_seed = workerinput["attn_seed"]
     elif config.getoption("--test-seed") is not None:
