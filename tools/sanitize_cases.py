@@ -138,7 +138,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="run the cases whose id contains this text")
-    parser.add_argument("--nan-outputs", action="store_true", help="fill outputs with NaN before each forward")
+    parser.add_argument("--nan-outputs", action="store_true", help="fill outputs and gradients with NaN beforehand")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if options.nan_outputs:
