@@ -35,21 +35,21 @@ class FailureNames:
     def pytest_runtest_logreport(self, report):
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
-            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when})")
+            seed = f"{SEED_VARIABLE}={self.config.attn_seed}"
+            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}; {seed})")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "big: needs tens of GiB of GPU memory")
     config.addinivalue_line("markers", "devices(*names): the devices a test runs on, when it is not all of them")
     workerinput = getattr(config, "workerinput", None)
-    if workerinput is None:
-        config.pluginmanager.register(FailureNames(config))
     if workerinput is not None:
         config.attn_seed = workerinput["attn_seed"]
-    elif config.getoption("--test-seed") is not None:
-        config.attn_seed = config.getoption("--test-seed")
     else:
-        config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+        config.attn_seed = config.getoption("--test-seed")
+        if config.attn_seed is None:
+            config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+        config.pluginmanager.register(FailureNames(config))  # workers have a terminal reporter, and no terminal
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or (1 if workerinput is not None else 2)))
 
 

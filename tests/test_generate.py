@@ -165,4 +165,5 @@ def test_generate_batch(device, calls, page_size, graphs):
     wrong = {i: got for i, (got, right) in enumerate(zip(tokens, expected * 2)) if got != right}
     assert not wrong and len(tokens) == 2 * len(expected), f"{wrong} instead of {expected} twice"
     assert calls["flash_attn_varlen_func"] > 0
-    assert (calls["flash_attn_with_kvcache"] > 0) == (device == "cuda")
+    if device == "cuda":  # on the CPU transformers takes it or not, by whether the machine has a GPU
+        assert calls["flash_attn_with_kvcache"] > 0
