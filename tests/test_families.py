@@ -106,6 +106,15 @@ def test_scores_far_above_their_reference(hopper, run_family, head_dim, head_dim
     check_both(problem, run_family)
 
 
+@pytest.mark.parametrize("window", ((63, 0), (64, 0), (128, 0), (128, 300)), ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", ((64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0)))
+def test_windows_of_short_row_blocks(hopper, run_family, head_dim, head_dim_v, window):
+    """Last row blocks of few rows, so that warpgroups without rows stand far beyond the keys that are loaded."""
+    for seqlen_q, seqlen_k in ((1, 192), (256, 128), (1537, 1537), (1610, 1610)):
+        case = Case(1, seqlen_q, seqlen_k, 2, 1, head_dim, DTYPE, head_dim_v=head_dim_v, window=window)
+        check_both(make_problem(case, hopper), run_family)
+
+
 @pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
 @pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 256))

@@ -7,7 +7,7 @@ namespace flash {
 
 // Steps of a row block's walk whose keys no row of a part of it, [row_begin, row_end), sees: `left` of them from
 // `begin` on, which the rows before the part see, and the last `right`, which those after it see. Step 0 is never one
-// of them.
+// of them. A part behind the last of the rows, whose row_end is no more than its row_begin, does as that last row.
 struct HiddenSteps {
   int begin = 1;  // of the edges
   int left = 0;
@@ -24,7 +24,8 @@ FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibilit
   const int right = behind < 0 ? 0 : behind < count ? behind : count;
   hidden.right = right - (walk.first >= count - right);
   if (visibility.window.left == kUnbounded) return hidden;
-  const int before = visibility.key_begin(row_begin) / block_n - walk.range.begin;
+  const int first_row = row_begin < row_end ? row_begin : row_end - 1;
+  const int before = visibility.key_begin(first_row) / block_n - walk.range.begin;
   const int left = before < 0 ? 0 : before < count - right ? before : count - right;
   hidden.left = left - (walk.first >= interior && walk.first < interior + left);
   return hidden;
