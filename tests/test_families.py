@@ -89,7 +89,9 @@ def test_float16(hopper, run_family, head_dim):
 RISING_CASES = [(d, 0, features) for d in (64, 96, 128, 192, 256) for features in ({}, {"causal": True})]
 RISING_CASES += [(192, 128, {}), (64, 0, {"alibi": "heads"}), (96, 0, {"alibi": "heads"})]
 RISING_CASES += [(128, 0, {"alibi": "batch", "causal": True})]
-RISING_CASES += [(128, 0, {"dropout": 0.1}), (128, 0, {"softcap": 300.0}), (128, 0, {"window": (900, 40)})]
+RISING_CASES += [(d, 0, {"softcap": 300.0}) for d in (64, 96, 128, 256)]
+RISING_CASES += [(128, 0, {"dropout": 0.1}), (128, 0, {"softcap": 300.0, "alibi": "heads"})]
+RISING_CASES += [(128, 0, {"window": window}) for window in ((900, 40), (100, 30), (20, 0))]
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

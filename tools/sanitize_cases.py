@@ -56,6 +56,9 @@ CASES = (
     # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.
     Case(1, 1100, 300, 24, 24, 64, "float16", causal=True),
     Case(3, 380, 400, 24, 12, 128, "bfloat16", window=(100, 30), softcap=15.0),
+    Case(1, 1100, 500, 24, 24, 128, "bfloat16", window=(200, 0)),
+    Case(3, 600, 400, 24, 12, 128, "bfloat16", causal=True, kind="packed", page_size=16),
+    Case(1, 520, 300, 30, 30, 128, "float16"),
     Case(4, 300, 300, 24, 24, 192, "bfloat16", causal=True, kind="padded"),
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),

@@ -187,6 +187,32 @@ void check_hidden_steps(const Visibility& visibility, const BlockRange& range, i
   }
 }
 
+// What a part of the rows needs to know of its walk: that a first block without a mask is seen whole, and where it goes
+// on behind the interior. A part without rows does as the last row, but for the mask.
+void check_part_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int part_rows,
+                      int parts, int block_n) {
+  for (int part = 0; range.count() > 0 && part < parts; ++part) {
+    const int begin = row_begin + part * part_rows, part_end = std::min(begin + part_rows, row_end);
+    const int row = std::min(begin, row_end - 1);
+    for (int first = range.begin; first < range.end; ++first) {
+      flash::KeyWalk walk{range};
+      walk.begin_with(first);
+      const flash::PartSteps steps = flash::part_steps(visibility, walk, begin, part_end, block_n);
+      check::that(steps.count == walk.count() - steps.hidden.right, "steps of a part", steps.count, row, first);
+      const bool is_masked = steps.masked_first != flash::PartSteps::kNoBlock;
+      const bool is_whole = block_facts(visibility, row, part_end, walk.block(0), block_n).interior;
+      check::that(begin > row || is_masked != is_whole, "mask of the first step", row, part_end, block_n, first,
+                  visibility.seqlen_q, visibility.seqlen_k, visibility.window.left, visibility.window.right);
+      if (is_masked) check::that(steps.masked_first == walk.block(0), "first step", steps.masked_first, row, first);
+      int step = std::min(steps.hidden.begin, steps.count);
+      while (step < steps.count && !block_facts(visibility, row, part_end, walk.block(step), block_n).needed) ++step;
+      if (step < steps.count) {
+        check::that(steps.first_edge == walk.block(step), "first edge", steps.first_edge, step, row, first);
+      }
+    }
+  }
+}
+
 // Shares are of one length but for the last ones, and follow each other; they know the interior and the hidden blocks.
 void check_shares(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
   const int parts = (row_end - row_begin) / 2 + 2;
@@ -203,7 +229,10 @@ void check_shares(const Visibility& visibility, const BlockRange& range, int row
       }
       check_interior_first(own, row_begin, row_end, block_n);
       check_walks(own, block_n);
-      if (block_n % 2 == 0) check_hidden_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
+      if (block_n % 2 == 0) {
+        check_hidden_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
+        check_part_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
+      }
       next = own.end;
       longest = std::max(longest, own.count());
     }
@@ -228,8 +257,11 @@ void check_all_small_problems() {
                 check_interior_first(flash::block_range(visibility, row, row_end, block_n), row, row_end, block_n);
                 check_walks(flash::block_range(visibility, row, row_end, block_n), block_n);
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
-                if (block_m % 2 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 2, 2, block_n);
-                if (block_m % 3 == 0) check_hidden_steps(visibility, range, row, row_end, block_m / 3, 3, block_n);
+                for (int parts : {2, 3}) {
+                  if (block_m % parts != 0) continue;
+                  check_hidden_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
+                  check_part_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
+                }
                 check_shares(visibility, range, row, row_end, block_n);
               }
               check_directions(visibility, block_m, block_n);

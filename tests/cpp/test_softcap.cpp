@@ -26,7 +26,7 @@ void check_range(float scale, float softcap) {
     check::that(std::fabs(series.cap(score) - exact) <= 1.4e-6 * std::fabs(exact), "relative error", scale, softcap, i,
                 series.cap(score), exact);
     if (score * score > series.short_bound) continue;
-    const double short_cap = static_cast<double>(score) * series.short_factor(score);
+    const double short_cap = static_cast<double>(score) * series.short_series.factor(score);
     check::that(std::fabs(short_cap - exact) <= 1e-4 * kLog2e, "error of two terms", scale, softcap, i, short_cap,
                 exact);
     check::that(std::fabs(short_cap - exact) <= (short_square * short_square / 24 + 4e-7) * std::fabs(exact),

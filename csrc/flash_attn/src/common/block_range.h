@@ -57,6 +57,15 @@ FLASH_HOST_DEVICE constexpr RowLimits row_limits(const Visibility& visibility, i
           near(window.right == kUnbounded ? kFar : diagonal + window.right + 1)};
 }
 
+// Whether a key before `key_end` is behind what some row with these limits sees: both limits grow with the row, so the
+// first row says it. And whether one from `key_begin` on is before what some of `rows` rows sees, as the last row says.
+FLASH_HOST_DEVICE constexpr bool hides_right(const RowLimits& limits, int seqlen_k, int key_end) {
+  return (limits.end < seqlen_k ? limits.end : seqlen_k) < key_end;
+}
+FLASH_HOST_DEVICE constexpr bool hides_left(const RowLimits& limits, int rows, int key_begin) {
+  return limits.begin + (rows - 1) > key_begin;
+}
+
 // The key blocks of one row block, walked "edges first": blocks that some row sees only in part come before the
 // blocks that every row sees whole, so that the interior loop carries no mask. The order of key blocks is free under
 // the online softmax.

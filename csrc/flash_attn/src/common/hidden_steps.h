@@ -1,4 +1,5 @@
-// Which key blocks of a row block's walk a part of its rows does not see; tests/cpp checks it by brute force.
+// What a part of a row block's rows does on the walk over its key blocks, some of which it does not see; tests/cpp
+// checks it by brute force.
 #pragma once
 
 #include "common/block_range.h"
@@ -29,6 +30,32 @@ FLASH_HOST_DEVICE constexpr HiddenSteps hidden_steps(const Visibility& visibilit
   const int left = before < 0 ? 0 : before < count - right ? before : count - right;
   hidden.left = left - (walk.first >= interior && walk.first < interior + left);
   return hidden;
+}
+
+// What who computes the part needs to know of the walk.
+struct PartSteps {
+  static constexpr int kNoBlock = -1;
+
+  HiddenSteps hidden;
+  int count = 0;  // steps, but for what is hidden at the end
+  RowLimits limits;
+  int masked_first = kNoBlock;  // the block of step 0, if it may need a mask
+  int first_edge = 0;           // the block of the first step behind the interior that is not hidden, if there is one
+};
+
+FLASH_HOST_DEVICE constexpr PartSteps part_steps(const Visibility& visibility, const KeyWalk& walk, int row_begin,
+                                                 int row_end, int block_n) {
+  PartSteps steps;
+  steps.hidden = hidden_steps(visibility, walk, row_begin, row_end, block_n);
+  steps.count = walk.count() - steps.hidden.right;
+  steps.limits = row_limits(visibility, row_begin);
+  const int first = walk.block(0), key = first * block_n;
+  const bool masks = hides_right(steps.limits, visibility.seqlen_k, key + block_n) ||
+                     hides_left(steps.limits, row_end - row_begin, key);
+  if (masks) steps.masked_first = first;
+  const int edges = steps.hidden.begin < steps.count ? steps.hidden.begin : steps.count;
+  steps.first_edge = walk.block(edges + steps.hidden.left);
+  return steps;
 }
 
 }  // namespace flash

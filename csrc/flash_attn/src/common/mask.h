@@ -8,15 +8,14 @@
 namespace flash {
 
 // Of the keys [col_begin, col_end) of a sequence, for `rows` rows with these limits. The two sides are masked apart,
-// because most edge blocks touch one side only. Both key limits grow with the row: the first row decides whether the
-// right side is touched, the last row whether the left one is. Columns are compared by their distances from the first
-// one of the thread, which are constants.
+// because most edge blocks touch one side only. Columns are compared by their distances from the first one of the
+// thread, which are constants.
 template <class Scores, class Coords>
 __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const RowLimits& limits, int rows,
                                            int seqlen_k, int col_begin, int col_end) {
   using namespace cute;
   const auto distance = [&](int ni) { return coords.col(ni) - coords.col(0); };
-  if (min(limits.end, seqlen_k) < col_end) {
+  if (hides_right(limits, seqlen_k, col_end)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
       const int limit = min(limits.end + coords.row(mi), seqlen_k) - col_begin - coords.col(0);
@@ -26,7 +25,7 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords,
       }
     }
   }
-  if (limits.begin + (rows - 1) > col_begin) {
+  if (hides_left(limits, rows, col_begin)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
       const int limit = limits.begin + coords.row(mi) - col_begin - coords.col(0);

@@ -18,9 +18,10 @@ __device__ __forceinline__ void atomic_max(float* address, float value) {
 
 // Before finish(), after a loop whose slack was 0: the references of this warp's rows are their maxima. `row_begin`:
 // what the rows of `coords` count from.
-template <int kRows, class Flag, class Coords>
-__device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag>& softmax, const Flash_fwd_params& params,
-                                                const RowBlock& block, const Coords& coords, int row_begin) {
+template <int kRows, class Flag, int kSums, class Coords>
+__device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums>& softmax,
+                                                const Flash_fwd_params& params, const RowBlock& block,
+                                                const Coords& coords, int row_begin) {
   if (params.max_logit_ptr == nullptr) return;
   float largest = -INFINITY;
 #pragma unroll
@@ -33,7 +34,8 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag>& soft
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   }
   if (threadIdx.x % 32 != 0 || largest == -INFINITY) return;
-  atomic_max(params.max_logit_ptr + block.head, largest * params.softmax_scale_log2 * Softmax<kRows, Flag>::kLn2);
+  atomic_max(params.max_logit_ptr + block.head,
+             largest * params.softmax_scale_log2 * Softmax<kRows, Flag, kSums>::kLn2);
 }
 
 }  // namespace flash

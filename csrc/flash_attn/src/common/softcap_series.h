@@ -7,8 +7,15 @@
 
 namespace flash {
 
+// Two terms P(score^2) for small scores, with nodes of their own.
+struct ShortSoftcapSeries {
+  float coefficient[2] = {};
+
+  FLASH_HOST_DEVICE float factor(float score) const { return coefficient[1] * (score * score) + coefficient[0]; }
+};
+
 // softcap log2(e) tanh(scale score / softcap) = score P(score^2) for score^2 <= bound, to a relative 1.2e-6. Up to
-// short_bound two terms are as good as the LSE has to be: to kShortError of a logit.
+// short_bound the short series is as good as the LSE has to be: to kShortError of a logit.
 struct SoftcapSeries {
   static constexpr int kTerms = 3;
   static constexpr double kReach = 0.3;  // largest |tanh argument|
@@ -16,7 +23,7 @@ struct SoftcapSeries {
   // tanh(x) / x in powers of x^2: least relative error up to the reach.
   static constexpr double kTanh[kTerms] = {0.999998839, -0.333100216, 0.12633946};
   float coefficient[kTerms] = {};
-  float short_coefficient[2] = {};
+  ShortSoftcapSeries short_series;
   float bound = -1.0f, short_bound = -1.0f;  // negative: for no score
   float inverse_steepness = 0.0f;            // 1 / (the steepest slope)^2, which is that of scores near 0
 
@@ -32,11 +39,6 @@ struct SoftcapSeries {
   }
 
   FLASH_HOST_DEVICE float cap(float score) const { return score * factor(score); }
-
-  // Two terms instead of P.
-  FLASH_HOST_DEVICE float short_factor(float score) const {
-    return short_coefficient[1] * (score * score) + short_coefficient[0];
-  }
 };
 
 // Of a ratio scale / softcap whose powers leave the range of floats there is no series.
@@ -59,8 +61,8 @@ inline SoftcapSeries softcap_series(float scale, float softcap) {
   const double near = reach * reach * (5.0 - std::sqrt(5.0)) / 8.0, far = reach * reach * (5.0 + std::sqrt(5.0)) / 8.0;
   const auto tanh_ratio = [](double u) { return std::tanh(std::sqrt(u)) / std::sqrt(u); };
   const double tilt = (tanh_ratio(far) - tanh_ratio(near)) / (far - near);
-  series.short_coefficient[0] = static_cast<float>(slope * (tanh_ratio(near) - tilt * near));
-  series.short_coefficient[1] = static_cast<float>(slope * square * tilt);
+  series.short_series.coefficient[0] = static_cast<float>(slope * (tanh_ratio(near) - tilt * near));
+  series.short_series.coefficient[1] = static_cast<float>(slope * square * tilt);
   series.short_bound = static_cast<float>(reach * reach / square);
   return series;
 }

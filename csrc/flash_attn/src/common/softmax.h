@@ -9,7 +9,8 @@
 namespace flash {
 
 // Flag: what holds conditions of the warp. ptxas keeps a bool in a byte, which costs instructions wherever paths meet.
-template <int kRows, class Flag = bool>
+// kSums: how many sums of a row exponentiate_capped() keeps, each of some of the columns, until finish().
+template <int kRows, class Flag = bool, int kSums = 1>
 struct Softmax {
   static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
@@ -19,15 +20,16 @@ struct Softmax {
   static constexpr float kCappedSlackLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
 
-  float row_max[kRows];   // reference of the raw scores; -inf while nothing visible was met
-  float row_sum[kRows];   // this thread's share of the columns
-  Flag is_large = false;  // some reference of the warp is beyond kLargeLog2
+  float row_max[kRows];         // reference of the raw scores; -inf while nothing visible was met
+  float row_sum[kRows][kSums];  // of this thread's share of the columns; after finish() the first is the row's
+  Flag is_large = false;        // some reference of the warp is beyond kLargeLog2
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       row_max[mi] = -INFINITY;
-      row_sum[mi] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) row_sum[mi][i] = 0.0f;
     }
   }
 
@@ -52,13 +54,14 @@ struct Softmax {
     return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
   }
 
-  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected.
+  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected. A
+  // row that still met nothing counts as large: its next block should not go ahead.
   template <class Scores>
   __device__ __forceinline__ void set_reference(const Scores& scores, float scale) {
     bool large = false;
     set_maxima(scores, row_max);
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) large |= row_max[mi] != -INFINITY && fabsf(row_max[mi] * scale) > kLargeLog2;
+    for (int mi = 0; mi < kRows; ++mi) large |= !(fabsf(row_max[mi] * scale) <= kLargeLog2);
     is_large = __any_sync(0xffffffffu, large);
   }
 
@@ -77,8 +80,15 @@ struct Softmax {
       const float reference = fmaxf(row_max[mi], new_max[mi]);
       const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
       row_max[mi] = reference;
-      row_sum[mi] *= correction;
-      large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction;
+      // A row that met nothing counts as large wherever edges may go ahead. They never do where conditions are bools,
+      // and there ptxas would order the loop of the softcap so that it takes longer.
+      if constexpr (std::is_same_v<Flag, bool>) {
+        large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
+      } else {
+        large |= !(fabsf(reference * scale) <= kLargeLog2);
+      }
       correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);
@@ -150,7 +160,7 @@ struct Softmax {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset[mi]);
-        row_sum[mi] += scores(mi, ni);
+        row_sum[mi][0] += scores(mi, ni);
       }
     }
   }
@@ -161,23 +171,21 @@ struct Softmax {
   // reference anyway. kBySquares: looks at a bound of all scores first, and at the greatest and the least where that
   // does not do.
   template <bool kBySquares, class Scores>
-  __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series, float slack_log2) {
+  __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series,
+                                                      const ShortSoftcapSeries& short_series, float slack_log2) {
     using namespace cute;
+    // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials (docs/tuning.md).
     const auto apply = [&](const auto& factor) {
-      // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials (docs/tuning.md).
-      float sums[kRows][4] = {};
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
 #pragma unroll
         for (int mi = 0; mi < kRows; ++mi) {
           scores(mi, ni) = exp2f(scores(mi, ni) * factor(scores(mi, ni)) - row_max[mi]);
-          sums[mi][ni % 4] += scores(mi, ni);
+          row_sum[mi][ni % kSums] += scores(mi, ni);
         }
       }
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) row_sum[mi] += (sums[mi][0] + sums[mi][1]) + (sums[mi][2] + sums[mi][3]);
     };
-    const auto apply_short = [&] { apply([&](float score) { return series.short_factor(score); }); };
+    const auto apply_short = [&] { apply([&](float score) { return short_series.factor(score); }); };
     float square;  // no score's is greater
     bool fails = is_large;
     if constexpr (kBySquares) {
@@ -303,7 +311,7 @@ struct Softmax {
     for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMostAhead;  // not if it is NaN
     if (!__all_sync(0xffffffffu, is_right)) return false;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) row_sum[mi] += sums[mi];
+    for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
     return true;
   }
 
@@ -327,24 +335,28 @@ struct Softmax {
   // it neither overflows nor is lost.
   __device__ __forceinline__ void finish(float (&factor)[kRows], float keep_scale, float scale, float sink) {
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) row_sum[mi] = quad_sum(row_sum[mi]);
+    for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) factor[mi] = row_sum[mi] == 0.0f ? 0.0f : keep_scale / row_sum[mi];
+      for (int i = 1; i < kSums; ++i) row_sum[mi][0] += row_sum[mi][i];
+      row_sum[mi][0] = quad_sum(row_sum[mi][0]);
+    }
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) factor[mi] = row_sum[mi][0] == 0.0f ? 0.0f : keep_scale / row_sum[mi][0];
     if (sink == -INFINITY) return;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const float above = sink_above(mi, scale, sink);
       const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
-      row_sum[mi] = row_sum[mi] * correction + (above > 0.0f ? 1.0f : exp2f(above));
-      factor[mi] = keep_scale * correction / row_sum[mi];
+      row_sum[mi][0] = row_sum[mi][0] * correction + (above > 0.0f ? 1.0f : exp2f(above));
+      factor[mi] = keep_scale * correction / row_sum[mi][0];
     }
   }
 
   // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
   __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
-    const float log_sum = log2f(row_sum[mi]);
+    const float log_sum = log2f(row_sum[mi][0]);
     const float above = sink + log_sum * kLn2, below = (row_max[mi] * scale + log_sum) * kLn2;
-    return row_sum[mi] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
+    return row_sum[mi][0] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 
   // How far the sink lies above the reference, in powers of 2; +inf for a row that saw nothing.

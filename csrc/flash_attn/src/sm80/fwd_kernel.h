@@ -18,7 +18,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
   }
   store_max_logit(mainloop.softmax, params, block, mainloop.coords, block.row_begin);
   store_o(mainloop);
-  store_lse(mainloop.softmax, params, block, mainloop.coords, block.row_begin);
+  store_lse(mainloop.softmax, params, block, mainloop.coords, block.row_begin, row_sink(params, block));
 }
 
 template <class Config>

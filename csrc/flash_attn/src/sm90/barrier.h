@@ -48,7 +48,8 @@ struct Barrier {
   }
 };
 
-// By every thread that wrote to a buffer of shared memory, before those are told that let bulk copies or wgmma read it.
+// By every thread that wrote to a buffer of shared memory, before those are told that let bulk copies or wgmma read it;
+// or by the thread that starts the copy, behind its wait for those that wrote.
 // Unlike cute::tma_store_fence() it also keeps the compiler from moving plain stores behind it.
 __device__ __forceinline__ void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

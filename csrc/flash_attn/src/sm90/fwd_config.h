@@ -37,7 +37,8 @@ struct FwdConfig {
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
   static constexpr bool kStartsEarly =
       kVariant == FwdVariant::kMasked ||
-      ((kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares) && plan::sm90_splits_masked(kHeadDim_));
+      (plan::sm90_splits_masked(kHeadDim_) &&
+       (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares || kVariant == FwdVariant::kScoreMod));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
@@ -79,8 +80,16 @@ struct FwdConfig {
   static constexpr bool kChecksBehindPv =
       kGoesAhead && !kFinishesExponentials && !kHasScoreMod && kVariant != FwdVariant::kMasked;
 
+  // And edges, behind their masks: three consumers of 64 keys have nothing else to do while one of them looks for
+  // maxima.
+  static constexpr bool kEdgesGoAhead = kVariant == FwdVariant::kMasked && kGoesAhead;
+
   // What holds conditions of a warp (Softmax). With score modifiers ptxas has the better loops for a bool.
   using Flag = std::conditional_t<kHasScoreMod, bool, int>;
+  // References that rise wait for P V and rescale the output there and then, on a way that the loops do not take.
+  static constexpr bool kRescalesAtOnce = kHasScoreMod;
+  // Sums of a row, so that a step of the softcap does not end with adding up (docs/tuning.md).
+  static constexpr int kSums = kHasOwnLoops ? 4 : 1;
 
   template <int kN, class MmaOp>
   struct Checked {
@@ -128,6 +137,10 @@ struct FwdConfig {
   static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
   static constexpr int kStoredChunks = kStoredCols / kChunkCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;
+  // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning.md).
+  static constexpr bool kHasStoreWarp = kStartsEarly && !kHasScoreMod && !kStagesApart;
+  static_assert(!kHasStoreWarp || (kTeams == 1 && !kDropsPacked && !kTile.overlaps),
+                "a warp is idle, and O is staged before S of the next row block is started");
   static_assert(kHeadDimV % kStoredCols == 0 && kStoredCols % kChunkCols == 0, "whole chunks");
   using SmemLayoutO = Tile<64, kStoredCols>;
   using MmaStored =

@@ -1,5 +1,5 @@
-// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA; that of a share of the
-// keys in fp32.
+// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA, or stages it for the warp
+// that stores (fwd_store.h); that of a share of the keys in fp32.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -8,9 +8,35 @@
 #include "common/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/tensor_map.h"
+#include "sm90/tile_place.h"
 
 namespace flash {
 namespace sm90 {
+
+// O of this warp's 16 rows, times their factors, to the place of Q, in chunks of columns as TMA takes them.
+template <class Config>
+__device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&factor)[2]) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  constexpr int kCols = Config::kChunkCols, kChunkBytes = 64 * kCols * static_cast<int>(sizeof(Element));
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t place =
+      cast_smem_ptr_to_uint(mainloop.storage.q[q_stage][mainloop.group] + piece_place(kCols, row, lane / 16));
+#pragma unroll
+  for (int col = 0; col < Config::kHeadDimV; col += 16) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = col / 2 + 2 * i;
+      pairs[i] = pack_pair(mainloop.acc_o(at) * factor[i % 2], mainloop.acc_o(at + 1) * factor[i % 2], Element{});
+    }
+    // Two pieces further is a bit of the place, whatever the swizzle.
+    const uint32_t to = (place ^ (col % kCols / kPieceCols * 16)) + col / kCols * kChunkBytes;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
+                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                 : "memory");
+  }
+}
 
 // Columns are staged kStoredCols at a time: where there are more, those before have to have left. The last store is
 // under way when this returns: wait_for_store() says when the buffer is free.

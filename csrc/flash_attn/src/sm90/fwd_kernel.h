@@ -13,8 +13,15 @@
 namespace flash {
 namespace sm90 {
 
-// Warps of warpgroup 0. Two teams have two of them each.
-enum ProducerWarp { kLoadWarp = 0, kSchedulerWarp = 1, kPagedKWarp = 2, kColWordsWarp = 2, kPagedVWarp = 3 };
+// Warps of warpgroup 0. Two teams have two of them each. Where others load K and V, kLoadWarp stores as well.
+enum ProducerWarp {
+  kLoadWarp = 0,
+  kSchedulerWarp = 1,
+  kPagedKWarp = 2,
+  kColWordsWarp = 2,
+  kPagedVWarp = 3,
+  kStoreWarp = 3
+};
 
 // A consumer warpgroup: one row block after the other.
 template <class Config>
@@ -23,6 +30,7 @@ struct FwdConsumer {
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
   static constexpr bool kStartsEarly = Config::kStartsEarly;
   static constexpr bool kStagesApart = Config::kStagesApart;
+  static constexpr bool kHasStoreWarp = Config::kHasStoreWarp;
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
@@ -43,7 +51,7 @@ struct FwdConsumer {
     Tile tile{queue.take(mainloop.group).block};
     if (tile.exists()) {
       tile.walk = key_walk<Config>(launch.params, tile.block);
-      tile.hidden.begin = tile.walk.interior_steps_end();
+      tile.steps.hidden.begin = tile.walk.interior_steps_end();
     }
     return tile;
   }
@@ -52,31 +60,49 @@ struct FwdConsumer {
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
     const int q_stage = q_place.stage;
     mainloop.first_step(tile);
-    if constexpr (!kStagesApart) free_stored_buffer();  // nobody waits for it yet
+    if constexpr (!kStagesApart && !kHasStoreWarp) free_stored_buffer();  // nobody waits for it yet
     const int passing = mainloop.run(tile, q_stage);
     if constexpr (kStagesApart) free_q(q_stage);
     q_place.advance();
-    if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     const Tile next = next_tile();
+    if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
     if constexpr (kOverlapsTiles || kStartsEarly) start_next(next);
     if constexpr (kOverlapsTiles) mainloop.start_last(tile);
     const int row_begin = mainloop.row_begin(tile);
     float factor[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
-    finish_rows(mainloop.softmax, factor, launch.params, tile.block);
+    const float sink = row_sink(launch.params, tile.block);
+    finish_rows(mainloop.softmax, factor, launch.params, sink);
+    // LSE beside the last product; or behind the output, where its fence would wait for it.
+    if constexpr (kHasStoreWarp) store_lse_of(tile, row_begin, sink);
     mainloop.finish();
-    if (is_shared()) {
-      store_share(mainloop, tile, launch.shares, factor);
-    } else {
-      store_o(mainloop, tile, launch.o_map, q_stage, factor);
-    }
+    store_output(tile, q_stage, factor);
     mainloop.pass_values(passing);
     stored_stage = q_stage;
     if constexpr (!kOverlapsTiles && !kStartsEarly) start_next(next);
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin,
-              is_shared() ? tile.share * launch.shares.rows : 0);
+    if constexpr (!kHasStoreWarp) store_lse_of(tile, row_begin, sink);
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
+  }
+
+  __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
+                                               const float (&factor)[FwdMainloop<Config>::kRows]) {
+    if (is_shared()) {
+      store_share(mainloop, tile, launch.shares, factor);
+    } else if constexpr (kHasStoreWarp) {
+      stage_o(mainloop, q_stage, factor);
+    } else {
+      store_o(mainloop, tile, launch.o_map, q_stage, factor);
+    }
+    if constexpr (kHasStoreWarp) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) storage.o_full[q_stage][mainloop.group].arrive();
+    }
+  }
+
+  __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
+    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
+              is_shared() ? tile.share * launch.shares.rows : 0);
   }
 
   // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
@@ -102,12 +128,14 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (Config::kHasOwnLoops) mainloop.keep_short_series();
     if (mainloop.is_last_group()) mainloop.pass_turn();  // the first one
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    if (mainloop.group == 0) mainloop.wait_for_turn();     // which the last group has passed
-    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // shared memory outlives the last store's reading of it
+    if (mainloop.group == 0) mainloop.wait_for_turn();  // which the last group has passed
+    // Shared memory outlives the last store's reading of it.
+    if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
 };
 
@@ -117,6 +145,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
+  if (Config::kHasOwnLoops && threadIdx.x < 2) {
+    const float coefficient = launch.params.softcap_series.short_series.coefficient[threadIdx.x];
+    for (int team = 0; team < Config::kTeams; ++team) {
+      storages[team].short_series.coefficient[threadIdx.x] = coefficient;
+    }
+  }
   if (threadIdx.x < 32) {
     for (int team = 0; team < Config::kTeams; ++team) storages[team].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
@@ -131,6 +165,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
     if constexpr (Config::kDropsPacked) {
       if (role == kColWordsWarp) run_col_words<Config>(launch, storages[team]);
+    }
+    if constexpr (Config::kHasStoreWarp) {
+      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[team]);
     }
     if constexpr (Config::kHasPages) {
       if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();

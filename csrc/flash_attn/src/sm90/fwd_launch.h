@@ -39,7 +39,8 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
                            {Config::kChunkCols, rows});
   };
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64, params.d);
-  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, 16, params.d_v);
+  constexpr int kStoredRows = Config::kHasStoreWarp ? 64 : 16;
+  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, kStoredRows, params.d_v);
   if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
   if (params.is_paged()) {
     make_page_maps<Config>(launch, dtype);

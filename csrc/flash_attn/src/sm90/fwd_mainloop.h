@@ -30,6 +30,8 @@ struct FwdMainloop {
   static constexpr int kRows = 2;                              // accumulator rows per thread
   static constexpr int kSlices = Config::kBlockN / 16;         // of keys, one for each wgmma of P V
   static constexpr uint32_t kTurnBarrier = kBeginBarrier + 1;  // and those behind it
+  // The first block is masked only where that may change anything.
+  static constexpr bool kPlansFirst = Config::kKeepsLimits && !Config::kSeesAll;
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccO = decltype(cute::partition_fragment_C(
@@ -47,14 +49,21 @@ struct FwdMainloop {
   AccS acc_s;
   AccO acc_o;
   FragmentP tOrP;
-  Softmax<kRows, Flag> softmax;
+  Softmax<kRows, Flag, Config::kSums> softmax;
   LaneRows dropout;                                                         // of the row block
   uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
   uint32_t kept[Config::kDropsPacked ? 4 * kSlices : 1];                    // what it keeps of the pairs of tOrP
   float slope_log2;                                                         // of its head, for ALiBi
+  ShortSoftcapSeries short_series;                                          // for the loop of its own
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+
+  // ptxas would read a constant again in every step, and wait for it; what comes from shared memory stays in registers.
+  __device__ __forceinline__ void keep_short_series() {
+    const volatile ShortSoftcapSeries& series = storage.short_series;
+    for (int i = 0; i < 2; ++i) short_series.coefficient[i] = series.coefficient[i];
+  }
 
   __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
 
@@ -115,7 +124,7 @@ struct FwdMainloop {
     if constexpr (kEdge) {
       const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
       if constexpr (Config::kKeepsLimits) {
-        apply_mask(scores, coords, tile.limits, row_end - first_row, tile.block.seqlen_k, key, key_end);
+        apply_mask(scores, coords, tile.steps.limits, row_end - first_row, tile.block.seqlen_k, key, key_end);
       } else {
         apply_mask(scores, coords, visibility, first_row, row_end, key, key_end);
       }
@@ -131,8 +140,8 @@ struct FwdMainloop {
   __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
 
   template <bool kEdge, Modifiers kModifiers>
-  static constexpr bool kGoesAhead =
-      Config::kGoesAhead && !kEdge && (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
+  static constexpr bool kGoesAhead = Config::kGoesAhead && (!kEdge || Config::kEdgesGoAhead) &&
+                                     (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
 
   // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
   template <Modifiers kModifiers>
@@ -232,26 +241,54 @@ struct FwdMainloop {
     }
   }
 
-  // Exponentials of S of a block. Returns whether references rose: the output is to be multiplied by `correction` then.
+  // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
+  template <class Scores>
+  __device__ __forceinline__ bool mask_and_go_ahead(Scores& scores, const Tile& tile, int key, int q_stage) {
+    bool ahead = may_go_ahead<Modifiers::kAny>(tile, key);
+#pragma unroll 1
+    while (true) {
+      modify_scores<true, Modifiers::kAny>(scores, tile, key);
+      if (!ahead) return false;
+      if (exponentiate_ahead<Modifiers::kAny>(scores, tile, key)) return true;
+      multiply_qk_again(q_stage);
+      ahead = false;
+    }
+  }
+
+  // Exponentials of S of a block. Returns whether the output is still to be multiplied by `correction`: references
+  // rose.
   template <bool kEdge, Modifiers kModifiers>
   __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
-    if constexpr (kGoesAhead<kEdge, kModifiers>) {
-      if (may_go_ahead<kModifiers>(tile, key)) {
-        if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
-        multiply_qk_again(q_stage);
+    if constexpr (kEdge && kGoesAhead<kEdge, kModifiers>) {
+      if (mask_and_go_ahead(scores, tile, key, q_stage)) return false;
+    } else {
+      if constexpr (kGoesAhead<kEdge, kModifiers>) {
+        if (may_go_ahead<kModifiers>(tile, key)) {
+          if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
+          multiply_qk_again(q_stage);
+        }
       }
+      if (!kEdge && kModifiers == Modifiers::kSoftcap &&
+          softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series, short_series,
+                                                                         params.softmax_slack_log2)) {
+        return false;
+      }
+      modify_scores<kEdge, kModifiers>(scores, tile, key);
     }
-    if (!kEdge && kModifiers == Modifiers::kSoftcap &&
-        softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series,
-                                                                       params.softmax_slack_log2)) {
-      return false;
-    }
-    modify_scores<kEdge, kModifiers>(scores, tile, key);
     const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
-    return raised;
+    if (!Config::kRescalesAtOnce || !raised) return raised;
+    wait_for<0>(acc_o);  // by the warps whose references rose, which each waits for its own rows' products
+    rescale_output(correction);
+    cute::warpgroup_fence_operand(acc_o);
+    return false;
+  }
+
+  __device__ __forceinline__ void rescale_output(const float (&correction)[kRows]) {
+    auto out = row_col_view(acc_o);
+    softmax.rescale(out, correction);
   }
 
   template <Modifiers kModifiers>
@@ -277,16 +314,16 @@ struct FwdMainloop {
   // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
   // them. This one waits for what arrived long ago: sums of probabilities are never negative.
   __device__ __forceinline__ void finish_exponentials() const {
-    const bool never = softmax.row_sum[0] + softmax.row_sum[1] < 0.0f;
+    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
     storage.v_full[v_place.stage].wait(v_place.phase ^ never);
   }
 
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
-    softmax = Softmax<kRows, Flag>();
+    softmax = decltype(softmax)();
     read_col_words();
     release_key();
-    const int key = tile.walk.block(0) * Config::kBlockN;
+    const int block = kPlansFirst ? tile.steps.masked_first : tile.walk.block(0), key = block * Config::kBlockN;
     if constexpr (Config::kDropsPacked) {
       const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
       dropout = LaneRows(mask, row_begin(tile) + coords.row(0));
@@ -295,7 +332,7 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
     auto scores = row_col_view(acc_s);
-    modify_scores<true, Modifiers::kAny>(scores, tile, key);
+    if (!kPlansFirst || block != PartSteps::kNoBlock) modify_scores<true, Modifiers::kAny>(scores, tile, key);
     if constexpr (Config::kHasScoreMod) {
       // As later: with set_reference() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
       float correction[kRows];
@@ -330,10 +367,7 @@ struct FwdMainloop {
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
     if constexpr (!Config::kTakesTurns) draw_all();  // in the pauses between the exponentials
-    if (raised) {
-      auto out = row_col_view(acc_o);
-      softmax.rescale(out, correction);
-    }
+    if (raised) rescale_output(correction);
     set_probabilities<kModifiers>(tile, key);
   }
 
@@ -387,17 +421,18 @@ struct FwdMainloop {
     } else {
       run_interior<Modifiers::kAny>(tile, q_stage);
     }
-    int passing = tile.hidden.left;
+    int passing = tile.steps.hidden.left;
     pass_keys(passing);
-    int i = tile.edges_begin() + passing, n_block = tile.walk.block(i);
+    int i = tile.edges_begin() + passing;
+    int n_block = Config::kSeesAll ? tile.walk.block(i) : tile.steps.first_edge;
     for (; i < tile.count(); ++i) {
       step<true, Modifiers::kAny>(tile, i, n_block, q_stage, i == tile.second());
       pass_values(passing);
       passing = 0;
       n_block = tile.walk.range.next_edge(n_block);
     }
-    pass_keys(tile.hidden.right);
-    return passing + tile.hidden.right;
+    pass_keys(tile.steps.hidden.right);
+    return passing + tile.steps.hidden.right;
   }
 
   // P V of the last block: started, not waited for.

@@ -4,29 +4,16 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "../plan/row_order.h"
 #include "common/dropout.h"
+#include "sm90/fwd_launch_params.h"
 #include "sm90/fwd_storage.h"
+#include "sm90/fwd_store.h"
 #include "sm90/key_walk.h"
 #include "sm90/tensor_map.h"
 #include "sm90/varlen_order.h"
 
 namespace flash {
 namespace sm90 {
-
-struct FwdLaunch {
-  Flash_fwd_params params;
-  CUtensorMap q_map, k_map, v_map, o_map;
-  int page_box_rows;  // of K and V in pages; 0: no boxes
-  int tiles;          // row blocks of all heads
-  int short_ones;     // of each head that see few keys, at most: some of them come last of all
-  bool sorted;        // those of a head go by VarlenOrder, some of them not at all
-  plan::RowOrder order;
-  FastDiv heads_of_batch;  // query heads of a sequence
-  FastDiv group;           // query heads of a K/V head
-  int* counter;            // of the tiles that were drawn, 0 between launches; null: as many for each team
-  KeyShares shares;        // of each row block, which are tiles of their own
-};
 
 // Which row blocks a team takes, and which one each of them is.
 template <class Config>
@@ -154,6 +141,18 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
   }
 }
 
+// Takes the next row block before it waits for the output of this one, so that nobody waits for this warp.
+template <class Config>
+__device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+  TileQueue<Config> queue(storage);
+  OutputStore<Config> output(launch, storage);
+  for (RowBlock block = queue.take_loads().block; !block.empty();) {
+    const RowBlock next = queue.take_loads().block;
+    output.store(block);
+    block = next;
+  }
+}
+
 // Issued by one lane; the whole warp walks along.
 template <class Config>
 struct FwdProducer {
@@ -256,10 +255,22 @@ struct FwdProducer {
     prefetch(launch.q_map);
     TileQueue<Config> queue(storage);
     if (launch.params.is_paged()) {
-      for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) load_q(tile.block);
+      run_paged(queue);
     } else {
       run_unpaged(queue);
     }
+  }
+
+  // Q only: others load K and V. O of a row block is stored when the next Q is on its way.
+  __device__ __forceinline__ void run_paged(TileQueue<Config>& queue) {
+    OutputStore<Config> output(launch, storage);
+    RowBlock last;
+    for (RowBlock block = queue.take_loads().block; !block.empty(); block = queue.take_loads().block) {
+      load_q(block);
+      if (Config::kHasStoreWarp && !last.empty()) output.store(last);
+      last = block;
+    }
+    if (Config::kHasStoreWarp && !last.empty()) output.store(last);
   }
 
   // V stays one block behind K, as the consumers want them, beyond the end of a row block too.

@@ -5,6 +5,7 @@
 
 #include "common/hidden_steps.h"
 #include "common/sequence.h"
+#include "common/softcap_series.h"
 #include "sm90/barrier.h"
 #include "sm90/fwd_config.h"
 #include "sm90/ring.h"
@@ -20,6 +21,12 @@ __device__ __forceinline__ void begin_together() {
   cutlass::arch::NamedBarrier::sync(Config::kThreads, kBeginBarrier);
 }
 
+// Read 16 bytes at a time.
+template <class T>
+struct alignas(16) Slot {
+  T value;
+};
+
 template <class Config>
 struct FwdStorage {
   using Element = typename Config::Element;
@@ -34,26 +41,28 @@ struct FwdStorage {
   static constexpr int kFineWords = Config::kBlockN / 8, kColVectors = (kFineWords + kFineWords / 2 + 3) / 4;
   uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
 
-  // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied. empty: one arrival of each
-  // warp that read it; of tile_empty, and of k_empty with words of columns, of each lane.
+  // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied; of o_full one of each warp.
+  // empty: one arrival of each warp that read it, of q_empty of the one that stores where there is one; of tile_empty,
+  // and of k_empty with words of columns, of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
-  // The row block that the scheduler hands to the loading warps and to the consumers, in two slots by turns: with one,
-  // ptxas has more live registers in the consumers' loops, and spills where there are three. Consumers wait for what is
-  // hidden from them as well; who loads need not.
+  Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O in the place of Q, for the warp that stores it
+  // The row block that the scheduler hands to the other warps of its team, in two slots by turns: with one, ptxas has
+  // more live registers in the consumers' loops, and spills where there are three. Consumers wait for their steps as
+  // well; who loads or stores need not.
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], hidden_full[kTileSlots], tile_empty[kTileSlots];
-  RowBlock tile[kTileSlots];  // an empty block says that there are no more
-  KeyWalk walk[kTileSlots];
-  HiddenSteps hidden[kTileSlots][Config::kWarpGroups];
-  RowLimits limits[kTileSlots][Config::kWarpGroups];  // of the rows of a warpgroup
-  int share[kTileSlots];                              // of the keys
+  Slot<RowBlock> tile[kTileSlots];  // an empty block says that there are no more
+  Slot<KeyWalk> walk[kTileSlots];
+  Slot<PartSteps> steps[kTileSlots][Config::kWarpGroups];
+  int share[kTileSlots];  // of the keys
+  ShortSoftcapSeries short_series;
 
   // By one warp, each lane a few of them, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
-    const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked + Config::kHasStoreWarp;
     if (lane < Config::kKvStages) {
       k_full[lane].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
       v_full[lane].init(is_paged ? 32 : 1);
@@ -62,7 +71,8 @@ struct FwdStorage {
     }
     if (lane < Config::kQStages * Config::kWarpGroups) {
       q_full[lane / Config::kWarpGroups][group].init(1);
-      q_empty[lane / Config::kWarpGroups][group].init(4);
+      q_empty[lane / Config::kWarpGroups][group].init(Config::kHasStoreWarp ? 1 : 4);
+      if constexpr (Config::kHasStoreWarp) o_full[lane / Config::kWarpGroups][group].init(4);
     }
     if (lane < kTileSlots) {
       tile_full[lane].init(1);
@@ -78,9 +88,8 @@ template <class Config>
 struct FwdTile {
   RowBlock block;
   KeyWalk walk;
-  HiddenSteps hidden;
-  RowLimits limits;
-  int share = 0;  // of the keys
+  PartSteps steps;  // of the warpgroup's rows
+  int share = 0;    // of the keys
 
   // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
   static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kStartsEarly <=
@@ -88,11 +97,11 @@ struct FwdTile {
                 "the rows of other warpgroups hide no more blocks than there are buffers");
 
   // The walk but for what is hidden at its end.
-  __device__ __forceinline__ int count() const { return walk.count() - hidden.right; }
+  __device__ __forceinline__ int count() const { return Config::kSeesAll ? walk.count() : steps.count; }
   // The first step after first_step() that may need a mask.
-  __device__ __forceinline__ int edges_begin() const { return min(hidden.begin, count()); }
+  __device__ __forceinline__ int edges_begin() const { return min(steps.hidden.begin, count()); }
   // The step that is computed after first_step(), if it is less than count().
-  __device__ __forceinline__ int second() const { return hidden.begin > 1 ? 1 : 1 + hidden.left; }
+  __device__ __forceinline__ int second() const { return steps.hidden.begin > 1 ? 1 : 1 + steps.hidden.left; }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -115,8 +124,8 @@ struct TileQueue {
   __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window, int share) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
-      storage.tile[place.stage] = block;
-      storage.walk[place.stage] = walk;
+      storage.tile[place.stage].value = block;
+      storage.walk[place.stage].value = walk;
       if constexpr (Config::kSharesKeys) storage.share[place.stage] = share;
       storage.tile_full[place.stage].arrive();
     }
@@ -124,8 +133,7 @@ struct TileQueue {
       if constexpr (!Config::kSeesAll) {
         const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
         const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
-        storage.hidden[place.stage][lane] = hidden_steps(visibility, walk, first_row, row_end, Config::kBlockN);
-        if constexpr (Config::kKeepsLimits) storage.limits[place.stage][lane] = row_limits(visibility, first_row);
+        storage.steps[place.stage][lane].value = part_steps(visibility, walk, first_row, row_end, Config::kBlockN);
       }
       storage.hidden_full[place.stage].arrive();
     }
@@ -134,19 +142,19 @@ struct TileQueue {
     place.advance();
   }
 
-  // Every lane says for itself that it has read. For those who load, as soon as the row block is known.
+  // Every lane says for itself that it has read. For those who load or store, as soon as the row block is known.
   __device__ __forceinline__ FwdTile<Config> take_loads() {
     storage.tile_full[place.stage].wait(place.phase);
-    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage]};
+    FwdTile<Config> tile{storage.tile[place.stage].value, storage.walk[place.stage].value};
     release();
     return tile;
   }
 
-  // For a group of the consumers, with what is hidden from it.
+  // For a group of the consumers, with its steps.
   __device__ __forceinline__ FwdTile<Config> take(int group) {
     storage.hidden_full[place.stage].wait(place.phase);
-    FwdTile<Config> tile{storage.tile[place.stage], storage.walk[place.stage], storage.hidden[place.stage][group],
-                         storage.limits[place.stage][group]};
+    FwdTile<Config> tile{storage.tile[place.stage].value, storage.walk[place.stage].value,
+                         storage.steps[place.stage][group].value};
     if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
     release();
     return tile;

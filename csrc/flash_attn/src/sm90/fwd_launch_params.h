@@ -1,0 +1,28 @@
+// What the host hands to the wgmma forward kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include "../plan/row_order.h"
+#include "common/fast_div.h"
+#include "flash.h"
+
+namespace flash {
+namespace sm90 {
+
+struct FwdLaunch {
+  Flash_fwd_params params;
+  CUtensorMap q_map, k_map, v_map, o_map;
+  int page_box_rows;  // of K and V in pages; 0: no boxes
+  int tiles;          // row blocks of all heads
+  int short_ones;     // of each head that see few keys, at most: some of them come last of all
+  bool sorted;        // those of a head go by VarlenOrder, some of them not at all
+  plan::RowOrder order;
+  FastDiv heads_of_batch;  // query heads of a sequence
+  FastDiv group;           // query heads of a K/V head
+  int* counter;            // of the tiles that were drawn, 0 between launches; null: as many for each team
+  KeyShares shares;        // of each row block, which are tiles of their own
+};
+
+}  // namespace sm90
+}  // namespace flash
