@@ -52,6 +52,14 @@ def test_many_key_blocks(device, features):
     check_training_step(make_problem(Case(1, 300, 2000, 2, 1, 32, DTYPE, **features), device))
 
 
+@pytest.mark.parametrize("head_dim,head_dim_v", ((64, 0), (128, 0), (192, 128), (256, 0)))
+def test_key_blocks_that_no_row_sees(device, head_dim, head_dim_v):
+    """Most thread blocks take nothing but such blocks, one behind the other."""
+    case = Case(4, 70, 4000, 4, 4, head_dim, DTYPE, window=(30, 0), head_dim_v=head_dim_v)
+    _, dk, dv = check_training_step(make_problem(case, device))
+    assert (dk[:, :3900] == 0).all() and (dv[:, :3900] == 0).all()
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS + (1, 37, 251))
 def test_head_dims(device, head_dim):
     check_training_step(make_problem(Case(1, 50, 90, 2, 1, head_dim, "float16", causal=True), device))

@@ -53,6 +53,8 @@ CASES = (
     Case(1, 65, 129, 2, 2, 64, "float16", head_dim_v=96),
     # More heads than an H200 has multiprocessors, of few rows: dQ summed up in shared memory.
     Case(2, 130, 200, 70, 70, 64, "bfloat16", causal=True),
+    # Blocks of keys that no row sees, several of them for a thread block.
+    Case(2, 1, 1000, 12, 12, 256, "bfloat16", window=(0, 0)),
     # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.
     Case(1, 1100, 300, 24, 24, 64, "float16", causal=True),
     Case(3, 380, 400, 24, 12, 128, "bfloat16", window=(100, 30), softcap=15.0),

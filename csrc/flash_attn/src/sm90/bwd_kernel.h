@@ -82,7 +82,7 @@ struct BwdConsumer {
     }
     place = mainloop.place;
     left_place = mainloop.left_place;
-    if (has_rows) kv_place.advance();
+    if (has_rows || !Config::kFreesKeysEarly) kv_place.advance();
   }
 
   // Shared memory outlives the last stores' reading of it.

@@ -454,10 +454,11 @@ struct BwdMainloop {
   // On return both consumers are done with shared memory; with a dQ group this one with its share.
   __device__ __forceinline__ void run() {
     const int count = walk.count();
-    if (count == 0) return;
+    if (Config::kFreesKeysEarly && count == 0) return;
     const int part = Config::kHasDqGroup ? group : 0;
     storage.k_full[kv_place.stage][part].wait(kv_place.phase);
     storage.v_full[kv_place.stage][part].wait(kv_place.phase);
+    if (count == 0) return;  // nothing was loaded
     if constexpr (Config::kHasDqGroup) {
       run_beside_dq_group(count);
     } else {

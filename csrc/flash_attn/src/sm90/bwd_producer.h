@@ -116,9 +116,14 @@ struct BwdLoader {
     const int count = walk.count();
     if (count == 0) {
       // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
-      // that.
+      // that, and the consumers for this warp. Else they may free the buffers before it has seen them freed by the block
+      // before, and the parity of that has come round again.
       if constexpr (!Config::kFreesKeysEarly) {
         storage.kv_empty[0][0].wait(kv_place.phase ^ 1);
+        if (issues) {
+          storage.k_full[0][0].arrive();
+          storage.v_full[0][0].arrive();
+        }
         kv_place.advance();
       }
       return;
