@@ -116,8 +116,8 @@ struct BwdLoader {
     const int count = walk.count();
     if (count == 0) {
       // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
-      // that, and the consumers for this warp. Else they may free the buffers before it has seen them freed by the block
-      // before, and the parity of that has come round again.
+      // that, and the consumers for this warp. Else they may free the buffers before it has seen the block before free
+      // them, and the parity of that has come round again.
       if constexpr (!Config::kFreesKeysEarly) {
         storage.kv_empty[0][0].wait(kv_place.phase ^ 1);
         if (issues) {
