@@ -51,10 +51,12 @@ inline int64_t all_rows(const Flash_fwd_params& params) {
   return int64_t{params.is_varlen() ? 1 : params.b} * params.h * params.seqlen_q;
 }
 
-// Dropout takes the keys as they are, and at head dim 64 the tile that shares them reads no pages.
+// Dropout takes the keys as they are.
 inline bool may_share_keys(const Flash_fwd_params& params) {
-  const bool reads_pages = params.max_head_dim() > plan::kLeastWgmmaHeadDim || params.has_score_mod;
-  return !params.has_dropout && (reads_pages || !params.is_paged()) && all_rows(params) <= kMaxLength;
+  const plan::FwdVariant variant = params.has_score_mod ? plan::FwdVariant::kScoreMod : plan::FwdVariant::kShares;
+  const plan::Sm90FwdTile tile = plan::sm90_fwd_tile(plan::wgmma_head_dim(params.max_head_dim()), variant);
+  const bool reads_keys = !params.is_paged() || plan::sm90_reads_pages(tile, variant);
+  return !params.has_dropout && reads_keys && all_rows(params) <= kMaxLength;
 }
 
 inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {

@@ -212,6 +212,7 @@ int main() {
     int index = flash::plan::kSm90FirstHeadDim;
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
   }
+  check_tile(flash::plan::kSm90MaskedTile, 128);
   check_tile(flash::plan::kSm90ValueDimTile, 192);
   check_backward_tile(flash::plan::kSm90BwdValueDimTile);
   check_value_dims();

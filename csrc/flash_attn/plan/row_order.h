@@ -39,7 +39,7 @@ constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& win
   const int64_t shown = int64_t{window.right} + (has_left ? int64_t{window.left} + 1 : seqlen_k);
   const int64_t most = shown < seqlen_k ? shown : seqlen_k;
   // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, as long as its window begins before the first.
-  int64_t rows = most / 2 - (int64_t{seqlen_k} - seqlen_q) - window.right;
+  int64_t rows = most / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
   if (rows > seqlen_q) rows = seqlen_q;
   const int64_t blocks = rows > 0 ? rows / block_m : 0;
   return has_left && blocks < kFewRowBlocks ? 0 : blocks;
@@ -62,7 +62,7 @@ struct RowOrder {
   RowOrder() = default;
   RowOrder(int heads_, int tiles_of_head, int section_, int late)
       : heads(heads_), section(section_), first_section(section_ - (section_ - heads_ % section_) % section_) {
-    early = tiles_of_head - late;
+    set_blocks(tiles_of_head, late);
     section_blocks = FastDiv(early > 0 ? section.divisor * early : 1);
   }
 

@@ -92,7 +92,7 @@ struct Sm90FwdTile {
 
 constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
 
-constexpr Sm90FwdTile kSm90FwdTiles[5][kNumHeadDims - kSm90FirstHeadDim] = {
+constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     // kPlain
     {
         {64, 192, 128, 3, 2, true, 1},
@@ -125,16 +125,11 @@ constexpr Sm90FwdTile kSm90FwdTiles[5][kNumHeadDims - kSm90FirstHeadDim] = {
         {192, 128, 96, 2, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
-    // kMasked: the rows of a warpgroup begin at multiples of 64, and so do the keys that a causal mask or a window of
-    // whole blocks shows them
-    {
-        {64, 192, 128, 3, 2, true, 1},
-        {96, 128, 128, 2, 2, false, 1},
-        {128, 192, 64, 4, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1, 0, 64},
-        {256, 128, 64, 2, 1, false, 1, 0, 128},
-    },
 };
+
+// kMasked, of the one head dim whose masked calls have a tile of their own: the rows of a warpgroup begin at multiples
+// of 64, and so do the keys that a causal mask or a window of whole blocks shows them.
+constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
 
 // Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
 // kernels of the greater one.
@@ -154,8 +149,18 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
                        FLASH_ATTN_SWEEP_O_COLS};
   }
 #endif
+  if (variant == FwdVariant::kMasked) {
+    if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
+    variant = FwdVariant::kPlain;
+  }
   if (variant == FwdVariant::kShares) variant = FwdVariant::kShort;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
+}
+
+// Whether kernels of a tile read K and V from pages: two teams, and dropout, leave no warps for it; rows are looked up
+// 32 at a time.
+constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
+  return tile.teams == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a tile of their own.

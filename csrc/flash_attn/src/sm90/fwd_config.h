@@ -55,8 +55,7 @@ struct FwdConfig {
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
   // Three consumers start their products by turns, and draw between the wgmmas of P V (docs/tuning.md).
   static constexpr bool kTakesTurns = kDropsPacked && kWarpGroups == 3;
-  // Two teams, and dropout, leave no warps for pages; rows are looked up 32 at a time.
-  static constexpr bool kHasPages = kTeams == 1 && !kDropsPacked && kBlockN % 32 == 0;
+  static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
   // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
   // move the rings' indices into vector registers.

@@ -42,9 +42,6 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // A tile is a share of a row block's keys.
-  __device__ __forceinline__ bool is_shared() const { return Config::kSharesKeys && launch.shares.count > 1; }
-
   // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it (docs/tuning.md).
   __device__ __forceinline__ Tile next_tile() {
     if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
@@ -87,7 +84,7 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
                                                const float (&factor)[FwdMainloop<Config>::kRows]) {
-    if (is_shared()) {
+    if (shares_keys<Config>(launch)) {
       store_share(mainloop, tile, launch.shares, factor);
     } else if constexpr (kHasStoreWarp) {
       stage_o(mainloop, q_stage, factor);
@@ -102,7 +99,7 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
-              is_shared() ? tile.share * launch.shares.rows : 0);
+              shares_keys<Config>(launch) ? tile.share * launch.shares.rows : 0);
   }
 
   // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
@@ -141,7 +138,7 @@ struct FwdConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
-  if (Config::kSharesKeys && launch.shares.count > 1) wait_for_previous_kernel();
+  if (shares_keys<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
@@ -181,7 +178,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     FwdConsumer<Config>(launch, storages[team], group).run();
     // The merge, as late as this: thread blocks of it that start earlier crowd on the few multiprocessors that are
     // idle. The second team may have had nothing to do.
-    if (Config::kSharesKeys && launch.shares.count > 1 && team == 0) allow_next_kernel();
+    if (shares_keys<Config>(launch) && team == 0) allow_next_kernel();
   }
 }
 

@@ -24,5 +24,11 @@ struct FwdLaunch {
   KeyShares shares;        // of each row block, which are tiles of their own
 };
 
+// Whether a tile is a share of a row block's keys.
+template <class Config>
+__device__ __forceinline__ bool shares_keys(const FwdLaunch& launch) {
+  return Config::kSharesKeys && launch.shares.count > 1;
+}
+
 }  // namespace sm90
 }  // namespace flash

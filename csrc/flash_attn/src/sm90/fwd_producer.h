@@ -80,7 +80,7 @@ template <class Config>
 __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, const RowBlock& block, int share) {
   using Element = typename Config::Element;
   const Flash_fwd_params& params = launch.params;
-  const bool is_share = Config::kSharesKeys && launch.shares.count > 1;
+  const bool is_share = shares_keys<Config>(launch);
   const int lane = threadIdx.x % 32;
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
   for (int row = block.row_begin; row < block.row_end && !is_share; ++row) {
@@ -239,14 +239,6 @@ struct FwdProducer {
                               tile.walk.block(i), tile.rows, tile.head_k);
   }
 
-  // K of the steps [begin, end), each with V of the step before it.
-  __device__ __forceinline__ void load_steps(const Tile& tile, int begin, int end) {
-    for (int i = begin; i < end; ++i) {
-      load_k(tile, i);
-      load_v(tile, i - 1);
-    }
-  }
-
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
     if (issues) cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map));
   }
@@ -284,7 +276,10 @@ struct FwdProducer {
     }
     while (!tile.block.empty()) {
       const int count = tile.walk.count();
-      load_steps(tile, 1, count);
+      for (int i = 1; i < count; ++i) {
+        load_k(tile, i);
+        load_v(tile, i - 1);
+      }
       const Tile next = next_tile(queue);
       if (!next.block.empty()) load_k(next, 0);
       // The next Q comes from memory and is asked for early. Its buffer is free after the first step of this tile:

@@ -22,7 +22,7 @@ struct OutputStore {
   __device__ __forceinline__ OutputStore(const FwdLaunch& launch, FwdStorage<Config>& storage_)
       : map(launch.o_map),
         is_varlen(launch.params.is_varlen()),
-        is_shared(Config::kSharesKeys && launch.shares.count > 1),
+        is_shared(shares_keys<Config>(launch)),
         storage(storage_) {}
 
   // The output of a row block, as soon as the consumers have staged it in the place of Q, which lane 0 gives back when
