@@ -160,6 +160,28 @@ void check_walks(const BlockRange& range, int block_n) {
   }
 }
 
+// Who loads goes round the interior, from the multiple of its length that is in it, and else as everybody does.
+void check_loads(const BlockRange& range, int block_n) {
+  const flash::KeyWalk plain{range};
+  flash::KeyWalk walk{range};
+  walk.align_interior();
+  const int interior = walk.interior();
+  for (int step = 0; step < walk.count(); ++step) {
+    check::that(plain.loaded_block(step) == plain.block(step), "loads of a walk as it is", step, block_n);
+    check::that(walk.block(step) == plain.block(step), "steps of an aligned walk", step, block_n);
+    const int block = walk.loaded_block(step);
+    if (step >= interior) {
+      check::that(block == walk.block(step), "loads of edges", step, block, block_n);
+    } else if (step == 0) {
+      check::that(part_of(range, block) == 0 && block % interior == 0, "the first load", block, interior, block_n);
+    } else {
+      const int before = walk.loaded_block(step - 1);
+      check::that(block == (before + 1 == range.interior_end ? range.interior_begin : before + 1), "the next load",
+                  step, block, block_n);
+    }
+  }
+}
+
 // What a part of a row block's rows lets pass: exactly the steps, but for the first, whose keys none of them sees. A
 // part of a short row block may have no rows: then those whose keys the last row does not see.
 void check_hidden_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end,
@@ -229,6 +251,7 @@ void check_shares(const Visibility& visibility, const BlockRange& range, int row
       }
       check_interior_first(own, row_begin, row_end, block_n);
       check_walks(own, block_n);
+      check_loads(own, block_n);
       if (block_n % 2 == 0) {
         check_hidden_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
         check_part_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
@@ -254,9 +277,10 @@ void check_all_small_problems() {
               for (int row = 0; row < seqlen_q; row += block_m) {
                 const int row_end = std::min(row + block_m, seqlen_q);
                 check_row_block(visibility, row, row_end, block_n);
-                check_interior_first(flash::block_range(visibility, row, row_end, block_n), row, row_end, block_n);
-                check_walks(flash::block_range(visibility, row, row_end, block_n), block_n);
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
+                check_interior_first(range, row, row_end, block_n);
+                check_walks(range, block_n);
+                check_loads(range, block_n);
                 for (int parts : {2, 3}) {
                   if (block_m % parts != 0) continue;
                   check_hidden_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
@@ -271,6 +295,24 @@ void check_all_small_problems() {
         }
       }
     }
+  }
+}
+
+// Behind a window row blocks that follow each other load the same block first, as long as all of them see it whole.
+void check_first_loads() {
+  constexpr int kBlockM = 192, kBlockN = 64, kRows = 8192;
+  for (int left : {512, 1024, 4096}) {
+    const Visibility visibility{kRows, kRows, Window{left, 0}};
+    int previous = -1, changes = 0, row_blocks = 0, interior = 0;
+    for (int row = left; row + kBlockM <= kRows; row += kBlockM, ++row_blocks) {
+      flash::KeyWalk walk{flash::block_range(visibility, row, row + kBlockM, kBlockN)};
+      walk.align_interior();
+      interior = walk.interior();
+      changes += walk.loaded_block(0) != previous;
+      previous = walk.loaded_block(0);
+    }
+    const int passed = row_blocks * kBlockM / kBlockN;  // blocks by which the interior moves on
+    check::that(changes <= passed / interior + 2, "first loads", changes, row_blocks, interior, left);
   }
 }
 
@@ -306,6 +348,7 @@ void check_large_problems() {
 
 int main() {
   check_all_small_problems();
+  check_first_loads();
   check_large_problems();
   return check::report();
 }

@@ -116,15 +116,24 @@ FLASH_HOST_DEVICE constexpr BlockRange share_of(const BlockRange& range, int sha
   return own;
 }
 
-// block_interior_first(), but for one block that comes before all others.
+// block_interior_first(), but for one block that comes before all others. Or with the interior gone round from another
+// block than its first, which only those who load need to know: interior blocks are computed alike.
 struct KeyWalk {
   BlockRange range;
   int first = 0;  // its step in block_interior_first()
+  int shift = 0;  // of the interior's beginning
 
   FLASH_HOST_DEVICE constexpr int count() const { return range.count(); }
   FLASH_HOST_DEVICE constexpr int interior() const { return range.interior_end - range.interior_begin; }
   FLASH_HOST_DEVICE constexpr int block(int step) const {
     return range.block_interior_first(step > first ? step : step == 0 ? first : step - 1);
+  }
+
+  // The block to load for a step, of a walk without a block that comes first.
+  FLASH_HOST_DEVICE constexpr int loaded_block(int step) const {
+    if (step >= interior()) return range.block_interior_first(step);
+    const int block = range.interior_begin + shift + step;
+    return block < range.interior_end ? block : block - interior();
   }
 
   // The steps after the first one that visit interior blocks are [1, interior_steps_end()).
@@ -135,6 +144,14 @@ struct KeyWalk {
     first = block < range.interior_begin ? interior() + block - range.begin
             : block < range.interior_end ? block - range.interior_begin
                                          : block - range.begin;
+  }
+
+  // The interior from the block on whose number is a multiple of theirs. Row blocks behind a window, each of which sees
+  // other keys, so read the same ones at the same time when they start together: each key comes from memory once, and
+  // not all of them do at once.
+  FLASH_HOST_DEVICE constexpr void align_interior() {
+    const int blocks = interior();
+    if (blocks > 0) shift = (range.interior_begin + blocks - 1) / blocks * blocks - range.interior_begin;
   }
 };
 

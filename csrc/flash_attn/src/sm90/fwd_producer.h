@@ -127,7 +127,7 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
   for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
     const DropoutStream stream = DropoutMask(params.dropout, tile.block.batch, tile.block.head).stream;
     for (int i = 0; i < tile.walk.count(); ++i) {
-      const int first_pair = tile.walk.block(i) * (Config::kBlockN / 2);
+      const int first_pair = loaded_block<Config>(tile.walk, i) * (Config::kBlockN / 2);
       storage.k_empty[place.stage].wait(place.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
@@ -221,9 +221,9 @@ struct FwdProducer {
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
+  __device__ __forceinline__ Tile next_tile(const TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const FwdTile<Config> tile = queue.take_loads();
+    const FwdTile<Config> tile = queue.hold_loads();
     const RowBlock& block = tile.block;
     return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
             launch.group.divide(block.head)};
@@ -231,12 +231,12 @@ struct FwdProducer {
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
     load_kv<Config::kChunks>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
-                             tile.walk.block(i), tile.rows, tile.head_k);
+                             loaded_block<Config>(tile.walk, i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
     load_kv<Config::kChunksV>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
-                              tile.walk.block(i), tile.rows, tile.head_k);
+                              loaded_block<Config>(tile.walk, i), tile.rows, tile.head_k);
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
@@ -275,8 +275,10 @@ struct FwdProducer {
       load_q(tile.block);
     }
     while (!tile.block.empty()) {
-      const int count = tile.walk.count();
+      const int count = tile.walk.count(), last_steps = count - TileQueue<Config>::kStepsLeft;
+      if (last_steps < 1) queue.let_go();
       for (int i = 1; i < count; ++i) {
+        if (i == last_steps) queue.let_go();
         load_k(tile, i);
         load_v(tile, i - 1);
       }

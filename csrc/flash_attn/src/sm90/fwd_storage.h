@@ -118,7 +118,7 @@ struct TileQueue {
 
   __device__ __forceinline__ explicit TileQueue(FwdStorage<Config>& storage_) : storage(storage_) {}
 
-  // Waits until everybody has taken the last block. Whoever chooses earlier leaves less to share out at the end.
+  // Waits until everybody has let go of the last block. Whoever chooses earlier leaves less to share out at the end.
   __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
 
   __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window, int share) {
@@ -142,12 +142,26 @@ struct TileQueue {
     place.advance();
   }
 
-  // Every lane says for itself that it has read. For those who load or store, as soon as the row block is known.
+  // For those who load or store, as soon as the row block is known.
   __device__ __forceinline__ FwdTile<Config> take_loads() {
-    storage.tile_full[place.stage].wait(place.phase);
-    FwdTile<Config> tile{storage.tile[place.stage].value, storage.walk[place.stage].value};
-    release();
+    const FwdTile<Config> tile = hold_loads();
+    let_go();
     return tile;
+  }
+
+  // The same until let_go(), before which the next row block is not chosen. Who loads keys lets go with this many steps
+  // left to load: a row block that was chosen earlier waits behind this one, while others have nothing to do.
+  static constexpr int kStepsLeft = 3;
+
+  __device__ __forceinline__ FwdTile<Config> hold_loads() const {
+    storage.tile_full[place.stage].wait(place.phase);
+    return {storage.tile[place.stage].value, storage.walk[place.stage].value};
+  }
+
+  // Every lane says for itself that it has read.
+  __device__ __forceinline__ void let_go() {
+    storage.tile_empty[place.stage].arrive();
+    place.advance();
   }
 
   // For a group of the consumers, with its steps.
@@ -156,14 +170,8 @@ struct TileQueue {
     FwdTile<Config> tile{storage.tile[place.stage].value, storage.walk[place.stage].value,
                          storage.steps[place.stage][group].value};
     if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
-    release();
+    let_go();
     return tile;
-  }
-
- private:
-  __device__ __forceinline__ void release() {
-    storage.tile_empty[place.stage].arrive();
-    place.advance();
   }
 };
 
