@@ -221,9 +221,10 @@ struct FwdProducer {
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(const TileQueue<Config>& queue) const {
+  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
     const FwdTile<Config> tile = queue.hold_loads();
+    queue.let_go_before(tile.walk, 0);
     const RowBlock& block = tile.block;
     return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
             launch.group.divide(block.head)};
@@ -275,10 +276,9 @@ struct FwdProducer {
       load_q(tile.block);
     }
     while (!tile.block.empty()) {
-      const int count = tile.walk.count(), last_steps = count - TileQueue<Config>::kStepsLeft;
-      if (last_steps < 1) queue.let_go();
+      const int count = tile.walk.count();
       for (int i = 1; i < count; ++i) {
-        if (i == last_steps) queue.let_go();
+        queue.let_go_before(tile.walk, i);
         load_k(tile, i);
         load_v(tile, i - 1);
       }

@@ -149,13 +149,15 @@ struct TileQueue {
     return tile;
   }
 
-  // The same until let_go(), before which the next row block is not chosen. Who loads keys lets go with this many steps
-  // left to load: a row block that was chosen earlier waits behind this one, while others have nothing to do.
-  static constexpr int kStepsLeft = 3;
-
+  // The same, but who loads keys lets go before one of its steps: the next row block is not chosen earlier.
   __device__ __forceinline__ FwdTile<Config> hold_loads() const {
     storage.tile_full[place.stage].wait(place.phase);
     return {storage.tile[place.stage].value, storage.walk[place.stage].value};
+  }
+
+  __device__ __forceinline__ void let_go_before(const KeyWalk& walk, int step) {
+    constexpr int kStepsLeft = 3;
+    if (step == (Config::kServesLongMasked ? max(walk.count() - kStepsLeft, 0) : 0)) let_go();
   }
 
   // Every lane says for itself that it has read.

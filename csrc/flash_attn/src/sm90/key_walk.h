@@ -22,7 +22,7 @@ __device__ __forceinline__ KeyWalk key_walk(const Flash_fwd_params& params, cons
     if (walk.count() == 0) return walk;
     const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
     walk.begin_with(min(max(visibility.diagonal(row) / Config::kBlockN, walk.range.begin), walk.range.end - 1));
-  } else if constexpr (!Config::kSeesAll) {
+  } else if constexpr (Config::kServesLongMasked) {
     if (params.window.left != kUnbounded) walk.align_interior();
   }
   return walk;
@@ -31,7 +31,7 @@ __device__ __forceinline__ KeyWalk key_walk(const Flash_fwd_params& params, cons
 // The block to load for a step.
 template <class Config>
 __device__ __forceinline__ int loaded_block(const KeyWalk& walk, int step) {
-  return Config::kHasScoreMod || Config::kSeesAll ? walk.block(step) : walk.loaded_block(step);
+  return Config::kServesLongMasked ? walk.loaded_block(step) : walk.block(step);
 }
 
 }  // namespace sm90

@@ -129,13 +129,11 @@ struct PagedLoader {
 
   __device__ __forceinline__ void run() {
     TileQueue<Config> queue(storage);
-    for (FwdTile<Config> tile = queue.hold_loads(); tile.exists(); tile = queue.hold_loads()) {
+    for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
       const RowBlock& block = tile.block;
       const int head = launch.group.divide(block.head);
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
-      const int count = tile.walk.count(), last_steps = max(0, count - TileQueue<Config>::kStepsLeft);
-      for (int i = 0; i < count; ++i) {
-        if (i == last_steps) queue.let_go();
+      for (int i = 0; i < tile.walk.count(); ++i) {
         const int key = loaded_block<Config>(tile.walk, i) * Config::kBlockN;
         if (fits && key + Config::kBlockN <= block.seqlen_k) {
           load_boxes(block, head, key);
