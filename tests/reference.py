@@ -139,8 +139,13 @@ def assert_same_places(predicate, ours, expected, name):
 
 
 def assert_accurate(ours, expected, plain, name="out", factor=2.0, slack=1e-5):
-    """max |ours - expected| <= factor * max |plain - expected| + slack; NaN and infinities at the same places."""
+    """max |ours - expected| <= factor * max |plain - expected| + slack; NaN and infinities at the same places.
+
+    Plain attention counts as at least one rounding of the largest value off: over a few hundred values of rows in which
+    one key outweighs the others its error may be smaller by luck.
+    """
     assert ours.shape == expected.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(expected.shape)}"
+    rounding = torch.finfo(plain.dtype).eps / 2
     ours, expected, plain = (x.detach().double() for x in (ours, expected, plain))
     assert_same_places(torch.isnan, ours, expected, name)
     assert_same_places(torch.isposinf, ours, expected, name)
@@ -150,10 +155,11 @@ def assert_accurate(ours, expected, plain, name="out", factor=2.0, slack=1e-5):
     finite = torch.isfinite(expected)
     error = (ours - expected).abs().masked_fill(~finite, 0.0)
     plain_error = (plain - expected).abs().masked_fill(~(finite & torch.isfinite(plain)), 0.0)
-    bound = factor * plain_error.max().item() + slack
+    largest = expected.abs().masked_fill(~finite, 0.0).max().item()
+    yardstick = max(plain_error.max().item(), rounding * largest)
     worst = error.max().item()
-    assert worst <= bound, (
-        f"{name}: error {worst:.3e} > {factor:g} * {plain_error.max().item():.3e} + {slack:g} "
+    assert worst <= factor * yardstick + slack, (
+        f"{name}: error {worst:.3e} > {factor:g} * {yardstick:.3e} + {slack:g} "
         f"at {list(map(int, torch.unravel_index(error.argmax(), error.shape)))}"
     )
 

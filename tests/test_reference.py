@@ -96,3 +96,13 @@ def test_criterion_accepts():
     assert_accurate(values, values, values)
     assert_accurate(torch.tensor([1.079]), torch.tensor([1.0]), torch.tensor([1.04]))
     assert_accurate(torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_criterion_allows_two_roundings(dtype):
+    """Where plain attention happens to be exact: two halves of a unit of the largest value, but not three."""
+    expected = torch.tensor([2.0, -4.0, 1.0], dtype=torch.float64)
+    half = 4 * torch.finfo(dtype).eps / 2
+    assert_accurate(expected + 2 * half, expected, expected.to(dtype), slack=0.0)
+    with pytest.raises(AssertionError):
+        assert_accurate(expected + 3 * half, expected, expected.to(dtype), slack=0.0)
