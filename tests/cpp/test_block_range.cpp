@@ -9,6 +9,7 @@
 namespace {
 
 using flash::BlockRange;
+using flash::FastDiv;
 using flash::kUnbounded;
 using flash::Visibility;
 using flash::Window;
@@ -161,11 +162,12 @@ void check_walks(const BlockRange& range, int block_n) {
 }
 
 // Who loads goes round the interior, from the multiple of its length that is in it, and else as everybody does.
-void check_loads(const BlockRange& range, int block_n) {
+void check_loads(const BlockRange& range, int apart, int block_n) {
   const flash::KeyWalk plain{range};
   flash::KeyWalk walk{range};
-  walk.align_interior();
+  walk.align_interior(FastDiv(apart));
   const int interior = walk.interior();
+  const bool has_multiple = (range.interior_end - 1) / apart * apart >= range.interior_begin;
   for (int step = 0; step < walk.count(); ++step) {
     check::that(plain.loaded_block(step) == plain.block(step), "loads of a walk as it is", step, block_n);
     check::that(walk.block(step) == plain.block(step), "steps of an aligned walk", step, block_n);
@@ -173,7 +175,8 @@ void check_loads(const BlockRange& range, int block_n) {
     if (step >= interior) {
       check::that(block == walk.block(step), "loads of edges", step, block, block_n);
     } else if (step == 0) {
-      check::that(part_of(range, block) == 0 && block % interior == 0, "the first load", block, interior, block_n);
+      check::that(part_of(range, block) == 0 && (has_multiple ? block % apart == 0 : block == range.interior_begin),
+                  "the first load", block, interior, apart);
     } else {
       const int before = walk.loaded_block(step - 1);
       check::that(block == (before + 1 == range.interior_end ? range.interior_begin : before + 1), "the next load",
@@ -251,7 +254,7 @@ void check_shares(const Visibility& visibility, const BlockRange& range, int row
       }
       check_interior_first(own, row_begin, row_end, block_n);
       check_walks(own, block_n);
-      check_loads(own, block_n);
+      for (int apart : {1, 2, 3}) check_loads(own, apart, block_n);
       if (block_n % 2 == 0) {
         check_hidden_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
         check_part_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
@@ -280,7 +283,11 @@ void check_all_small_problems() {
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
                 check_interior_first(range, row, row_end, block_n);
                 check_walks(range, block_n);
-                check_loads(range, block_n);
+                const int apart = flash::most_interior_blocks(visibility.window, seqlen_k, block_m, block_n);
+                const bool is_short = row_end < row + block_m, is_open = left == kUnbounded || right == kUnbounded;
+                check::that(is_short || is_open || range.interior_end - range.interior_begin <= apart,
+                            "most interior blocks", range.interior_begin, range.interior_end, apart, left, right);
+                check_loads(range, apart, block_n);
                 for (int parts : {2, 3}) {
                   if (block_m % parts != 0) continue;
                   check_hidden_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
@@ -298,21 +305,28 @@ void check_all_small_problems() {
   }
 }
 
-// Behind a window row blocks that follow each other load the same block first, as long as all of them see it whole.
+// Behind a window row blocks that follow each other load the same block first, as long as all of them see it whole,
+// also where their interiors are not of one length.
 void check_first_loads() {
-  constexpr int kBlockM = 192, kBlockN = 64, kRows = 8192;
-  for (int left : {512, 1024, 4096}) {
-    const Visibility visibility{kRows, kRows, Window{left, 0}};
-    int previous = -1, changes = 0, row_blocks = 0, interior = 0;
-    for (int row = left; row + kBlockM <= kRows; row += kBlockM, ++row_blocks) {
-      flash::KeyWalk walk{flash::block_range(visibility, row, row + kBlockM, kBlockN)};
-      walk.align_interior();
-      interior = walk.interior();
-      changes += walk.loaded_block(0) != previous;
-      previous = walk.loaded_block(0);
+  constexpr int kRows = 16384;
+  const int tiles[][2] = {{192, 64}, {192, 128}, {128, 128}, {128, 96}, {128, 64}};
+  for (const auto& tile : tiles) {
+    const int block_m = tile[0], block_n = tile[1];
+    for (int left : {512, 1000, 1023, 2048, 4096}) {
+      const Visibility visibility{kRows, kRows, Window{left, 0}};
+      const int apart = flash::most_interior_blocks(visibility.window, kRows, block_m, block_n);
+      int previous = -1, changes = 0, row_blocks = 0;
+      for (int row = left; row + block_m <= kRows; row += block_m, ++row_blocks) {
+        flash::KeyWalk walk{flash::block_range(visibility, row, row + block_m, block_n)};
+        walk.align_interior(FastDiv(apart));
+        const int first = walk.loaded_block(0);
+        // Where an interior is a block shorter it may hold no multiple.
+        changes += first != previous && (first % apart == 0 || walk.interior() == apart);
+        previous = first;
+      }
+      const int passed = row_blocks * block_m / block_n;  // blocks by which the interior moves on
+      check::that(changes <= passed / apart + 2, "first loads", changes, row_blocks, apart, left, block_m, block_n);
     }
-    const int passed = row_blocks * kBlockM / kBlockN;  // blocks by which the interior moves on
-    check::that(changes <= passed / interior + 2, "first loads", changes, row_blocks, interior, left);
   }
 }
 

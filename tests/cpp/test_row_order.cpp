@@ -83,9 +83,9 @@ void check_late() {
   using flash::kUnbounded;
   using flash::plan::late_row_blocks;
   using flash::plan::short_row_blocks;
-  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m) {
+  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m, bool draws_late = true) {
     const int tiles = (seqlen_q + block_m - 1) / block_m;
-    const int64_t short_ones = short_row_blocks(seqlen_q, seqlen_k, {left, right}, block_m);
+    const int64_t short_ones = short_row_blocks(seqlen_q, seqlen_k, {left, right}, block_m, draws_late);
     return late_row_blocks(tiles, static_cast<int>(short_ones));
   };
   check::that(late(8192, 8192, kUnbounded, 0, 192) == 10 && late(512, 512, kUnbounded, 0, 128) == 1, "causal");
@@ -94,10 +94,13 @@ void check_late() {
   check::that(late(512, 8192, kUnbounded, 0, 128) == 0, "a chunk of a long sequence");
   check::that(late(8192, 512, kUnbounded, 0, 128) == 16, "rows that see no key", late(8192, 512, kUnbounded, 0, 128));
   check::that(late(8192, 8192, 1024, 0, 192) == 2 && late(8192, 8192, 4096, 0, 192) == 10, "windows");
+  check::that(late(8192, 8192, 1024, 0, 192, false) == 0 && late(8192, 8192, 4096, 0, 192, false) == 10 &&
+                  late(512, 512, kUnbounded, 0, 128, false) == 1,
+              "windows, and a causal mask, whose row blocks are drawn early");
   check::that(late(8192, 8192, kUnbounded, 8192, 192) == 0, "a mask that hides nothing");
   const int most = 0x3fffffff;
-  check::that(short_row_blocks(most, most, {most, most}, 64) == 0, "the greatest numbers");
-  check::that(short_row_blocks(most, 1, {kUnbounded, 0}, 64) == most / 64, "all rows");
+  check::that(short_row_blocks(most, most, {most, most}, 64, true) == 0, "the greatest numbers");
+  check::that(short_row_blocks(most, 1, {kUnbounded, 0}, 64, false) == most / 64, "all rows");
 }
 
 // Unequal row blocks at every head dim, equal ones at some; none where the multiprocessors hold all tiles at a time.

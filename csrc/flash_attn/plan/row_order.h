@@ -29,15 +29,19 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
   return static_cast<int>(3 * larger <= 4 * section ? larger : (heads + fewer) / (fewer + 1));
 }
 
-// Row blocks of a dense head whose rows see less than half as many keys as others.
-constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& window, int block_m) {
+// Row blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window are none
+// where row blocks are not drawn late: beside so many equal row blocks they even out nothing (docs/tuning.md).
+constexpr int kFewRowBlocks = 4;
+
+constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool draws_late) {
   if (window.right == kUnbounded) return 0;
   const int64_t shown = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
   const int64_t most = shown < seqlen_k ? shown : seqlen_k;
   // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, as long as its window begins before the first.
   int64_t rows = most / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
   if (rows > seqlen_q) rows = seqlen_q;
-  return rows > 0 ? rows / block_m : 0;
+  const int64_t blocks = rows > 0 ? rows / block_m : 0;
+  return window.left != kUnbounded && !draws_late && blocks < kFewRowBlocks ? 0 : blocks;
 }
 
 // How many of the last row blocks of each head, which see the fewest keys, are handed out behind those of all heads, so

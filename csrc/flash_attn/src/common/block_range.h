@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/fast_div.h"
 #include "common/host_device.h"
 
 namespace flash {
@@ -103,6 +104,14 @@ struct BlockRange {
   }
 };
 
+// The most key blocks that are whole behind a window for all rows of a row block; 1 if a side is open.
+FLASH_HOST_DEVICE constexpr int most_interior_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
+  if (window.left == kUnbounded || window.right == kUnbounded) return 1;
+  const int64_t shown = int64_t{window.left} + window.right + 2 - block_m;  // to the first row and to the last
+  const int64_t blocks = (shown < seqlen_k ? shown : seqlen_k) / block_n;
+  return blocks > 1 ? static_cast<int>(blocks) : 1;
+}
+
 // Share `share` of `shares` of a walk's blocks, which are as long as they can be: the last ones may have none.
 FLASH_HOST_DEVICE constexpr BlockRange share_of(const BlockRange& range, int share, int shares) {
   const int length = (range.count() + shares - 1) / shares;
@@ -116,8 +125,8 @@ FLASH_HOST_DEVICE constexpr BlockRange share_of(const BlockRange& range, int sha
   return own;
 }
 
-// block_interior_first(), but for one block that comes before all others. Or with the interior gone round from another
-// block than its first, which only those who load need to know: interior blocks are computed alike.
+// block_interior_first(), but for one block that comes before all others; or with an interior that is loaded from
+// another block on than its first, which only those who load need to know: interior blocks are computed alike.
 struct KeyWalk {
   BlockRange range;
   int first = 0;  // its step in block_interior_first()
@@ -146,12 +155,12 @@ struct KeyWalk {
                                          : block - range.begin;
   }
 
-  // The interior from the block on whose number is a multiple of theirs. Row blocks behind a window, each of which sees
-  // other keys, so read the same ones at the same time when they start together: each key comes from memory once, and
-  // not all of them do at once.
-  FLASH_HOST_DEVICE constexpr void align_interior() {
-    const int blocks = interior();
-    if (blocks > 0) shift = (range.interior_begin + blocks - 1) / blocks * blocks - range.interior_begin;
+  // The interior from the block on, if there is one, whose number is a multiple of most_interior_blocks(), `apart`. Row
+  // blocks behind a window, each of which sees other keys, so read the same ones at the same time when they start
+  // together: each key comes from memory once, and not all of them do at once.
+  FLASH_HOST_DEVICE void align_interior(const FastDiv& apart) {
+    const int next = apart.divide(range.interior_begin + apart.divisor - 1) * apart.divisor - range.interior_begin;
+    shift = next < interior() ? next : 0;
   }
 };
 

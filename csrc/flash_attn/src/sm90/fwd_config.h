@@ -40,12 +40,13 @@ struct FwdConfig {
       (plan::sm90_splits_masked(kHeadDim_) &&
        (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares || kVariant == FwdVariant::kScoreMod));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
-  // Serves masked calls of long rows: the next row block is chosen when the loads of this one end, so that none waits
-  // behind a long one while others have nothing to do, and neighbours behind a window load the same keys at the same
-  // time. Short rows only pay for it, and calls with score modifiers were 1.5 % slower (docs/tuning.md).
-  static constexpr bool kServesLongMasked =
-      !kSeesAll &&
-      (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked || kVariant == FwdVariant::kDropout);
+  // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
+  // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
+  // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning.md).
+  static constexpr bool kDrawsLate = !kSeesAll && (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked ||
+                                                   kVariant == FwdVariant::kDropout);
+  // Row blocks that follow each other behind a window load the same keys first (KeyWalk::align_interior()).
+  static constexpr bool kAlignsInterior = kDrawsLate;
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.

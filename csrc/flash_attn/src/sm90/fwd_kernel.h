@@ -47,7 +47,7 @@ struct FwdConsumer {
     if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
     Tile tile{queue.take(mainloop.group).block};
     if (tile.exists()) {
-      tile.walk = key_walk<Config>(launch.params, tile.block);
+      tile.walk = key_walk<Config>(launch, tile.block);
       tile.steps.hidden.begin = tile.walk.interior_steps_end();
     }
     return tile;

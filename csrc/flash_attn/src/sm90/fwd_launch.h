@@ -78,7 +78,8 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   launch.sorted = is_varlen && uneven && params.b <= VarlenOrder::kSequences;
   int64_t short_ones = 0;
   if (!is_varlen) {
-    short_ones = plan::short_row_blocks(params.seqlen_q, params.seqlen_k, params.window, Config::kBlockM);
+    short_ones = plan::short_row_blocks(params.seqlen_q, params.seqlen_k, params.window, Config::kBlockM,
+                                        Config::kDrawsLate && !params.is_paged());
   } else if (launch.sorted && params.window.left == kUnbounded) {
     short_ones = tiles_of_head;  // the last ones, whatever the lengths
   }
@@ -87,6 +88,8 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const int late = plan::late_row_blocks(of_head, launch.short_ones);
   launch.order = plan::RowOrder(static_cast<int>(all_heads), of_head, section, late);
   launch.heads_of_batch = FastDiv(params.h);
+  launch.interior_blocks =
+      FastDiv(most_interior_blocks(params.window, params.seqlen_k, Config::kBlockM, Config::kBlockN));
   launch.group = FastDiv(params.h_h_k_ratio);
   launch.counter = launch.tiles * shares > teams ? params.tile_counter_ptr : nullptr;
   return cudaSuccess;

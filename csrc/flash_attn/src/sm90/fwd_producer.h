@@ -104,7 +104,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     const RowBlock block = order.at(index);
     if (block.empty()) continue;
     const int share = order.share(index);
-    const KeyWalk walk = key_walk<Config>(launch.params, block, share, order.shares());
+    const KeyWalk walk = key_walk<Config>(launch, block, share, order.shares());
     if (walk.count() == 0) {
       store_nothing_seen<Config>(launch, block, share);
       continue;

@@ -149,18 +149,23 @@ struct TileQueue {
     return tile;
   }
 
-  // The same, but who loads keys lets go before one of its steps: the next row block is not chosen earlier.
+  // The same, without letting go.
   __device__ __forceinline__ FwdTile<Config> hold_loads() const {
     storage.tile_full[place.stage].wait(place.phase);
     return {storage.tile[place.stage].value, storage.walk[place.stage].value};
   }
 
+  // For the one who loads K and V, before each step: with kDrawsLate it lets go with a few steps left to load.
+  // Consumers ask for the next row block when all K of this one has landed, whatever they let pass, so it has let go by
+  // then. Who loads only V would not have: some of its buffers come back later.
+  static constexpr int kStepsLeft = 3;
+  static_assert(kStepsLeft > 0, "there is a step before which to let go");
+
   __device__ __forceinline__ void let_go_before(const KeyWalk& walk, int step) {
-    constexpr int kStepsLeft = 3;
-    if (step == (Config::kServesLongMasked ? max(walk.count() - kStepsLeft, 0) : 0)) let_go();
+    if (step == (Config::kDrawsLate ? max(walk.count() - kStepsLeft, 0) : 0)) let_go();
   }
 
-  // Every lane says for itself that it has read.
+  // The next row block may be drawn as far as it is up to this lane: all of them say it.
   __device__ __forceinline__ void let_go() {
     storage.tile_empty[place.stage].arrive();
     place.advance();
