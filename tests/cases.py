@@ -119,10 +119,22 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             for causal in (False, True)
             for packed in (False, True)
         ],
+        # At head dim 128 every one; at others those with kernels of their own, and the layers of a model with windows.
         "features": [
-            Case(2, 8192, 8192, 16, 16, 128, dtype, causal, **feature)
-            for causal in (False, True)
-            for feature in features
+            *(
+                Case(2, 8192, 8192, 16, 16, 128, dtype, causal, **feature)
+                for causal in (False, True)
+                for feature in features
+            ),
+            *(
+                Case(2, 8192, 8192, 2048 // d, 2048 // d, d, dtype, causal=True, **feature)
+                for d in (64, 256)
+                for feature in ({"softcap": 50.0}, {"alibi": "heads"})
+            ),
+            *(
+                Case(1, 16384, 16384, 2048 // d, 2048 // d, d, dtype, causal=True, window=(4096, -1), softcap=50.0)
+                for d in (128, 256)
+            ),
         ],
         "value_dim": [Case(4, 4096, 4096, 16, 16, 192, dtype, causal, head_dim_v=128) for causal in (False, True)],
         "deterministic": [

@@ -18,10 +18,15 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kNumHeadDims = 6;
 
 // kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
-// kScoreMod: softcap and ALiBi, with dropout or without, in the wgmma family; elsewhere every variant has them.
+// kSoftcap, kAlibi: one of them alone, of a positive scale and without dropout, in the wgmma family; kScoreMod: all
+// other calls with score modifiers there. Elsewhere every variant has them.
 // kMasked: in the wgmma family, what kPlain leaves to it under a mask where the two have different tiles.
-// kShares: in the wgmma family, the tile of kShort for calls whose keys are shared out. kScoreMod does both.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kShares };
+// kShares: in the wgmma family, the tile of kShort for calls whose keys are shared out. Score modifiers do both.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kShares, kSoftcap, kAlibi };
+
+constexpr bool modifies_scores(FwdVariant variant) {
+  return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
+}
 
 // mma.sync family, sm_80 and up. Each fits the 99 KB of shared memory of sm_86/89/120.
 constexpr FwdTile kFwdTiles[3][kNumHeadDims] = {
@@ -117,7 +122,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
         {192, 128, 96, 2, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
-    // kScoreMod: at head dim 64 two consumers have the registers for it, three do not
+    // kScoreMod, kSoftcap, kAlibi: at head dim 64 two consumers have the registers for it, three do not
     {
         {64, 128, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
@@ -154,6 +159,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     variant = FwdVariant::kPlain;
   }
   if (variant == FwdVariant::kShares) variant = FwdVariant::kShort;
+  if (modifies_scores(variant)) variant = FwdVariant::kScoreMod;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 

@@ -9,7 +9,7 @@
 
 namespace flash {
 
-// What a loop over blocks of keys is compiled for: whatever the call asks for, or one modifier alone.
+// What a kernel is compiled for: whatever the call asks for, or one modifier alone.
 enum class Modifiers { kAny, kSoftcap, kAlibi };
 
 // Built where it is used, from parameters in constant memory, so that nothing of it stays in registers over the loop.
@@ -131,9 +131,10 @@ struct ScoreMod {
     }
     const float factor = softcapped ? 1.0f : params.scale_softmax * kLog2e;
     if (!biased) {
-      if (softcapped) return;
+      if (!softcapped) {
 #pragma unroll
-      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
+        for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
+      }
       return;
     }
     static_assert(

@@ -6,6 +6,7 @@
 #include "../plan/tiles.h"
 #include "common/accumulator.h"
 #include "common/convert.h"
+#include "common/score_mod.h"
 #include "flash.h"
 
 namespace flash {
@@ -38,7 +39,7 @@ struct FwdConfig {
   static constexpr bool kStartsEarly =
       kVariant == FwdVariant::kMasked ||
       (plan::sm90_splits_masked(kHeadDim_) &&
-       (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares || kVariant == FwdVariant::kScoreMod));
+       (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares || plan::modifies_scores(kVariant)));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
   // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
@@ -63,12 +64,14 @@ struct FwdConfig {
   // Three consumers start their products by turns, and draw between the wgmmas of P V (docs/tuning.md).
   static constexpr bool kTakesTurns = kDropsPacked && kWarpGroups == 3;
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
-  static constexpr bool kHasScoreMod = kVariant == FwdVariant::kScoreMod;
-  // Interior loops of their own for softcap and for ALiBi. Above head dim 128 there are not the registers: ptxas would
-  // move the rings' indices into vector registers.
-  static constexpr bool kHasOwnLoops = kHasScoreMod && kHeadDim <= 128;
+  static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
+  // Softcap alone and ALiBi alone have kernels of their own: one for everything takes twice what multiprocessors keep
+  // of the instructions (docs/tuning.md).
+  static constexpr Modifiers kModifiers = kVariant == FwdVariant::kSoftcap ? Modifiers::kSoftcap
+                                          : kVariant == FwdVariant::kAlibi ? Modifiers::kAlibi
+                                                                           : Modifiers::kAny;
   // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it (docs/tuning.md).
-  static constexpr bool kBoundsBySquares = kHasOwnLoops && kHeadDim > 96;
+  static constexpr bool kBoundsBySquares = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
   static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kShares;
@@ -79,8 +82,10 @@ struct FwdConfig {
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,
   // or three by turns, wait for each other: looking afterwards makes the way from S to P longer (docs/tuning.md).
-  static constexpr bool kGoesAhead =
-      !kDropsPacked && !(!kHasScoreMod && kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
+  // With score modifiers ALiBi alone does.
+  static constexpr bool kGoesAhead = kHasScoreMod
+                                         ? kModifiers == Modifiers::kAlibi
+                                         : !kDropsPacked && !(kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
   // Whether they were right to go is looked at behind the wait for P V, where ptxas then has most of the exponentials
   // too. Three consumers of 64 keys have them before it.
   static constexpr bool kChecksBehindPv =
@@ -90,12 +95,13 @@ struct FwdConfig {
   // maxima.
   static constexpr bool kEdgesGoAhead = kVariant == FwdVariant::kMasked && kGoesAhead;
 
-  // What holds conditions of a warp (Softmax). With score modifiers ptxas has the better loops for a bool.
-  using Flag = std::conditional_t<kHasScoreMod, bool, int>;
+  // What holds conditions of a warp (Softmax). For all score modifiers but ALiBi alone ptxas has the better loops with
+  // a bool (docs/tuning.md).
+  using Flag = std::conditional_t<kHasScoreMod && kModifiers != Modifiers::kAlibi, bool, int>;
   // References that rise wait for P V and rescale the output there and then, on a way that the loops do not take.
   static constexpr bool kRescalesAtOnce = kHasScoreMod;
-  // Sums of a row, so that a step of the softcap does not end with adding up (docs/tuning.md).
-  static constexpr int kSums = kHasOwnLoops ? 4 : 1;
+  // Sums of a row, so that a step of the softcap does not end with adding up; wide heads have no registers for four.
+  static constexpr int kSums = kModifiers != Modifiers::kSoftcap ? 1 : kHeadDim <= 128 ? 4 : 2;
 
   template <int kN, class MmaOp>
   struct Checked {

@@ -125,7 +125,7 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kHasOwnLoops) mainloop.keep_short_series();
+    if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.keep_short_series();
     if (mainloop.is_last_group()) mainloop.pass_turn();  // the first one
     Tile tile = next_tile();
     if (tile.exists()) begin();
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   store_rng_state(launch.params.dropout);
-  if (Config::kHasOwnLoops && threadIdx.x < 2) {
+  if (Config::kModifiers == Modifiers::kSoftcap && threadIdx.x < 2) {
     const float coefficient = launch.params.softcap_series.short_series.coefficient[threadIdx.x];
     for (int team = 0; team < Config::kTeams; ++team) {
       storages[team].short_series.coefficient[threadIdx.x] = coefficient;

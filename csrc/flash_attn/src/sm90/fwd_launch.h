@@ -121,6 +121,17 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t st
                        configured_devices);
 }
 
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_score_mod(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+  using Softcap = FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kSoftcap>;
+  using Alibi = FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kAlibi>;
+  using ScoreMod = FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kScoreMod>;
+  const bool capped = params.softcap > 0.0f, biased = params.alibi_slopes_ptr != nullptr;
+  const bool alone = capped != biased && params.scale_softmax > 0.0f && !params.has_dropout;
+  if (!alone) return run_flash_fwd<ScoreMod, kDtype>(params, stream);
+  return capped ? run_flash_fwd<Softcap, kDtype>(params, stream) : run_flash_fwd<Alibi, kDtype>(params, stream);
+}
+
 inline bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
   const int rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
   return plan::sm90_prefers_short_tile(head_dim, rows, params.window.right != kUnbounded);
@@ -134,8 +145,7 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_shares_params& params, cudaStream_t
   using Plain = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kPlain>;
   using Short = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShort>;
   using Dropout = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kDropout>;
-  using ScoreMod = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kScoreMod>;
-  if (params.has_score_mod) return sm90::run_flash_fwd<ScoreMod, kDtype>(params, stream);
+  if (params.has_score_mod) return sm90::run_score_mod<kDtype, kHeadDim>(params, stream);
   if (params.has_dropout) {
     if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
     return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);

@@ -54,7 +54,7 @@ struct FwdMainloop {
   uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
   uint32_t kept[Config::kDropsPacked ? 4 * kSlices : 1];                    // what it keeps of the pairs of tOrP
   float slope_log2;                                                         // of its head, for ALiBi
-  ShortSoftcapSeries short_series;                                          // for the loop of its own
+  ShortSoftcapSeries short_series;                                          // for softcap
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
@@ -114,12 +114,13 @@ struct FwdMainloop {
   }
 
   // Raw scores to what the softmax takes: softcap, ALiBi, mask.
-  template <bool kEdge, Modifiers kModifiers, class Scores>
+  template <bool kEdge, class Scores>
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
     if constexpr (Config::kHasScoreMod) {
-      ScoreMod::apply_by_warp<kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row), key);
+      ScoreMod::apply_by_warp<Config::kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row),
+                                                  key);
     }
     if constexpr (kEdge) {
       const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
@@ -139,27 +140,25 @@ struct FwdMainloop {
   __device__ __forceinline__ static bool is_before_diagonal(int distance) { return distance >= Config::kBlockN - 1; }
   __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
 
-  template <bool kEdge, Modifiers kModifiers>
-  static constexpr bool kGoesAhead = Config::kGoesAhead && (!kEdge || Config::kEdgesGoAhead) &&
-                                     (!Config::kHasScoreMod || kModifiers == Modifiers::kAlibi);
+  template <bool kEdge>
+  static constexpr bool kGoesAhead = Config::kGoesAhead && (!kEdge || Config::kEdgesGoAhead);
 
   // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
-  template <Modifiers kModifiers>
   __device__ __forceinline__ bool may_go_ahead(const Tile& tile, int key) const {
     bool may = softmax.may_go_ahead(params.softmax_slack_log2);
-    if constexpr (kModifiers == Modifiers::kAlibi) {
+    if constexpr (Config::kModifiers == Modifiers::kAlibi) {
       const int distance = diagonal_distance(tile, key);
       may &= is_before_diagonal(distance) || is_behind_diagonal(distance);
     }
     return may;
   }
 
-  template <Modifiers kModifiers, class Scores>
+  template <class Scores>
   __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, const Tile& tile, int key) {
     const auto before_check = [] {
       if constexpr (Config::kChecksBehindPv) cute::warpgroup_wait<0>();
     };
-    if constexpr (kModifiers == Modifiers::kAlibi) {
+    if constexpr (Config::kModifiers == Modifiers::kAlibi) {
       const int distance = diagonal_distance(tile, key);
       return softmax.exponentiate_biased_ahead(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
                                                is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance,
@@ -244,12 +243,12 @@ struct FwdMainloop {
   // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
   template <class Scores>
   __device__ __forceinline__ bool mask_and_go_ahead(Scores& scores, const Tile& tile, int key, int q_stage) {
-    bool ahead = may_go_ahead<Modifiers::kAny>(tile, key);
+    bool ahead = may_go_ahead(tile, key);
 #pragma unroll 1
     while (true) {
-      modify_scores<true, Modifiers::kAny>(scores, tile, key);
+      modify_scores<true>(scores, tile, key);
       if (!ahead) return false;
-      if (exponentiate_ahead<Modifiers::kAny>(scores, tile, key)) return true;
+      if (exponentiate_ahead(scores, tile, key)) return true;
       multiply_qk_again(q_stage);
       ahead = false;
     }
@@ -257,24 +256,24 @@ struct FwdMainloop {
 
   // Exponentials of S of a block. Returns whether the output is still to be multiplied by `correction`: references
   // rose.
-  template <bool kEdge, Modifiers kModifiers>
+  template <bool kEdge>
   __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
-    if constexpr (kEdge && kGoesAhead<kEdge, kModifiers>) {
+    if constexpr (kEdge && kGoesAhead<kEdge>) {
       if (mask_and_go_ahead(scores, tile, key, q_stage)) return false;
     } else {
-      if constexpr (kGoesAhead<kEdge, kModifiers>) {
-        if (may_go_ahead<kModifiers>(tile, key)) {
-          if (exponentiate_ahead<kModifiers>(scores, tile, key)) return false;
+      if constexpr (kGoesAhead<kEdge>) {
+        if (may_go_ahead(tile, key)) {
+          if (exponentiate_ahead(scores, tile, key)) return false;
           multiply_qk_again(q_stage);
         }
       }
-      if (!kEdge && kModifiers == Modifiers::kSoftcap &&
+      if (!kEdge && Config::kModifiers == Modifiers::kSoftcap &&
           softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series, short_series,
                                                                          params.softmax_slack_log2)) {
         return false;
       }
-      modify_scores<kEdge, kModifiers>(scores, tile, key);
+      modify_scores<kEdge>(scores, tile, key);
     }
     const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
@@ -291,11 +290,10 @@ struct FwdMainloop {
     softmax.rescale(out, correction);
   }
 
-  template <Modifiers kModifiers>
   __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
-    if (Config::kHasScoreMod && kModifiers == Modifiers::kAny && params.has_dropout) {
+    if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
       const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
       apply_dropout(mask, scores, coords, row_begin(tile), key);
     }
@@ -332,7 +330,7 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
     auto scores = row_col_view(acc_s);
-    if (!kPlansFirst || block != PartSteps::kNoBlock) modify_scores<true, Modifiers::kAny>(scores, tile, key);
+    if (!kPlansFirst || block != PartSteps::kNoBlock) modify_scores<true>(scores, tile, key);
     if constexpr (Config::kHasScoreMod) {
       // As later: with set_reference() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
       float correction[kRows];
@@ -342,11 +340,11 @@ struct FwdMainloop {
     }
     softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
     draw_all();
-    set_probabilities<Modifiers::kAny>(tile, key);
+    set_probabilities(tile, key);
   }
 
   // S and P of block i, which is `n_block`, and P V of the block before, which is the first if it clears the output.
-  template <bool kEdge, Modifiers kModifiers>
+  template <bool kEdge>
   __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
     wait_for_k();
     if constexpr (Config::kTakesTurns) read_col_words();
@@ -357,10 +355,10 @@ struct FwdMainloop {
     const int key = (Config::kKeepsLimits ? n_block : tile.walk.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
     if constexpr (!Config::kTakesTurns) read_col_words();
-    if constexpr (!kGoesAhead<kEdge, kModifiers>) release_key();
+    if constexpr (!kGoesAhead<kEdge>) release_key();
     float correction[kRows];
-    const Flag raised = exponentiate<kEdge, kModifiers>(tile, key, q_stage, correction);
-    if constexpr (kGoesAhead<kEdge, kModifiers>) release_key();
+    const Flag raised = exponentiate<kEdge>(tile, key, q_stage, correction);
+    if constexpr (kGoesAhead<kEdge>) release_key();
     if constexpr (Config::kFinishesExponentials) finish_exponentials();
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
@@ -368,7 +366,7 @@ struct FwdMainloop {
     release(storage.v_empty, v_place);
     if constexpr (!Config::kTakesTurns) draw_all();  // in the pauses between the exponentials
     if (raised) rescale_output(correction);
-    set_probabilities<kModifiers>(tile, key);
+    set_probabilities(tile, key);
   }
 
   // Q of a tile and its first block of keys have landed.
@@ -397,13 +395,12 @@ struct FwdMainloop {
     }
   }
 
-  template <Modifiers kModifiers>
   __device__ __forceinline__ void run_interior(const Tile& tile, int q_stage) {
     const int end = tile.edges_begin();
     bool clears = true;
     // Counted down, so that its end is not computed again in every step.
     for (int left = end - 1; left > 0; --left) {
-      step<false, kModifiers>(tile, end - left, tile.walk.block(end - left), q_stage, clears);
+      step<false>(tile, end - left, tile.walk.block(end - left), q_stage, clears);
       clears = false;
     }
   }
@@ -411,22 +408,13 @@ struct FwdMainloop {
   // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of
   // the blocks that it lets pass after that one. Returns their number.
   __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
-    const bool capped = params.softcap > 0.0f, biased = params.alibi_slopes_ptr != nullptr;
-    if (Config::kHasOwnLoops && capped != biased && params.scale_softmax > 0.0f && !params.has_dropout) {
-      if (capped) {
-        run_interior<Modifiers::kSoftcap>(tile, q_stage);
-      } else {
-        run_interior<Modifiers::kAlibi>(tile, q_stage);
-      }
-    } else {
-      run_interior<Modifiers::kAny>(tile, q_stage);
-    }
+    run_interior(tile, q_stage);
     int passing = tile.steps.hidden.left;
     pass_keys(passing);
     int i = tile.edges_begin() + passing;
     int n_block = Config::kSeesAll ? tile.walk.block(i) : tile.steps.first_edge;
     for (; i < tile.count(); ++i) {
-      step<true, Modifiers::kAny>(tile, i, n_block, q_stage, i == tile.second());
+      step<true>(tile, i, n_block, q_stage, i == tile.second());
       pass_values(passing);
       passing = 0;
       n_block = tile.walk.range.next_edge(n_block);
