@@ -1,9 +1,12 @@
 """The kernel families of the forward against each other: wgmma, which compute capability 9.0 takes, and mma.sync.
 
-FLASH_ATTN_FAMILY=mma_sync forces the second; both are checked against the float64 reference, on the same inputs.
+FLASH_ATTN_FAMILY=mma_sync forces the second, wgmma and wgmma:1 the first with its kernels for many waves of row blocks
+and with those for one wave; all are checked against the float64 reference, on the same inputs.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from test_cuda_runtime import captured
 pytestmark = pytest.mark.devices("cuda")
 
 DTYPE = "bfloat16"
-FORCED = {"wgmma": "wgmma", "mma_sync": "mma_sync"}
+FORCED = ("wgmma", "wgmma:1", "mma_sync")
 
 
 @pytest.fixture
@@ -23,9 +26,7 @@ def run_family(monkeypatch):
     """run(problem) by a family, with the dropout mask that the seed gives."""
 
     def call(problem, family, seed=17, **overrides):
-        monkeypatch.delenv("FLASH_ATTN_FAMILY", raising=False)
-        if FORCED[family]:
-            monkeypatch.setenv("FLASH_ATTN_FAMILY", FORCED[family])
+        monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
         torch.manual_seed(seed)
         results = run(problem, **overrides)
         monkeypatch.delenv("FLASH_ATTN_FAMILY", raising=False)
@@ -34,19 +35,21 @@ def run_family(monkeypatch):
     return call
 
 
-def check_both(problem, run_family):
-    """Each family within the criterion, the wgmma family with the same bits every time. Returns its results."""
-    results = {}
+def check_families(problem, run_family):
+    """Each of them within the criterion, those with wgmma with the same bits every time."""
+    case, results = problem.case, {}
+    has_one_wave = not (case.dropout or case.softcap or case.alibi)  # else "wgmma:1" takes the kernel of "wgmma"
     for family in FORCED:
+        if family == "wgmma:1" and not has_one_wave:
+            continue
         out, lse, dmask = results[family] = run_family(problem, family)
-        check_forward(problem, out, lse, keep=dmask >= 0 if problem.case.dropout else None)
-    again = run_family(problem, "wgmma")
-    assert all(torch.equal(a, b) for a, b in zip(results["wgmma"][:2], again[:2]))
-    if problem.case.dropout and problem.layout is None:
-        sq, sk = problem.case.seqlen_q, problem.case.seqlen_k
-        keeps = [results[family][2][:, :, :sq, :sk] >= 0 for family in FORCED]
+        check_forward(problem, out, lse, keep=dmask >= 0 if case.dropout else None)
+        if family != "mma_sync":
+            again = run_family(problem, family)
+            assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    if case.dropout and problem.layout is None:
+        keeps = [result[2][:, :, : case.seqlen_q, : case.seqlen_k] >= 0 for result in results.values()]
         assert torch.equal(*keeps)
-    return results["wgmma"]
 
 
 FEATURES = {
@@ -68,22 +71,65 @@ FEATURES = {
 }
 
 
-def test_the_two_families_are_two(hopper, run_family):
+def test_families_are_as_many(hopper, run_family):
     """They sum in different orders, so equal bits would mean that one of them ran twice."""
     problem = make_problem(Case(2, 2048, 2048, 4, 2, 128, DTYPE), hopper)
     outs = [run_family(problem, family)[0] for family in FORCED]
-    assert not torch.equal(*outs)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
+    assert torch.equal(run_family(problem, "")[0], outs[1])  # 128 row blocks
+
+
+@pytest.mark.parametrize("family", FORCED)
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+def test_calls_wait_for_what_they_read(hopper, run_family, head_dim, family):
+    """A call may start before the one ahead of it has ended, whose output it reads, in memory that older calls read."""
+    problem = make_problem(Case(1, 1200, 1200, 4, 4, head_dim, DTYPE, causal=True), hopper)
+    first = problem.v
+
+    def chain(synchronizes):
+        problem.v = first
+        for _ in range(8):
+            problem.v = run_family(problem, family)[0]
+            if synchronizes:
+                torch.cuda.synchronize()
+        return problem.v
+
+    wanted = chain(True)
+    assert all(torch.equal(chain(False), wanted) for _ in range(10))
+
+
+@pytest.mark.parametrize("family", FORCED)
+def test_calls_wait_for_their_lengths(hopper, run_family, family):
+    """Kernels between the calls write them."""
+    case = Case(4, 0, 0, 4, 2, 128, DTYPE, causal=True, kind="seqused")
+    problem = make_problem(case, hopper, [(200, 300), (1, 100), (90, 90), (102, 221)])
+    lengths = problem.seqused_k
+    choices = [lengths.clone(), lengths // 2 + 1]
+    wanted = []
+    for choice in choices:
+        problem.seqused_k = choice
+        wanted.append(run_family(problem, family)[:2])
+        torch.cuda.synchronize()
+    problem.seqused_k = lengths
+    results = []
+    for _ in range(20):
+        for choice in choices:
+            torch.add(choice, 0, out=lengths)
+            results.append(run_family(problem, family)[:2])
+    assert not torch.equal(wanted[0][1], wanted[1][1])
+    for i, result in enumerate(results):
+        assert all(torch.equal(a, b) for a, b in zip(result, wanted[i % 2]))
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("head_dim", (8, 32, 40, 64, 96, 128, 160, 192, 256))
 def test_dense(hopper, run_family, head_dim, features):
-    check_both(make_problem(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper), run_family)
+    check_families(make_problem(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), hopper), run_family)
 
 
 @pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
 def test_float16(hopper, run_family, head_dim):
-    check_both(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
+    check_families(make_problem(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), hopper), run_family)
 
 
 RISING_CASES = [(d, 0, features) for d in (64, 96, 128, 192, 256) for features in ({}, {"causal": True})]
@@ -104,9 +150,12 @@ def test_scores_far_above_their_reference(hopper, run_family, head_dim, head_dim
     problem = make_problem(case, hopper)
     if growth == "steady":
         problem.k.mul_(torch.linspace(0.1, 9.0, 1300, device=hopper)[:, None, None])
-    else:
-        problem.k[:, 700:703, 1].mul_(12.0 if growth == "sudden" else 100.0)
-    check_both(problem, run_family)
+    elif growth == "sudden":
+        problem.k[:, 700:703, 1].mul_(12.0)
+    else:  # along one axis: products that are as large would cancel, and leave the rounding of their sums in the LSE
+        problem.k[:, 700:703, 1, 0].mul_(100.0 * head_dim**0.5)
+        problem.k[:, 700:703, 1, 1:] = 0.0
+    check_families(problem, run_family)
 
 
 @pytest.mark.parametrize("window", ((63, 0), (64, 0), (128, 0), (128, 300)), ids=str)
@@ -115,7 +164,7 @@ def test_windows_of_short_row_blocks(hopper, run_family, head_dim, head_dim_v, w
     """Last row blocks of few rows, so that warpgroups without rows stand far beyond the keys that are loaded."""
     for seqlen_q, seqlen_k in ((1, 192), (256, 128), (1537, 1537), (1610, 1610)):
         case = Case(1, seqlen_q, seqlen_k, 2, 1, head_dim, DTYPE, head_dim_v=head_dim_v, window=window)
-        check_both(make_problem(case, hopper), run_family)
+        check_families(make_problem(case, hopper), run_family)
 
 
 @pytest.mark.parametrize("kind", ("packed", "padded", "seqused", "leftpad"))
@@ -125,7 +174,7 @@ def test_packed(hopper, run_family, head_dim, features, kind):
     """Sequences without queries, without keys, and short ones between long ones."""
     options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
     case = Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options)
-    check_both(make_problem(case, hopper), run_family)
+    check_families(make_problem(case, hopper), run_family)
 
 
 # Which way a block of keys takes depends on the side of the diagonal on which it lies, on the sign of the slope, and on
@@ -151,7 +200,7 @@ def test_score_modifiers(hopper, run_family, head_dim, modifiers, mask):
         rows[len(rows) // 3 :] *= 4
         if problem.alibi_slopes is not None:
             problem.alibi_slopes.copy_(torch.tensor([0.7, 0.004, -0.02, 0.0]))
-        check_both(problem, run_family)
+        check_families(problem, run_family)
 
 
 @pytest.mark.parametrize("page_size", (1, 8, 16, 48, 256))
@@ -161,14 +210,14 @@ def test_pages(hopper, run_family, head_dim, kind, page_size):
     """Every key block ends in the middle of a page, or a page in the middle of it. What no key uses is NaN."""
     features = FEATURES["everything"] if page_size == 48 else {"causal": page_size == 16}
     case = Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, page_size=page_size, **features)
-    check_both(make_problem(case, hopper), run_family)
+    check_families(make_problem(case, hopper), run_family)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_many_pages(hopper, run_family, head_dim):
     """More row blocks than multiprocessors and more blocks of keys than buffers."""
     case = Case(9, 1300, 2100, 16, 4, head_dim, DTYPE, causal=True, kind="seqused", page_size=16)
-    check_both(make_problem(case, hopper), run_family)
+    check_families(make_problem(case, hopper), run_family)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 192))
@@ -179,7 +228,7 @@ def test_lengths(hopper, run_family, head_dim, seqlen_q, seqlen_k):
     """One row, rows of one warpgroup only, more queries than keys (rows without keys), no key."""
     for causal in (False, True):
         case = Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal)
-        check_both(make_problem(case, hopper), run_family)
+        check_families(make_problem(case, hopper), run_family)
 
 
 # More row blocks than multiprocessors, so that thread blocks take several: by the counter where the mask or the lengths
@@ -207,7 +256,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_more_row_blocks_than_multiprocessors(hopper, run_family, name):
-    check_both(make_problem(LARGE[name], hopper), run_family)
+    check_families(make_problem(LARGE[name], hopper), run_family)
 
 
 @pytest.mark.parametrize("name", ("full", "causal", "packed", "packed_many"))
@@ -302,4 +351,4 @@ def test_strides(hopper, run_family, layout):
         "every second row": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
     }[layout]
     problem.q, problem.k, problem.v = (change(x) for x in (problem.q, problem.k, problem.v))
-    check_both(problem, run_family)
+    check_families(problem, run_family)

@@ -18,7 +18,7 @@ FEATURES = {
 }
 
 
-@pytest.fixture(params=("wgmma", "mma_sync"))
+@pytest.fixture(params=("wgmma", "wgmma:1", "mma_sync"))
 def family(request, monkeypatch):
     """Forced where it serves the call; the CPU backend has no families."""
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)

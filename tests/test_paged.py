@@ -25,7 +25,7 @@ def test_page_sizes(device, page_size, kind):
     check_public_call(paged(device, page_size, kind=kind, window=(50, 20), softcap=12.0, alibi="batch"))
 
 
-@pytest.mark.parametrize("family", ("mma_sync", "wgmma"))
+@pytest.mark.parametrize("family", ("mma_sync", "wgmma", "wgmma:1"))
 @pytest.mark.parametrize("page_size", (1, 7, 16, 256))
 def test_paged_equals_contiguous_bitwise(device, page_size, family, monkeypatch):
     """Within one kernel family, and at a head dim whose kernels read both: they sum in different orders."""

@@ -216,13 +216,18 @@ def test_shares_of_packed(hopper, run_family, page_size, kind, features):
     check_packed(hopper, run_family, "wgmma:3", page_size, kind, features)
 
 
+@pytest.mark.parametrize("features", ({}, {"causal": True}, {"kind": "packed", "causal": True}), ids=str)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_more_shares_than_multiprocessors(hopper, run_family, head_dim):
-    """Thread blocks take several shares, equal ones in turns and others as they get free."""
-    for features in ({}, {"causal": True}):
-        problem = make_problem(Case(2, 700, 1500, 16, 16, head_dim, DTYPE, **features), hopper)
-        out, lse, _ = run_family(problem, "wgmma:9")
-        check_forward(problem, out, lse)
+def test_more_shares_than_multiprocessors(hopper, run_family, head_dim, features):
+    """Thread blocks take several shares, equal ones in turns and others as they get free. The same in a graph."""
+    problem = make_problem(Case(2, 700, 1500, 16, 16, head_dim, DTYPE, **features), hopper)
+    out, lse, _ = run_family(problem, "wgmma:9")
+    check_forward(problem, out, lse)
+    graph, (replayed, replayed_lse, _) = captured(lambda: run_family(problem, "wgmma:9"))
+    for _ in range(3):
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(out, replayed) and torch.equal(lse, replayed_lse)
 
 
 def test_max_logit_of_shares(hopper, run_family):

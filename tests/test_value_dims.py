@@ -12,7 +12,7 @@ from reference import assert_accurate
 from test_backward import check_training_step
 from test_backward_families import check_both as check_both_backwards
 from test_errors import fails
-from test_families import FEATURES, check_both, run_family  # noqa: F401
+from test_families import FEATURES, check_families, run_family  # noqa: F401
 from torch.library import opcheck
 
 from flash_attn import backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -231,7 +231,7 @@ def test_caches_have_one_head_dim(device):
 @pytest.mark.parametrize("head_dims", [(192, 128), (136, 72), (128, 64), (64, 128), (96, 256)])
 def test_families(hopper, run_family, monkeypatch, head_dims, features):  # noqa: F811
     case = Case(2, 333, 401, 4, 2, head_dims[0], DTYPE, head_dim_v=head_dims[1], **features)
-    check_both(make_problem(case, hopper), run_family)
+    check_families(make_problem(case, hopper), run_family)
     check_both_backwards(case, hopper, monkeypatch)
 
 
@@ -241,11 +241,12 @@ def test_families(hopper, run_family, monkeypatch, head_dims, features):  # noqa
 @pytest.mark.parametrize("page_size", (0, 8, 48))
 def test_families_packed(hopper, run_family, features, kind, page_size):  # noqa: F811
     case = Case(7, 200, 350, 4, 2, 192, DTYPE, kind=kind, page_size=page_size, head_dim_v=128, **FEATURES[features])
-    check_both(make_problem(case, hopper), run_family)
+    check_families(make_problem(case, hopper), run_family)
 
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("causal", (False, True))
 def test_more_row_blocks_than_multiprocessors(hopper, run_family, dtype, causal):  # noqa: F811
-    check_both(make_problem(Case(3, 900, 1100, 12, 4, 192, dtype, causal=causal, head_dim_v=128), hopper), run_family)
+    case = Case(3, 900, 1100, 12, 4, 192, dtype, causal=causal, head_dim_v=128)
+    check_families(make_problem(case, hopper), run_family)

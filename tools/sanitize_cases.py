@@ -65,12 +65,17 @@ CASES = (
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
 )
-# By the wgmma family, with scores beyond what goes ahead of its references.
+# By the wgmma family, with scores beyond what goes ahead of its references: with the kernels for many waves of row
+# blocks, for one wave, and with shares of the keys.
 FAR_CASES = (
-    Case(1, 1100, 400, 2, 2, 64, "bfloat16"),
-    Case(1, 1100, 400, 2, 1, 128, "float16", causal=True),
-    Case(1, 200, 400, 2, 2, 128, "bfloat16", alibi="heads"),
-    Case(1, 200, 300, 2, 1, 256, "float16"),
+    ("wgmma", Case(1, 1100, 400, 2, 2, 64, "bfloat16")),
+    ("wgmma", Case(1, 1100, 400, 2, 1, 128, "float16", causal=True)),
+    ("wgmma", Case(1, 200, 400, 2, 2, 128, "bfloat16", alibi="heads")),
+    ("wgmma", Case(1, 200, 300, 2, 1, 256, "float16")),
+    ("wgmma:1", Case(1, 200, 400, 2, 2, 64, "bfloat16")),
+    ("wgmma:1", Case(1, 200, 400, 2, 1, 128, "float16", causal=True)),
+    ("wgmma:1", Case(3, 70, 150, 2, 1, 96, "bfloat16", causal=True, kind="packed", page_size=16, sinks=True)),
+    ("wgmma:3", Case(2, 150, 400, 2, 1, 128, "bfloat16", causal=True)),
 )
 
 
@@ -131,10 +136,10 @@ def check(case, device, deterministic):
         check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())
 
 
-def check_far(case, device):
+def check_far(family, case, device):
     problem = make_problem(case, device)
     problem.q.mul_(16.0)
-    with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY="wgmma"):
+    with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY=family):
         out, lse, _ = run(problem)
     check_forward(on_cpu(problem), out.cpu(), lse.cpu())
 
@@ -151,7 +156,8 @@ def main(arguments=None):
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     checks = [(case.id, functools.partial(check, case, options.device, i % 2 == 1)) for i, case in enumerate(CASES)]
-    checks += [(f"far-{case.id}", functools.partial(check_far, case, options.device)) for case in FAR_CASES]
+    for family, case in FAR_CASES:
+        checks.append((f"far-{family}-{case.id}", functools.partial(check_far, family, case, options.device)))
     for name, run_check in [*checks, *sanitize_kvcache.checks(options.device)]:
         if options.only not in name:
             continue

@@ -40,10 +40,10 @@ inline int64_t row_tiles(const Flash_fwd_params& params) {
   return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
 }
 
-// Whether the wgmma family wants a tile counter for this call.
-inline bool draws_tiles(const Flash_fwd_params& params) {
+// Whether the wgmma family wants a tile counter for this call, whose row tiles have so many shares of the keys.
+inline bool draws_tiles(const Flash_fwd_params& params, int shares) {
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
-  return plan::sm90_draws_tiles(params.max_head_dim(), uneven, row_tiles(params), params.multiprocessors);
+  return plan::sm90_draws_tiles(params.max_head_dim(), uneven, shares * row_tiles(params), params.multiprocessors);
 }
 
 // Rows of all heads, as the LSE has them.
@@ -53,7 +53,7 @@ inline int64_t all_rows(const Flash_fwd_params& params) {
 
 // Dropout takes the keys as they are.
 inline bool may_share_keys(const Flash_fwd_params& params) {
-  const plan::FwdVariant variant = params.has_score_mod ? plan::FwdVariant::kScoreMod : plan::FwdVariant::kShares;
+  const plan::FwdVariant variant = params.has_score_mod ? plan::FwdVariant::kScoreMod : plan::FwdVariant::kOneWave;
   const plan::Sm90FwdTile tile = plan::sm90_fwd_tile(plan::wgmma_head_dim(params.max_head_dim()), variant);
   const bool reads_keys = !params.is_paged() || plan::sm90_reads_pages(tile, variant);
   return !params.has_dropout && reads_keys && all_rows(params) <= kMaxLength;
@@ -74,8 +74,11 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   query.split_tiles =
       static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(query.head_dim, query.split_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
+  const int64_t first_keys = std::max(sequence.key_end(std::min(last, 127)) - sequence.key_begin(0), 0);
+  query.mean_keys = (first_keys + query.seen_keys) / 2;
   if (may_share_keys(params)) {
     query.share_tiles = static_cast<int64_t>(params.b) * params.h * ((sequence.seqlen_q + 127) / 128);
+    query.share_rows = all_rows(params);
   }
   return query;
 }
@@ -87,11 +90,13 @@ inline plan::FamilyChoice choose_family(const Flash_fwd_params& params) {
 }
 
 // What the wgmma family takes: `workspace` holds the results of the shares, if there are several.
-inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, int count, const at::Tensor& q,
-                                          at::Tensor& workspace) {
+inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const plan::FamilyChoice& choice,
+                                          const at::Tensor& q, at::Tensor& workspace) {
   Flash_fwd_shares_params shared;
   static_cast<Flash_fwd_params&>(shared) = params;
+  shared.is_one_wave = choice.is_one_wave;
   KeyShares& shares = shared.shares;
+  const int count = choice.key_shares;
   shares.count = count;
   if (count == 1) return shared;
   shares.rows = all_rows(params);
@@ -119,8 +124,8 @@ cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd
                                cudaStream_t stream) {
   if (choice.family == plan::Family::kWgmma) {
     at::Tensor workspace, own_counter;
-    Flash_fwd_shares_params shared = share_keys(params, choice.key_shares, q, workspace);
-    if (draws_tiles(params)) shared.tile_counter_ptr = tile_counter(q, own_counter);
+    Flash_fwd_shares_params shared = share_keys(params, choice, q, workspace);
+    if (draws_tiles(params, choice.key_shares)) shared.tile_counter_ptr = tile_counter(q, own_counter);
     cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
     if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
     if (status != cudaErrorNotSupported) return status;

@@ -23,9 +23,9 @@ void check_choice() {
   for (int capability : {80, 86, 89, 90, 100, 103, 120}) {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (int64_t row_tiles : {66, 132, 133}) {
-        const FamilyQuery query{capability, head_dim, row_tiles, 132, false, 1, 1, 512};
+        const FamilyQuery query{capability, head_dim, row_tiles, 132, false, 1, 1, 512, 512};
         const bool serves = capability == 90;
-        const int widest = row_tiles == 66 ? 128 : row_tiles == 132 ? 64 : 0;
+        const int widest = row_tiles <= 132 ? 64 : 0;
         const bool wgmma = serves && head_dim > widest;
         const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
         check::that(chosen_family(query, nullptr) == expected, "family", capability, head_dim, row_tiles);
@@ -40,8 +40,18 @@ void check_choice() {
   }
 }
 
+// The kernels for one wave of row tiles, and those for more.
+void check_one_wave() {
+  for (int64_t row_tiles : {1, 132, 133, 1000}) {
+    const FamilyQuery query{90, 128, row_tiles, 132, false, 1, 1, 2048, 2048};
+    const auto is_one_wave = [&](const char* forced) { return flash::plan::choose_family(query, forced).is_one_wave; };
+    check::that(is_one_wave(nullptr) == (row_tiles <= 132), "one wave", row_tiles);
+    check::that(!is_one_wave("wgmma") && is_one_wave("wgmma:1") && is_one_wave("wgmma:8"), "forced", row_tiles);
+  }
+}
+
 FamilyQuery shape(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
-  FamilyQuery query{90, head_dim, 0, 132, true, 0, 0, keys};
+  FamilyQuery query{90, head_dim, 0, 132, true, 0, 0, keys, keys};
   query.row_tiles = batch * heads * ((queries + 127) / 128);
   query.split_rows = queries * (heads / heads_k);
   query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
@@ -56,18 +66,19 @@ void check_measured() {
       shape(1, 16, 2048, 8, 8, 64),    shape(1, 64, 4096, 16, 16, 128), shape(1, 128, 8192, 16, 16, 128),
       shape(1, 256, 16384, 8, 8, 128), shape(1, 128, 8192, 16, 16, 64), shape(1, 128, 8192, 16, 16, 256),
       shape(16, 8, 4096, 32, 8, 128),  shape(16, 16, 4096, 32, 8, 128), shape(1, 64, 512, 2, 2, 256),
-      shape(1, 512, 2048, 4, 4, 64),   shape(1, 128, 2048, 16, 16, 64), shape(1, 128, 2048, 16, 16, 128),
-      shape(1, 512, 2048, 2, 2, 256),  shape(1, 64, 2048, 32, 8, 128),  shape(4, 16, 4096, 32, 8, 128)};
+      shape(1, 512, 2048, 4, 4, 64),   shape(1, 128, 2048, 16, 16, 64), shape(1, 512, 2048, 2, 2, 256),
+      shape(1, 64, 2048, 32, 8, 128),  shape(4, 16, 4096, 32, 8, 128)};
   const FamilyQuery wgmma[] = {
       shape(8, 1, 4096, 16, 16, 128),     shape(1, 1024, 1024, 4, 4, 128),  shape(1, 2048, 2048, 2, 2, 128),
       shape(1, 4096, 4096, 1, 1, 128),    shape(1, 128, 8192, 32, 32, 128), shape(1, 512, 8192, 8, 8, 128),
       shape(1, 512, 8192, 32, 8, 128),    shape(8, 128, 4096, 32, 8, 128),  shape(1, 2048, 32768, 32, 8, 128),
       shape(8, 64, 1024, 16, 16, 128),    shape(1, 512, 2048, 16, 16, 256), shape(1, 512, 512, 16, 16, 256),
-      shape(1, 16384, 16384, 16, 16, 64), shape(32, 512, 512, 16, 16, 64)};
-  const FamilyQuery mma_sync[] = {shape(1, 512, 512, 16, 16, 64),  shape(1, 512, 512, 4, 4, 128),
-                                  shape(1, 512, 512, 16, 16, 128), shape(1, 1024, 1024, 4, 4, 64),
+      shape(1, 16384, 16384, 16, 16, 64), shape(32, 512, 512, 16, 16, 64),  shape(1, 512, 512, 4, 4, 128),
+      shape(1, 512, 512, 16, 16, 128),    shape(1, 256, 256, 16, 16, 256),  shape(1, 2048, 2048, 8, 8, 64),
+      shape(1, 128, 2048, 16, 16, 128)};
+  const FamilyQuery mma_sync[] = {shape(1, 512, 512, 16, 16, 64),  shape(1, 1024, 1024, 4, 4, 64),
                                   shape(1, 512, 2048, 16, 16, 64), shape(1, 128, 512, 16, 16, 64),
-                                  shape(1, 256, 256, 16, 16, 256)};
+                                  shape(1, 128, 128, 16, 16, 128), shape(8, 256, 256, 8, 8, 64)};
   for (const FamilyQuery& query : wgmma) {
     check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
                 query.head_dim);
@@ -92,6 +103,7 @@ void check_measured() {
 FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
   query.share_tiles = query.row_tiles;
+  query.share_rows = batch * heads * queries;
   return query;
 }
 
@@ -103,9 +115,8 @@ void check_key_shares() {
     for (const FamilyQuery& query : shared) {
       const int shares = chosen_shares(query, nullptr);
       check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
-      const int teams = (head_dim == 64 ? 2 : 1) * query.multiprocessors;
-      check::that(shares > 1 && shares * query.share_tiles <= teams, "one wave of shares", shares, query.share_tiles,
-                  query.seen_keys, head_dim);
+      check::that(shares > 1 && shares * query.share_tiles <= query.multiprocessors, "one wave of shares", shares,
+                  query.share_tiles, query.seen_keys, head_dim);
       for (int wanted : {1, 2, 8, 32}) {
         const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
         check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
@@ -119,6 +130,10 @@ void check_key_shares() {
       unsplit.may_split = false;
       check::that(chosen_shares(unsplit, "split_kv") == shares, "asks for a family that does not serve it", shares);
     }
+    FamilyQuery causal = shareable(1, 16384, 16384, 1, 1, head_dim);
+    check::that(chosen_shares(causal, nullptr) == 1, "equal row tiles are of one wave", head_dim);
+    causal.mean_keys = causal.seen_keys / 2;
+    check::that(chosen_shares(causal, nullptr) > 1, "the long ones of unequal ones are shared", head_dim);
     const FamilyQuery whole[] = {shareable(8, 512, 512, 16, 16, head_dim), shareable(1, 256, 256, 16, 16, head_dim),
                                  shareable(1, 16384, 16384, 16, 16, head_dim)};
     for (const FamilyQuery& query : whole) {
@@ -203,6 +218,7 @@ void check_value_dims() {
 
 int main() {
   check_choice();
+  check_one_wave();
   check_measured();
   check_key_shares();
   check_backward_choice();
@@ -211,6 +227,13 @@ int main() {
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {
     int index = flash::plan::kSm90FirstHeadDim;
     for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
+  }
+  int one_wave = flash::plan::kSm90FirstHeadDim;
+  for (const flash::plan::Sm90FwdTile& tile : flash::plan::kSm90OneWaveTiles) {
+    check_tile(tile, flash::plan::kFwdTiles[0][one_wave++].head_dim);
+    check::that(tile.block_m == 128 && tile.teams == 1, "one of the tiles that the plan counts, with a multiprocessor",
+                tile.head_dim);
+    check::that(flash::plan::sm90_reads_pages(tile, flash::plan::FwdVariant::kOneWave), "pages", tile.head_dim);
   }
   check_tile(flash::plan::kSm90MaskedTile, 128);
   check_tile(flash::plan::kSm90ValueDimTile, 192);

@@ -29,7 +29,9 @@ struct FamilyQuery {
   int64_t split_rows;       // packed rows of a K/V head
   int64_t split_tiles;      // of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;        // at most so many by a tile of rows
+  int64_t mean_keys;        // by tiles of rows in the mean
   int64_t share_tiles = 0;  // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
+  int64_t share_rows = 0;   // of all heads
 };
 
 // The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
@@ -39,41 +41,70 @@ constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDi
 
 constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
-// What a call takes by each family, in picoseconds, of an H200; the ratios are what counts (docs/tuning.md). A wave of
-// row tiles takes a time for each key that they see.
-constexpr int64_t tile_waves(const FamilyQuery& query) {
-  return (query.row_tiles + query.multiprocessors - 1) / query.multiprocessors;
+// What one wave of row tiles takes by each family, in picoseconds, of an H200: fitted to 507 calls, the ratios are what
+// counts (docs/tuning.md).
+struct FamilyCosts {
+  int head_dim;
+  struct {
+    int64_t call, key;  // a key that the tiles see
+  } mma_sync;
+  struct {
+    int64_t call, tile, key;
+  } wgmma;
+  struct {
+    int64_t call, tile, key, results;  // a thousand numbers that are written, read and merged in fp32
+  } shares;
+  struct {
+    int64_t call_16, work_16, call, work_32, work;  // tiles of up to 16, of up to 32 and of more packed rows
+  } split;
+};
+
+constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
+    {32, {3450000, 6273}, {5050000, 12100, 8133}, {6840000, 12000, 8164, 1529}, {7680000, 209, 14100000, 130, 147}},
+    {64, {3390000, 9019}, {5080000, 13100, 8212}, {6960000, 8592, 8402, 1848}, {7080000, 98, 12000000, 130, 241}},
+    {96, {3570000, 15200}, {5380000, 12100, 8741}, {7360000, 9666, 9007, 1696}, {9720000, 86, 13900000, 130, 182}},
+    {128, {3610000, 17200}, {4920000, 13700, 11400}, {7220000, 19600, 12300, 1286}, {7030000, 113, 14200000, 130, 228}},
+    {192, {3980000, 23700}, {6230000, 16400, 13700}, {8100000, 11800, 14300, 1639}, {8660000, 71, 12700000, 130, 289}},
+    {256, {4360000, 31000}, {5160000, 19800, 18400}, {7440000, 19600, 21100, 1627}, {7230000, 126, 13100000, 130, 198}},
+};
+
+constexpr const FamilyCosts& family_costs(const FamilyQuery& query) {
+  return kFamilyCosts[head_dim_index(query.head_dim)];
+}
+
+constexpr int64_t waves_of(int64_t tiles, const FamilyQuery& query) {
+  return (tiles + query.multiprocessors - 1) / query.multiprocessors;
 }
 
 // Thread blocks of 64 rows while all tiles are of one wave: two on a multiprocessor hold each other up.
 constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
-  const int64_t alone = tile_waves(query) * query.seen_keys * (1800 + 112 * query.head_dim);
-  return 3000000 + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
+  const auto& cost = family_costs(query).mma_sync;
+  const int64_t alone = waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
+  return cost.call + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
-// At head dim 64 the two teams of a multiprocessor hold each other up, where both have a tile.
+// The more tiles ask for their first keys at the same time, the longer they wait.
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
-  const int64_t wide = 2800 + 60 * query.head_dim;
-  const int64_t narrow = query.row_tiles <= query.multiprocessors ? 10000 : 14000;
-  const int64_t of_key = query.head_dim <= kLeastWgmmaHeadDim ? narrow : wide < 10500 ? 10500 : wide;
-  return 6500000 + tile_waves(query) * query.seen_keys * of_key;
+  const auto& cost = family_costs(query).wgmma;
+  const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
+  return cost.call + cost.tile * at_a_time + waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
 }
 
-// Shares of keys are tiles too, in waves of their own. More of them run at a time, and so read more keys at a time; and
-// their results are written, read and merged in fp32.
+// Shares of keys are tiles too, in waves of their own; where row tiles see unequal numbers of keys, whoever is free
+// takes the longest that is left.
 constexpr int kMaxKeyShares = 32;
 
 constexpr int64_t shares_cost(const FamilyQuery& query, int shares) {
-  const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kShort).block_n;
+  const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kOneWave).block_n;
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
-  const int64_t keys = (blocks + shares - 1) / shares * block_n;
-  const int64_t tiles = query.share_tiles * shares;
-  const bool in_pairs = query.head_dim <= kLeastWgmmaHeadDim && tiles > query.multiprocessors;
-  const int64_t teams = in_pairs ? 2 * query.multiprocessors : query.multiprocessors;
-  const int64_t wide = 2000 + 58 * query.head_dim;
-  const int64_t of_key = in_pairs ? 13000 : wide < 9000 ? 9000 : wide;
-  const int64_t reads = query.share_tiles * query.seen_keys * query.head_dim * 2 / 5;
-  return 8500000 + (tiles + teams - 1) / teams * keys * of_key + reads + 200 * tiles * query.head_dim;
+  const int64_t longest = (blocks + shares - 1) / shares * block_n;
+  const int64_t tiles = query.share_tiles * shares, waves = waves_of(tiles, query);
+  const int64_t drawn = query.share_tiles * query.mean_keys / query.multiprocessors + longest / 2;
+  const bool draws = waves > 1 && query.mean_keys < query.seen_keys;
+  const int64_t keys = !draws ? waves * longest : drawn < longest ? longest : drawn;
+  const auto& cost = family_costs(query).shares;
+  const int64_t results = query.share_rows * shares * query.head_dim / 1000;
+  return cost.call + cost.tile * tiles + cost.key * keys + cost.results * results;
 }
 
 // The number of shares that takes the least time, and that time. More than one wave of row tiles is not cut.
@@ -95,15 +126,18 @@ constexpr KeySharesCost best_key_shares(const FamilyQuery& query) {
 // Shares of keys take the time of all tiles over all multiprocessors, and the merge, which is slow for tiles of more
 // than 16 packed rows.
 constexpr int64_t split_cost(const FamilyQuery& query) {
+  const auto& costs = family_costs(query);
+  const auto& cost = costs.split;
   const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.split_rows)).rows();
-  const int64_t work = query.seen_keys * query.split_tiles * query.head_dim / query.multiprocessors;
-  return rows <= 16 ? 5500000 + 120 * work : 12500000 + (rows <= 32 ? 130 : 238) * work;
+  const int64_t work = query.seen_keys * query.split_tiles * costs.head_dim / query.multiprocessors;
+  return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
 }
 
 // What runs a call.
 struct FamilyChoice {
   Family family;
-  int key_shares = 1;  // into which the wgmma family cuts the keys of each row tile
+  int key_shares = 1;        // into which the wgmma family cuts the keys of each row tile
+  bool is_one_wave = false;  // whether it takes its kernels for one wave of row tiles
 };
 
 // The fastest by these estimates. More than one wave of row tiles is wgmma's.
@@ -113,7 +147,7 @@ constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool wgmma = wgmma_serves(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
   const int64_t whole = wgmma ? best.cost : mma_sync_cost(query);
   if (query.may_split && split_cost(query) < whole) return {Family::kSplitKv};
-  return wgmma ? FamilyChoice{Family::kWgmma, best.shares} : FamilyChoice{Family::kMmaSync};
+  return wgmma ? FamilyChoice{Family::kWgmma, best.shares, in_one_wave} : FamilyChoice{Family::kMmaSync};
 }
 
 // The number of shares that `forced` asks for as "wgmma:8" does, 1 for "wgmma"; 0: it does not name that family.
@@ -127,12 +161,15 @@ inline int forced_key_shares(const char* forced) {
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
-// wherever it serves the call; anything else leaves the choice as it is.
+// wherever it serves the call, "wgmma" with the kernels for many waves of row tiles and "wgmma:1" with those for one;
+// anything else leaves the choice as it is.
 inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
   const int wanted = forced_key_shares(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
-  if (wanted > 0 && wgmma_serves(query)) return {Family::kWgmma, query.share_tiles == 0 ? 1 : wanted};
+  if (wanted > 0 && wgmma_serves(query)) {
+    return {Family::kWgmma, query.share_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
+  }
   if (is_forced("split_kv") && query.may_split) return {Family::kSplitKv};
   return fastest_family(query);
 }

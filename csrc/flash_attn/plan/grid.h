@@ -43,10 +43,10 @@ constexpr int page_box_rows(int page_size, int block_n) {
 constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
 // Whether a launch of the wgmma family draws row blocks from a counter. `uneven`: they see unequal numbers of keys;
-// `row_tiles`: of 128 rows, of all heads. Where the multiprocessors hold all of these at a time, they hold all tiles of
-// the family too, which have no fewer rows.
-constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t row_tiles, int multiprocessors) {
-  return row_tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
+// `tiles`: of 128 rows, of all heads and shares of the keys. Where the multiprocessors hold all of these at a time,
+// they hold all tiles of the family too, which have no fewer rows.
+constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t tiles, int multiprocessors) {
+  return tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
 }
 
 constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,

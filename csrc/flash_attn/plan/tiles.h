@@ -21,8 +21,9 @@ constexpr int kNumHeadDims = 6;
 // kSoftcap, kAlibi: one of them alone, of a positive scale and without dropout, in the wgmma family; kScoreMod: all
 // other calls with score modifiers there. Elsewhere every variant has them.
 // kMasked: in the wgmma family, what kPlain leaves to it under a mask where the two have different tiles.
-// kShares: in the wgmma family, the tile of kShort for calls whose keys are shared out. Score modifiers do both.
-enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kShares, kSoftcap, kAlibi };
+// kOneWave: in the wgmma family, what kPlain and kShort do, for calls whose row tiles the multiprocessors hold at a
+// time and for those whose keys are shared out. Score modifiers do both, dropout the first.
+enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi };
 
 constexpr bool modifies_scores(FwdVariant variant) {
   return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
@@ -136,6 +137,13 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
 // of 64, and so do the keys that a causal mask or a window of whole blocks shows them.
 constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
 
+// kOneWave: as fast as a row block alone on its multiprocessor, while all of them ask for keys at the same time. So
+// there is no second team, and at head dim 128 there are smaller blocks in more buffers.
+constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
+    {64, 128, 128, 3, 2, true, 1},         {96, 128, 128, 2, 2, false, 1},         {128, 128, 64, 5, 2, false, 1},
+    {192, 128, 96, 2, 1, false, 1, 0, 64}, {256, 128, 64, 2, 1, false, 1, 0, 128},
+};
+
 // Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
 // kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
@@ -158,7 +166,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
   }
-  if (variant == FwdVariant::kShares) variant = FwdVariant::kShort;
+  if (variant == FwdVariant::kOneWave) return kSm90OneWaveTiles[head_dim_index(head_dim) - kSm90FirstHeadDim];
   if (modifies_scores(variant)) variant = FwdVariant::kScoreMod;
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }

@@ -118,6 +118,7 @@ struct KeyShares {
 
 struct Flash_fwd_shares_params : Flash_fwd_params {
   KeyShares shares;
+  bool is_one_wave = false;  // of row tiles, for the variants that have a kernel for it
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/max_logit.h"
+#include "common/pdl.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
 
@@ -24,6 +25,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
+  wait_for_previous_kernel();
   store_rng_state(params.dropout);
   const RowBlock block = row_block(params, Config::kBlockM);
   if (!block.empty()) compute_attn_1rowblock<Config>(params, block);

@@ -16,8 +16,8 @@ int64_t fwd_blocks(const Flash_fwd_params& params) {
 template <class Config>
 cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(flash_fwd_kernel<Config>, fwd_blocks<Config>(params), Config::kThreads, Config::kSmemBytes, params,
-                params.device, stream, configured_devices);
+  return launch_dependent(flash_fwd_kernel<Config>, fwd_blocks<Config>(params), Config::kThreads, Config::kSmemBytes,
+                          params, params.device, stream, configured_devices);
 }
 
 template <class Config>

@@ -39,7 +39,7 @@ struct FwdConfig {
   static constexpr bool kStartsEarly =
       kVariant == FwdVariant::kMasked ||
       (plan::sm90_splits_masked(kHeadDim_) &&
-       (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kShares || plan::modifies_scores(kVariant)));
+       (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kOneWave || plan::modifies_scores(kVariant)));
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
   // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
@@ -61,8 +61,11 @@ struct FwdConfig {
                 "registers are shared out for two, three or twice two consumers");
   // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
-  // Three consumers start their products by turns, and draw between the wgmmas of P V (docs/tuning.md).
-  static constexpr bool kTakesTurns = kDropsPacked && kWarpGroups == 3;
+  // Three consumers draw between the wgmmas of P V (docs/tuning.md).
+  static constexpr bool kDrawsInPv = kDropsPacked && kWarpGroups == 3;
+  // They start their products by turns. So do two of 128 keys alone on their multiprocessor: without turns it is left
+  // to chance whether one multiplies while the other takes exponentials.
+  static constexpr bool kTakesTurns = kDrawsInPv || (kVariant == FwdVariant::kOneWave && kBlockN == 128);
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
   // Softcap alone and ALiBi alone have kernels of their own: one for everything takes twice what multiprocessors keep
@@ -74,7 +77,7 @@ struct FwdConfig {
   static constexpr bool kBoundsBySquares = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
-  static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kShares;
+  static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kOneWave;
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
   // it, or has other interior loops, which are slower (docs/tuning.md).
   static constexpr bool kKeepsLimits = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;

@@ -138,10 +138,11 @@ struct FwdConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
+  // Shares could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
   if (shares_keys<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
-  store_rng_state(launch.params.dropout);
+  if (!overlaps_launches<Config>(launch)) store_rng_state(launch.params.dropout);
   if (Config::kModifiers == Modifiers::kSoftcap && threadIdx.x < 2) {
     const float coefficient = launch.params.softcap_series.short_series.coefficient[threadIdx.x];
     for (int team = 0; team < Config::kTeams; ++team) {
@@ -157,7 +158,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     constexpr int kWarps = 4 / Config::kTeams;  // of a team
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
-    if (role != kSchedulerWarp) begin_together<Config>();  // the schedulers choose a row block first
+    if (role != kSchedulerWarp) {  // the schedulers choose a row block first
+      begin_together<Config>();
+      if (overlaps_launches<Config>(launch)) {
+        wait_for_previous_kernel();
+        store_rng_state(launch.params.dropout);  // in memory that a kernel before this one may still use
+      }
+    }
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
     if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
     if constexpr (Config::kDropsPacked) {
@@ -176,9 +183,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int team = Config::kTeams == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
     const int group = warp_group - 1 - team * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[team], group).run();
-    // The merge, as late as this: thread blocks of it that start earlier crowd on the few multiprocessors that are
-    // idle. The second team may have had nothing to do.
-    if (shares_keys<Config>(launch) && team == 0) allow_next_kernel();
+    // As late as this: thread blocks of the merge that start earlier crowd on the few multiprocessors that are idle.
+    if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }
 }
 

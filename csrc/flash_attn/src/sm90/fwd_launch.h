@@ -113,7 +113,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t st
   const int tiles = launch.tiles * shares;
   const int grid = tiles < params.multiprocessors ? tiles : params.multiprocessors;
   const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
-  if (shares > 1) {
+  if (overlaps_launches<Config>(launch)) {
     return flash::launch_dependent(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device,
                                    stream, configured_devices);
   }
@@ -132,7 +132,15 @@ cudaError_t run_score_mod(const Flash_fwd_shares_params& params, cudaStream_t st
   return capped ? run_flash_fwd<Softcap, kDtype>(params, stream) : run_flash_fwd<Alibi, kDtype>(params, stream);
 }
 
-inline bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
+// Not where equal tiles of Short, without a second team, are of two waves and those of Plain of one.
+template <class Plain, class Short>
+bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
+  auto is_one_wave = [&](int block_m) {
+    return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, block_m) <=
+           params.multiprocessors;
+  };
+  const bool is_even = params.window.right == kUnbounded && !params.packs_keys() && Short::kTeams == 1;
+  if (is_even && is_one_wave(Plain::kBlockM) && !is_one_wave(Short::kBlockM)) return false;
   const int rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
   return plan::sm90_prefers_short_tile(head_dim, rows, params.window.right != kUnbounded);
 }
@@ -150,16 +158,16 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_shares_params& params, cudaStream_t
     if (params.is_paged() && !Dropout::kHasPages) return cudaErrorNotSupported;
     return sm90::run_flash_fwd<Dropout, kDtype>(params, stream);
   }
-  if (params.shares.count > 1) {
-    using Shares = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kShares>;
-    if (params.is_paged() && !Shares::kHasPages) return cudaErrorNotSupported;
-    return sm90::run_flash_fwd<Shares, kDtype>(params, stream);
+  if (params.shares.count > 1 || params.is_one_wave) {
+    using OneWave = sm90::FwdConfig<kDtype, kHeadDim, plan::FwdVariant::kOneWave>;
+    static_assert(OneWave::kHasPages, "any call may be of one wave");
+    return sm90::run_flash_fwd<OneWave, kDtype>(params, stream);
   }
   if constexpr (Short::kTeams != Plain::kTeams || Short::kBlockM != Plain::kBlockM) {
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
                                  ? Short::kHasPages
-                                 : sm90::prefers_short_tile(params, kHeadDim);
+                                 : sm90::prefers_short_tile<Plain, Short>(params, kHeadDim);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   if constexpr (Plain::kSeesAll) {

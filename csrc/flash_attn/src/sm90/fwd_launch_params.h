@@ -31,5 +31,11 @@ __device__ __forceinline__ bool shares_keys(const FwdLaunch& launch) {
   return Config::kSharesKeys && launch.shares.count > 1;
 }
 
+// Whether the launch may overlap the kernels before and behind it (common/pdl.h).
+template <class Config>
+__host__ __device__ __forceinline__ bool overlaps_launches(const FwdLaunch& launch) {
+  return Config::kVariant == FwdVariant::kOneWave || (Config::kSharesKeys && launch.shares.count > 1);
+}
+
 }  // namespace sm90
 }  // namespace flash

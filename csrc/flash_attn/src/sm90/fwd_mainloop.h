@@ -347,14 +347,14 @@ struct FwdMainloop {
   template <bool kEdge>
   __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
     wait_for_k();
-    if constexpr (Config::kTakesTurns) read_col_words();
+    if constexpr (Config::kDrawsInPv) read_col_words();
     wait_for_turn();
     start_qk(q_stage);
-    start_pv<Config::kTakesTurns>(clears);
+    start_pv<Config::kDrawsInPv>(clears);
     pass_turn();
     const int key = (Config::kKeepsLimits ? n_block : tile.walk.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
-    if constexpr (!Config::kTakesTurns) read_col_words();
+    if constexpr (!Config::kDrawsInPv) read_col_words();
     if constexpr (!kGoesAhead<kEdge>) release_key();
     float correction[kRows];
     const Flag raised = exponentiate<kEdge>(tile, key, q_stage, correction);
@@ -364,7 +364,7 @@ struct FwdMainloop {
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     release(storage.v_empty, v_place);
-    if constexpr (!Config::kTakesTurns) draw_all();  // in the pauses between the exponentials
+    if constexpr (!Config::kDrawsInPv) draw_all();  // in the pauses between the exponentials
     if (raised) rescale_output(correction);
     set_probabilities(tile, key);
   }

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/dropout.h"
+#include "common/pdl.h"
 #include "sm90/fwd_launch_params.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/fwd_store.h"
@@ -93,15 +94,25 @@ __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, cons
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers.
+// Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers,
+// and, if no lengths have to be read for it, while the kernel before this one still runs.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
+  const bool reads_lengths = launch.params.packs_keys();
+  if (overlaps_launches<Config>(launch) && reads_lengths) wait_for_previous_kernel();
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
   const TileOrder<Config> order(launch);
   bool is_first = true;
+  auto begin = [&] {
+    if (!is_first) return;
+    is_first = false;
+    if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
+    begin_together<Config>();
+  };
   for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
+    begin();
     if (block.empty()) continue;
     const int share = order.share(index);
     const KeyWalk walk = key_walk<Config>(launch, block, share, order.shares());
@@ -109,12 +120,10 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
       store_nothing_seen<Config>(launch, block, share);
       continue;
     }
-    if (is_first) begin_together<Config>();
-    is_first = false;
     queue.push(block, walk, launch.params.window, share);
     queue.wait_until_taken();
   }
-  if (is_first) begin_together<Config>();
+  begin();
   queue.push(RowBlock{}, KeyWalk{}, Window{}, 0);
 }
 
