@@ -143,6 +143,7 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
             Case(16, longest, longest, 16, 16, 128, dtype, True, kind="packed", seqlens=VARLEN_SEQLENS),
         ],
         "small": small_cases(dtype),
+        "one_wave": one_wave_cases(dtype),
     }
 
 
@@ -156,6 +157,14 @@ def small_cases(dtype: str) -> list[Case]:
         (64, 512, 2, 256, False),
     ]
     return [Case(1, sq, sk, h, h, d, dtype, causal=causal) for sq, sk, h, d, causal in square + few_queries]
+
+
+def one_wave_cases(dtype: str) -> list[Case]:
+    """Batch 1: about as many row blocks as a GPU has multiprocessors, or fewer and long ones."""
+    shapes = [(512, 512, 32, True), (1024, 1024, 16, False), (1024, 1024, 16, True), (512, 2048, 16, False)]
+    shapes += [(2048, 2048, 8, False), (2048, 2048, 8, True), (4096, 4096, 4, True), (1024, 1024, 20, False)]
+    cases = [Case(1, sq, sk, h, h, d, dtype, causal=causal) for d in (64, 128) for sq, sk, h, causal in shapes]
+    return cases + [Case(1, 1024, 1024, 16, 16, 256, dtype), Case(1, 2048, 2048, 8, 8, 256, dtype, causal=True)]
 
 
 CACHE_SIZES = ((1, 8192), (1, 65536), (16, 4096), (64, 2048), (128, 8192))  # sequences, keys of each
