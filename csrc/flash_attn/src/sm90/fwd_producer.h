@@ -112,10 +112,13 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   };
   for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
-    begin();
-    if (block.empty()) continue;
+    if (block.empty()) {
+      begin();
+      continue;
+    }
     const int share = order.share(index);
     const KeyWalk walk = key_walk<Config>(launch, block, share, order.shares());
+    begin();
     if (walk.count() == 0) {
       store_nothing_seen<Config>(launch, block, share);
       continue;
