@@ -98,6 +98,7 @@ __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, cons
 // and, if no lengths have to be read for it, while the kernel before this one still runs.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
+  constexpr bool kMayOverlap = Config::kSharesKeys;
   const bool reads_lengths = launch.params.packs_keys();
   if (overlaps_launches<Config>(launch) && reads_lengths) wait_for_previous_kernel();
   TileQueue<Config> queue(storage);
@@ -113,16 +114,17 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
     const RowBlock block = order.at(index);
     if (block.empty()) {
-      begin();
+      if constexpr (kMayOverlap) begin();  // before the next one is drawn
       continue;
     }
     const int share = order.share(index);
     const KeyWalk walk = key_walk<Config>(launch, block, share, order.shares());
-    begin();
+    if constexpr (kMayOverlap) begin();  // before anything is stored
     if (walk.count() == 0) {
       store_nothing_seen<Config>(launch, block, share);
       continue;
     }
+    if constexpr (!kMayOverlap) begin();
     queue.push(block, walk, launch.params.window, share);
     queue.wait_until_taken();
   }
