@@ -209,7 +209,8 @@ def flash_attn_varlen_func(
     """Attention over sequences of different lengths, concatenated without padding.
 
     Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
-    are allowed. Nothing here synchronises with the GPU.
+    are allowed. Nothing here synchronises with the GPU: cu_seqlens that are not sorted, or beyond the rows that exist,
+    count as their running maximum within these, so that every row is written and none is read from outside.
 
     Arguments:
         q: (total_q, nheads, head_dim), total_q the number of queries of all sequences.
@@ -222,7 +223,8 @@ def flash_attn_varlen_func(
         max_seqlen_k: the same for the key lengths.
         <options>
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
-        seqused_k: int32 (batch,). Number of keys used of each sequence, instead of all; keyword only. Forward only.
+        seqused_k: int32 (batch,). Number of keys of each sequence, of which cu_seqlens_k then gives the first row
+            alone: they may go beyond the next sequence's. Keyword only. Forward only.
         leftpad_k: int32 (batch,). Number of keys skipped at the start of each sequence; they count in its length and
             in seqused_k; keyword only. Forward only.
 

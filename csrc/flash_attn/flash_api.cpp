@@ -21,9 +21,9 @@
 #include "launch_check.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
+#include "prepare.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
-#include "tile_counter.h"
 
 namespace flash {
 namespace {
@@ -181,23 +181,28 @@ bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
                                   params.seqlen_k, params.max_head_dim(), params.multiprocessors});
 }
 
-// The launches of one family, unless it sums up dQ in shared memory with fp32 accumulators of dQ, one tile for each
-// block of rows, and in deterministic mode a turn counter for each tile.
+// fp32 accumulators of dQ, one tile for each block of rows, in deterministic mode a turn counter for each of them, and
+// the semaphore of work tiles.
+at::Tensor allocate_bwd_workspace(plan::Family family, Flash_bwd_params& params, const at::Tensor& q,
+                                  bool deterministic) {
+  constexpr int64_t kWordsOfVector = 4;
+  const plan::DqTile tile = plan::dq_tile(family, params.d, params.d_v);
+  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
+  const int64_t accum_words = tiles * tile.block_m * tile.head_dim, turn_words = deterministic ? tiles : 0;
+  params.workspace_vectors = (accum_words + turn_words + 1 + kWordsOfVector - 1) / kWordsOfVector;
+  at::Tensor workspace = new_empty(q, {params.workspace_vectors, kWordsOfVector}, at::kFloat);
+  params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr());
+  params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
+  int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + accum_words);
+  params.dq_turns_ptr = deterministic ? counters : nullptr;
+  params.tile_count_semaphore = counters + turn_words;
+  return workspace;
+}
+
+// The launches of one family.
 cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
-  at::Tensor dq_accum, turns;
-  if (!sums_dq_in_shared(family, params)) {
-    const plan::DqTile tile = plan::dq_tile(family, params.d, params.d_v);
-    const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-    dq_accum = new_empty(q, {tiles, tile.block_m, tile.head_dim}, at::kFloat);
-    params.dq_accum_ptr = dq_accum.mutable_data_ptr<float>();
-    params.dq_accum_size = dq_accum.numel();
-    if (deterministic) {
-      turns = new_zeros(q, {tiles}, at::kInt);
-      params.dq_turns_ptr = turns.mutable_data_ptr<int>();
-    }
-  }
-  at::Tensor own_counter;
-  if (family == plan::Family::kWgmma) params.tile_counter_ptr = tile_counter(q, own_counter);
+  at::Tensor workspace;
+  if (!sums_dq_in_shared(family, params)) workspace = allocate_bwd_workspace(family, params, q, deterministic);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     return HEADDIM_SWITCH(params.max_head_dim(),
@@ -207,6 +212,8 @@ cudaError_t launch_backward(plan::Family family, Flash_bwd_params& params, const
 
 // False: the head dims differ and the family does not serve them; nothing was launched.
 bool run_mha_bwd(plan::Family family, Flash_bwd_params& params, const at::Tensor& q, bool deterministic) {
+  at::Tensor workspace;
+  check_launch(prepare(params, false, q, workspace), "prepare_kernel", q);
   cudaError_t status = launch_backward(family, params, q, deterministic);
   if (status == cudaErrorNotSupported && params.d != params.d_v) return false;
   if (status == cudaErrorNotSupported && family == plan::Family::kWgmma) {

@@ -12,9 +12,9 @@
 #include "plan/family.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
+#include "prepare.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
-#include "tile_counter.h"
 
 namespace flash {
 
@@ -40,10 +40,12 @@ inline int64_t row_tiles(const Flash_fwd_params& params) {
   return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
 }
 
-// Whether the wgmma family wants a tile counter for this call, whose row tiles have so many shares of the keys.
-inline bool draws_tiles(const Flash_fwd_params& params, int shares) {
+// Whether the choice hands out work tiles by a semaphore.
+inline bool draws_tiles(const Flash_fwd_params& params, const plan::FamilyChoice& choice) {
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
-  return plan::sm90_draws_tiles(params.max_head_dim(), uneven, shares * row_tiles(params), params.multiprocessors);
+  return choice.family == plan::Family::kWgmma &&
+         plan::sm90_draws_tiles(params.max_head_dim(), uneven, choice.key_shares * row_tiles(params),
+                                params.multiprocessors);
 }
 
 // Rows of all heads, as the LSE has them.
@@ -95,6 +97,7 @@ inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const 
   Flash_fwd_shares_params shared;
   static_cast<Flash_fwd_params&>(shared) = params;
   shared.is_one_wave = choice.is_one_wave;
+  shared.follows_prepare = params.is_varlen() || params.tile_count_semaphore != nullptr;
   KeyShares& shares = shared.shares;
   const int count = choice.key_shares;
   shares.count = count;
@@ -123,9 +126,8 @@ template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd_params& params, const at::Tensor& q,
                                cudaStream_t stream) {
   if (choice.family == plan::Family::kWgmma) {
-    at::Tensor workspace, own_counter;
-    Flash_fwd_shares_params shared = share_keys(params, choice, q, workspace);
-    if (draws_tiles(params, choice.key_shares)) shared.tile_counter_ptr = tile_counter(q, own_counter);
+    at::Tensor workspace;
+    const Flash_fwd_shares_params shared = share_keys(params, choice, q, workspace);
     cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
     if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
     if (status != cudaErrorNotSupported) return status;
@@ -134,8 +136,10 @@ cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd
 }
 
 // False: the head dims differ and the family does not serve them; nothing was launched.
-inline bool run_mha_fwd(const plan::FamilyChoice& choice, const Flash_fwd_params& params, const at::Tensor& q) {
+inline bool run_mha_fwd(const plan::FamilyChoice& choice, Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  at::Tensor workspace;
+  check_launch(prepare(params, draws_tiles(params, choice), q, workspace), "prepare_kernel", q);
   const bool is_fp16 = q.scalar_type() == at::kHalf;
   const cudaError_t status = FP16_SWITCH(is_fp16, [&] {
     return HEADDIM_SWITCH(params.max_head_dim(),

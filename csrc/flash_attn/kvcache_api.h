@@ -215,7 +215,7 @@ inline void run_forward_over_cache(const plan::FamilyChoice& choice, const Flash
   at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
   forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
   int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
-  forward.varlen.cached_keys = cached_keys;
+  forward.varlen.key_ranges = cached_keys;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
   at::Tensor rotated;
@@ -334,12 +334,14 @@ inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::
   params.o_vectors = piece_bytes(out) == 16;
   const int64_t schedule_words = forward.is_varlen() ? plan::kv_schedule_words(plan) : 0;
   const int64_t workspace_words = params.merges ? plan::kv_workspace_words(plan, params.d) : 0;
+  const int64_t all_words = schedule_words + workspace_words + varlen_words(forward);
   at::Tensor workspace;
-  if (schedule_words + workspace_words > 0) {
-    workspace = new_empty(q, {schedule_words + workspace_words}, at::kInt);
+  if (all_words > 0) {
+    workspace = new_empty(q, {all_words}, at::kInt);
     int* const words = workspace.mutable_data_ptr<int>();
     if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
     if (schedule_words > 0) params.schedule = reinterpret_cast<const KvHeader*>(words);
+    set_params_varlen_workspace(params, words + schedule_words + workspace_words);  // the plan's kernel fills it
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (params.schedule != nullptr) {

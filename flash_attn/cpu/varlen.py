@@ -17,6 +17,7 @@ PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
 # softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full row block.
 SOFTMAX_D_GAP = 128
+_MOST_ROWS = 0x3FFFFFFF  # of a sequence, as on the GPU
 
 
 class Sequence(NamedTuple):
@@ -30,26 +31,30 @@ class Sequence(NamedTuple):
 
 
 def _spans(cu_seqlens: torch.Tensor, total: int):
-    """(start, stop) of every sequence, clamped to the rows that exist."""
-    bounds = [min(max(bound, 0), total) for bound in cu_seqlens.tolist()]
-    return [(start, max(start, stop)) for start, stop in zip(bounds, bounds[1:])]
+    """(start, stop) of every sequence: the running maximum of cu_seqlens, clamped to the rows that exist, so that no
+    two sequences have a row in common whatever it holds.
+    """
+    bounds = cu_seqlens.clamp(0, total).cummax(0).values.tolist()
+    return list(zip(bounds, bounds[1:]))
 
 
 def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None):
-    """The rows of every sequence; a key length is clamped to the rows that the sequence has."""
-    q_spans = _spans(cu_seqlens_q, total_q)
-    if block_table is None:
-        k_spans = _spans(cu_seqlens_k, k.shape[0])
-    else:
-        capacity = block_table.shape[1] * k.shape[1]
-        lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).clamp(0, capacity)
-        k_spans = [(0, length if seqused_k is None else capacity) for length in lengths.tolist()]
-    used = [stop - start for start, stop in k_spans] if seqused_k is None else seqused_k.tolist()
+    """The rows of every sequence. With seqused_k the beginnings of the keys are those of cu_seqlens_k, in any order,
+    and their lengths seqused_k, clamped to the rows that exist.
+    """
+    paged = block_table is not None
+    capacity = block_table.shape[1] * k.shape[1] if paged else k.shape[0]
+    spans = _spans(cu_seqlens_k, _MOST_ROWS if paged else capacity)
+    starts, used = [start for start, _ in spans], [stop - start for start, stop in spans]
+    if seqused_k is not None:
+        starts, used = cu_seqlens_k[:-1].clamp(0, capacity).tolist(), seqused_k.tolist()
+    if paged:
+        starts = [0] * len(used)
     padding = [0] * len(used) if leftpad_k is None else leftpad_k.tolist()
     result = []
-    for index, ((q0, q1), (k0, k1)) in enumerate(zip(q_spans, k_spans)):
-        stop = min(k1, k0 + max(0, used[index]))
-        start = min(stop, k0 + max(0, padding[index]))
+    for index, (q0, q1) in enumerate(_spans(cu_seqlens_q, total_q)):
+        stop = min(capacity, starts[index] + max(0, used[index]))
+        start = min(stop, starts[index] + max(0, padding[index]))
         result.append(Sequence(index, q0, q1, start, stop))
     return result
 
@@ -121,7 +126,8 @@ def varlen_fwd(
             a head dim d_v of its own.
         cu_seqlens_q, cu_seqlens_k: int32 (b + 1), cumulative lengths.
         seqused_k: None or int32 (b): key rows in use of each sequence; leftpad_k: None or int32 (b): key rows to skip
-            at its start. The keys are rows leftpad .. seqused. Lengths are clamped to the rows that exist.
+            at its start. The keys are rows leftpad .. seqused. Lengths are clamped to the rows that exist; with
+            seqused_k the keys of a sequence may lie beyond the beginning of the next one.
         block_table: None or int32 (b, max_blocks): the pages of each sequence; only entries in use are read.
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
         zero_tensors, num_splits: accepted and without effect (padding rows are always written; there are no splits).

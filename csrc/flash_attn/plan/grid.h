@@ -39,10 +39,10 @@ constexpr int page_box_rows(int page_size, int block_n) {
 }
 
 // Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
-// counter, instead of one head after the other in equal shares (docs/tuning.md).
+// semaphore, instead of one head after the other in equal shares (docs/tuning.md).
 constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
-// Whether a launch of the wgmma family draws row blocks from a counter. `uneven`: they see unequal numbers of keys;
+// Whether a launch of the wgmma family hands out row blocks by a semaphore. `uneven`: they see unequal numbers of keys;
 // `tiles`: of 128 rows, of all heads and shares of the keys. Where the multiprocessors hold all of these at a time,
 // they hold all tiles of the family too, which have no fewer rows.
 constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t tiles, int multiprocessors) {

@@ -52,15 +52,19 @@ struct PagedKv {
   FastDiv page_size;
 };
 
-// Packed batches. All device arrays are int32; lengths are read on the device and clamped to what is allocated.
+// Packed batches. All device arrays are int32. Only run_prepare() reads what the caller gave, which may hold anything:
+// the other kernels see one copy of it, from which every row belongs to exactly one segment (see varlen_first_slot).
 struct Varlen {
   const int* cu_seqlens_q = nullptr;  // (b + 1); null for dense batches
   const int* cu_seqlens_k = nullptr;  // (b + 1)
   const int* seqused_k = nullptr;     // (b) or null
   const int* leftpad_k = nullptr;     // (b) or null
-  // (b, 2), of dense queries over a cache: first row and count of each sequence's keys, in a packed tensor or within
-  // the pages of the sequence; null: all of k
-  const int* cached_keys = nullptr;
+
+  int* segments_q = nullptr;  // (b + 3) first row of each segment of q, non-decreasing; the last is total_q
+  int* segments_k = nullptr;  // (b + 3) the same of k; of pages without an upper limit
+  // (b, 2) first row and count of each sequence's keys, in a packed tensor or within the pages of the sequence; of a
+  // dense batch null: all of k
+  int* key_ranges = nullptr;
 };
 
 struct Flash_fwd_params {
@@ -96,14 +100,14 @@ struct Flash_fwd_params {
   int d_v = 0;  // head dim of V and O; in padding, so that no other parameter moves
   Dropout dropout;
 
-  int* tile_counter_ptr = nullptr;  // one int, 0 at the start of a launch, which leaves it 0; null: none at hand
+  int* tile_count_semaphore = nullptr;  // the work tiles handed out so far, cleared ahead of the launch; null: none
 
   int device = 0;
   int multiprocessors = 0;
 
   FLASH_HOST_DEVICE int max_head_dim() const { return d > d_v ? d : d_v; }
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
-  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.cached_keys != nullptr; }
+  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.key_ranges != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
@@ -118,7 +122,8 @@ struct KeyShares {
 
 struct Flash_fwd_shares_params : Flash_fwd_params {
   KeyShares shares;
-  bool is_one_wave = false;  // of row tiles, for the variants that have a kernel for it
+  bool follows_prepare = false;  // run_prepare() was the last launch of the stream
+  bool is_one_wave = false;      // of row tiles, for the variants that have a kernel for it
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.
@@ -135,9 +140,14 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr =
       nullptr;                               // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
-  int64_t dq_accum_size = 0;                 // floats
-  int* __restrict__ dq_turns_ptr = nullptr;  // deterministic: contributions to each tile so far; zeroed
+  int* __restrict__ dq_turns_ptr = nullptr;  // deterministic: contributions to each tile so far
+  float4* workspace_ptr = nullptr;           // dq_accum, turns and tile_count_semaphore: run_softmax_d_ clears it
+  int64_t workspace_vectors = 0;
 };
+
+// Ahead of every kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
+// key_ranges, and clears the semaphore. The next kernel of the stream may be launched as its dependent (common/pdl.h).
+cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
 
 // One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
 // params.device; returns the launch status. All head dims are the same.

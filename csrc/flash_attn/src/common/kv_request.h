@@ -77,9 +77,8 @@ struct KvQueries {
 template <bool kMayBePacked>
 __device__ __forceinline__ KvQueries kv_queries(const Flash_kvcache_params& params, int index) {
   if (!kMayBePacked || !params.is_varlen()) return {index, 0, params.seqlen_q};
-  const int begin = segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, index + 1);
-  const int end = segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, index + 2);
-  return {0, begin, max(end - begin, 0)};
+  const int begin = params.varlen.segments_q[index + 1], end = params.varlen.segments_q[index + 2];
+  return {0, begin, end - begin};
 }
 
 // Packed rows of one K/V head.
@@ -137,8 +136,7 @@ struct KvItem {
 
 // All lanes of a warp together.
 __device__ __forceinline__ KvItem packed_item(const Flash_kvcache_params& params, int item) {
-  const int segment =
-      find_segment(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, item, params.tile_rows, params.h_h_k_ratio);
+  const int segment = find_segment(params.varlen.segments_q, params.b, item, params.tile_rows, params.h_h_k_ratio);
   const int first = packed_first_item(params, kv_queries<true>(params, segment - 1), segment);
   return {packed_request(params, segment), max(item - first, 0)};
 }

@@ -41,24 +41,16 @@ __device__ __forceinline__ float keyless_lse(const Flash_fwd_params& params, con
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
-// First row of a segment (see varlen_first_slot); segment batch + 2 is the end.
-__device__ __forceinline__ int segment_begin(const int* cu_seqlens, int batch, int total_rows, int segment) {
-  if (segment == 0) return 0;
-  return segment <= batch + 1 ? clamp(cu_seqlens[segment - 1], 0, total_rows) : total_rows;
-}
-
 // The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
 // cost one memory latency. A row of the tensor counts as `packed` rows of a block.
-__device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, int total_rows, int slot, int block_m,
-                                            int packed = 1) {
+__device__ __forceinline__ int find_segment(const int* segments, int batch, int slot, int block_m, int packed = 1) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch + 2;
   while (count > 1) {
     const int stride = (count + 31) / 32;
     const int probe = lane * stride;
     const bool reached =
-        probe < count && varlen_first_slot(packed * segment_begin(cu_seqlens, batch, total_rows, low + probe),
-                                           low + probe, block_m) <= slot;
+        probe < count && varlen_first_slot(packed * segments[low + probe], low + probe, block_m) <= slot;
     const int reached_probes = max(__popc(__ballot_sync(0xffffffffu, reached)), 1);
     low += (reached_probes - 1) * stride;
     count = min(stride, count - (reached_probes - 1) * stride);
@@ -67,17 +59,8 @@ __device__ __forceinline__ int find_segment(const int* cu_seqlens, int batch, in
 }
 
 __device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_params& params) {
-  const Varlen& varlen = params.varlen;
-  const bool paged = params.is_paged();
-  const int begin = varlen.cu_seqlens_k[block.batch];
-  const int length = max(varlen.cu_seqlens_k[block.batch + 1] - begin, 0);
-  const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
-  const int capacity = paged ? static_cast<int>(min(table, int64_t{kMaxLength}))
-                             : min(length, params.seqlen_k - clamp(begin, 0, params.seqlen_k));
-  const int used = varlen.seqused_k != nullptr ? varlen.seqused_k[block.batch] : length;
-  const int leftpad = varlen.leftpad_k != nullptr ? max(varlen.leftpad_k[block.batch], 0) : 0;
-  block.k_begin = (paged ? 0 : clamp(begin, 0, params.seqlen_k)) + leftpad;
-  block.seqlen_k = max(clamp(used, 0, capacity) - leftpad, 0);
+  block.k_begin = params.varlen.key_ranges[2 * block.batch];
+  block.seqlen_k = params.varlen.key_ranges[2 * block.batch + 1];
 }
 
 // The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
@@ -90,11 +73,11 @@ __device__ __forceinline__ void set_rows(RowBlock& block, int block_m, int from_
 
 // A segment without rows of its own yet.
 __device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& params, int segment) {
-  const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
+  const int* segments = params.varlen.segments_q;
   RowBlock block;
   block.segment = segment;
-  block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
-  block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
+  block.q_begin = segments[segment];
+  block.seqlen_q = segments[segment + 1] - block.q_begin;
   if (in_sequence(params, block)) {
     block.batch = segment - 1;
     set_key_range(block, params);
@@ -103,7 +86,7 @@ __device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& param
 }
 
 __device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
-  const int segment = find_segment(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, slot, block_m);
+  const int segment = find_segment(params.varlen.segments_q, params.b, slot, block_m);
   RowBlock block = varlen_segment(params, segment);
   block.head = head;
   set_rows(block, block_m, slot - varlen_first_slot(block.q_begin, segment, block_m));
@@ -119,10 +102,7 @@ __device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& para
   block.batch = batch;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
-  if (params.varlen.cached_keys != nullptr) {
-    block.k_begin = params.varlen.cached_keys[2 * block.batch];
-    block.seqlen_k = params.varlen.cached_keys[2 * block.batch + 1];
-  }
+  if (params.varlen.key_ranges != nullptr) set_key_range(block, params);
   block.row_begin = (row_blocks - 1 - place) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
@@ -159,24 +139,23 @@ struct KeyBlock {
   int n_block = 0;
   int q_segment = 0;  // of the queries, for varlen_first_slot
 
-  // n_block is negative where cu_seqlens_k descends.
-  __device__ __forceinline__ bool empty(int block_n) const { return n_block < 0 || n_block * block_n >= seqlen_k; }
+  __device__ __forceinline__ bool empty(int block_n) const { return n_block * block_n >= seqlen_k; }
 };
 
 __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, HeadBlock at) {
-  const int* cu_seqlens_k = params.varlen.cu_seqlens_k;
-  const int* cu_seqlens_q = params.varlen.cu_seqlens_q;
-  const int segment = find_segment(cu_seqlens_k, params.b, params.seqlen_k, at.block, block_n);
+  const int* segments_k = params.varlen.segments_k;
+  const int* segments_q = params.varlen.segments_q;
+  const int segment = find_segment(segments_k, params.b, at.block, block_n);
   KeyBlock block;
   block.head_k = at.head;
-  block.k_begin = segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment);
-  block.seqlen_k = max(segment_begin(cu_seqlens_k, params.b, params.seqlen_k, segment + 1) - block.k_begin, 0);
+  block.k_begin = segments_k[segment];
+  block.seqlen_k = segments_k[segment + 1] - block.k_begin;
   block.n_block = at.block - varlen_first_slot(block.k_begin, segment, block_n);
   if (segment >= 1 && segment <= params.b) {
     block.batch = segment - 1;
     block.q_segment = segment;
-    block.q_begin = segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment);
-    block.seqlen_q = max(segment_begin(cu_seqlens_q, params.b, params.seqlen_q, segment + 1) - block.q_begin, 0);
+    block.q_begin = segments_q[segment];
+    block.seqlen_q = segments_q[segment + 1] - block.q_begin;
   }
   return block;
 }

@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "common/launch.h"
+#include "common/pdl.h"
 #include "common/sequence.h"
 #include "flash.h"
 
@@ -46,12 +47,11 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
-// This thread block's share of the accumulator of dQ becomes 0.
-__device__ void clear_dq_accum(const Flash_bwd_params& params, int block) {
-  float4* const vectors = reinterpret_cast<float4*>(params.dq_accum_ptr);  // whole tiles
-  const int64_t count = params.dq_accum_size / 4, share = (count + gridDim.x - 1) / gridDim.x;
-  const int64_t begin = share * block, end = min(begin + share, count);
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) vectors[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// This thread block's part of the accumulator of dQ and of the counters becomes 0.
+__device__ void clear_workspace(const Flash_bwd_params& params, int block) {
+  const int64_t count = params.workspace_vectors, length = (count + gridDim.x - 1) / gridDim.x;
+  const int64_t begin = length * block, end = min(begin + length, count);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) params.workspace_ptr[i] = float4{};
 }
 
 // The sum over the thread block, in a fixed order, in thread 0.
@@ -69,7 +69,8 @@ __device__ float block_sum(float value) {
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
   const int index = reversed_block();
-  clear_dq_accum(params, index);
+  clear_workspace(params, index);
+  wait_for_previous_kernel();
   const RowBlock block = row_block_at(params, kRows, index);
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
@@ -104,9 +105,12 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
 template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(softmax_d_kernel<Pair>,
-                params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows), kThreads, 0, params,
-                params.device, stream, configured_devices);
+  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
+  if (params.is_varlen()) {  // run_prepare() is the launch before
+    return launch_dependent(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream,
+                            configured_devices);
+  }
+  return launch(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream, configured_devices);
 }
 
 }  // namespace

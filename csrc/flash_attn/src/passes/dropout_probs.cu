@@ -36,15 +36,13 @@ __device__ void make_dropped(__nv_bfloat16& value) {
 __device__ RowBlock whole_sequence(const Flash_fwd_params& params, int batch, int head) {
   RowBlock block;
   block.batch = batch;
-  block.head = head;
   if (params.is_varlen()) {
-    block.q_begin = clamp(params.varlen.cu_seqlens_q[batch], 0, params.seqlen_q);
-    block.seqlen_q = max(clamp(params.varlen.cu_seqlens_q[batch + 1], 0, params.seqlen_q) - block.q_begin, 0);
-    set_key_range(block, params);
+    block = varlen_segment(params, batch + 1);
   } else {
     block.seqlen_q = params.seqlen_q;
     block.seqlen_k = params.seqlen_k;
   }
+  block.head = head;
   return block;
 }
 

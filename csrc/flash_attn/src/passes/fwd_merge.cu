@@ -28,10 +28,8 @@ __device__ Row row_at(const Flash_fwd_params& params, int row) {
 __device__ float sink_of(const Flash_fwd_params& params, const Row& at) {
   if (params.sinks_ptr == nullptr) return -INFINITY;
   if (params.is_varlen()) {
-    const int* const starts = params.varlen.cu_seqlens_q;
-    const int begin = segment_begin(starts, params.b, params.seqlen_q, 1);
-    const int end = segment_begin(starts, params.b, params.seqlen_q, params.b + 1);
-    if (at.token < begin || at.token >= end) return -INFINITY;
+    const int* const segments = params.varlen.segments_q;
+    if (at.token < segments[1] || at.token >= segments[params.b + 1]) return -INFINITY;
   }
   return params.sinks_ptr[at.head];
 }

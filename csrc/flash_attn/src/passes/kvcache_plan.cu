@@ -3,12 +3,14 @@
 
 #include "common/kv_start.h"
 #include "common/launch.h"
+#include "common/prepare_varlen.h"
 #include "kvcache.h"
 
 namespace flash {
 namespace {
 
 constexpr int kThreads = 512;
+static_assert(kThreads <= kPrepareThreads, "prepare_varlen() has room for them");
 
 struct PlanArguments {
   Flash_kvcache_params params;
@@ -76,6 +78,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_con
   extern __shared__ __align__(16) char smem[];
   const Flash_kvcache_params& params = arguments.params;
   int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
+  if (params.is_varlen()) prepare_varlen(params);
   const KvItems own(units(params), threadIdx.x, kThreads);
   int64_t work = 0;
   for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);

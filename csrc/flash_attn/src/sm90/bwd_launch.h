@@ -65,9 +65,10 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
                                                rows / Config::kBlockM, Config::kBlockN);
   launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
                                params.multiprocessors, running);
-  launch.counter = launch.grid.blocks > params.multiprocessors ? params.tile_counter_ptr : nullptr;
+  const bool is_dynamic = launch.grid.blocks > params.multiprocessors;
+  launch.tile_count_semaphore = is_dynamic ? params.tile_count_semaphore : nullptr;
   if (launch.grid.blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
-  const int64_t thread_blocks = launch.counter != nullptr ? params.multiprocessors : launch.grid.blocks;
+  const int64_t thread_blocks = is_dynamic ? params.multiprocessors : launch.grid.blocks;
   return flash::launch(flash_bwd_kernel<Config>, thread_blocks, Config::kThreads,
                        static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
 }

@@ -41,20 +41,15 @@ struct BwdLoader {
     }
   }
 
-  // The next index, the same in all lanes. With a counter, thread blocks take what is left as they get free, in
-  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done. Each draws one index too
-  // many, and the last such draw leaves the counter at 0 again.
+  // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
+  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done.
   __device__ __forceinline__ int draw(bool first, int index) const {
-    int* const counter = launch.counter;
+    int* const semaphore = launch.tile_count_semaphore;
     const bool is_ordered = launch.params.dq_turns_ptr != nullptr;
-    if (first && (counter == nullptr || !is_ordered)) return blockIdx.x;
-    if (counter == nullptr) return index + gridDim.x;
-    const int blocks = static_cast<int>(launch.grid.blocks), begin = is_ordered ? 0 : gridDim.x;
-    int drawn = 0;
-    if (issues) {
-      drawn = atomicAdd(counter, 1);
-      if (drawn == blocks + static_cast<int>(gridDim.x) - begin - 1) *counter = 0;
-    }
+    if (first && (semaphore == nullptr || !is_ordered)) return blockIdx.x;
+    if (semaphore == nullptr) return index + gridDim.x;
+    const int begin = is_ordered ? 0 : gridDim.x;
+    const int drawn = issues ? atomicAdd(semaphore, 1) : 0;
     return begin + __shfl_sync(0xffffffffu, drawn, 0);
   }
 

@@ -15,7 +15,7 @@ namespace sm90 {
 struct BwdLaunch {
   Flash_bwd_params params;
   BwdGrid grid;
-  int* counter;  // of the blocks that were drawn, 0 between launches; null: equal shares
+  int* tile_count_semaphore;  // null: equal numbers of blocks
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;  // for DqPlace::kShared
 };

@@ -91,7 +91,7 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   launch.interior_blocks =
       FastDiv(most_interior_blocks(params.window, params.seqlen_k, Config::kBlockM, Config::kBlockN));
   launch.group = FastDiv(params.h_h_k_ratio);
-  launch.counter = launch.tiles * shares > teams ? params.tile_counter_ptr : nullptr;
+  launch.tile_count_semaphore = launch.tiles * shares > teams ? params.tile_count_semaphore : nullptr;
   return cudaSuccess;
 }
 
@@ -113,7 +113,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t st
   const int tiles = launch.tiles * shares;
   const int grid = tiles < params.multiprocessors ? tiles : params.multiprocessors;
   const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
-  if (overlaps_launches<Config>(launch)) {
+  if (overlaps_launches<Config>(launch) || params.follows_prepare) {
     return flash::launch_dependent(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device,
                                    stream, configured_devices);
   }

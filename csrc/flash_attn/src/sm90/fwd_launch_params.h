@@ -18,11 +18,11 @@ struct FwdLaunch {
   int short_ones;     // of each head that see few keys, at most: some of them come last of all
   bool sorted;        // those of a head go by VarlenOrder, some of them not at all
   plan::RowOrder order;
-  FastDiv heads_of_batch;   // query heads of a sequence
-  FastDiv interior_blocks;  // most_interior_blocks()
-  FastDiv group;            // query heads of a K/V head
-  int* counter;             // of the tiles that were drawn, 0 between launches; null: as many for each team
-  KeyShares shares;         // of each row block, which are tiles of their own
+  FastDiv heads_of_batch;     // query heads of a sequence
+  FastDiv interior_blocks;    // most_interior_blocks()
+  FastDiv group;              // query heads of a K/V head
+  int* tile_count_semaphore;  // null: as many tiles for each team
+  KeyShares shares;           // of each row block, which are tiles of their own
 };
 
 // Whether a tile is a share of a row block's keys.

@@ -63,15 +63,13 @@ struct TileOrder {
     return dense_row_block(params, Config::kBlockM, batch, place.head - batch * heads.divisor, place.block);
   }
 
-  // The next index for a team, the same in all lanes of the warp. With a counter, teams take what is left as they get
-  // free; each of them draws one index too many, and the last such draw leaves the counter at 0 again.
+  // The next index for a team, the same in all lanes of the warp. With a semaphore, teams take what is left as they get
+  // free.
   __device__ __forceinline__ int next(int index, int teams) const {
-    if (launch.counter == nullptr) return index + teams;
+    if (launch.tile_count_semaphore == nullptr) return index + teams;
+    wait_for_previous_kernel();  // which clears the semaphore
     int drawn = 0;
-    if (threadIdx.x % 32 == 0) {
-      drawn = atomicAdd(launch.counter, 1);
-      if (drawn == count() - 1) *launch.counter = 0;
-    }
+    if (threadIdx.x % 32 == 0) drawn = atomicAdd(launch.tile_count_semaphore, 1);
     return teams + __shfl_sync(0xffffffffu, drawn, 0);
   }
 };
@@ -100,7 +98,7 @@ template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
   constexpr bool kMayOverlap = Config::kSharesKeys;
   const bool reads_lengths = launch.params.packs_keys();
-  if (overlaps_launches<Config>(launch) && reads_lengths) wait_for_previous_kernel();
+  if (reads_lengths) wait_for_previous_kernel();
   TileQueue<Config> queue(storage);
   const int teams = gridDim.x * Config::kTeams;
   const TileOrder<Config> order(launch);

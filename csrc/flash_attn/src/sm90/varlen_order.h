@@ -38,9 +38,7 @@ struct VarlenOrder {
   }
 
   __device__ __forceinline__ int row_blocks(int rows) const { return (rows + block_m - 1) / block_m; }
-  __device__ __forceinline__ int begin_of(int segment) const {
-    return segment_begin(params.varlen.cu_seqlens_q, params.b, params.seqlen_q, segment);
-  }
+  __device__ __forceinline__ int begin_of(int segment) const { return params.varlen.segments_q[segment]; }
 
   // Row blocks of all sequences that see `keys` multiples of block_m keys or more.
   __device__ __forceinline__ int at_least(int keys) const {
