@@ -352,7 +352,82 @@ def test_archives_of_another_interface_are_refused(stand_in, tmp_path):
     (source / "src" / "flash.h").write_text(
         FLASH_H.replace("struct Flash_fwd_params {}", "struct Flash_fwd_params { int b; }")
     )
-    with pytest.raises(
-        BuildError, match="FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's flash.h"
-    ):
+    message = "FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, .* build it again with"
+    with pytest.raises(BuildError, match=message):
         kernel_manifest.archive_info(tmp_path / "out" / kernel_build.ARCHIVE, source)
+
+
+# ---- the archive's digest --------------------------------------------------------------------------------------------
+
+CSRC = ROOT / "csrc" / "flash_attn"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of the sources to change."""
+    return Path(shutil.copytree(CSRC, tmp_path / "csrc"))
+
+
+def compiler_dependencies(files):
+    """What the host's preprocessor reads of csrc/flash_attn for `files`; headers that it does not find are skipped."""
+    include = [f"-I{CSRC / 'src'}", f"-I{CSRC}"]
+    command = ["g++", "-x", "c++", "-std=c++17", "-MM", "-MG", *include, *map(str, files)]
+    rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    paths = {Path(word).resolve() for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+    return {path for path in paths if path.is_relative_to(CSRC) and path.is_file()}
+
+
+@needs_compiler
+def test_the_digest_covers_what_the_compiler_reads():
+    files = [*(f.path for f in kernel_manifest.kernel_files(CSRC)), *kernel_manifest.pass_files(CSRC)]
+    covered = set(kernel_manifest.shared_sources(CSRC))
+    assert {CSRC / "plan" / name for name in ("grid.h", "kvcache.h", "tiles.h")} <= covered
+    read = compiler_dependencies(files)
+    assert CSRC / "plan" / "grid.h" in read
+    assert read <= covered
+    assert not [path for path in covered if path.parent == CSRC], "headers of the binding alone"
+
+
+def test_every_header_of_a_kernel_changes_the_digest(sources):
+    found = kernel_manifest.shared_sources(sources)
+    assert {"src/flash.h", "src/kvcache.h", "plan/grid.h", "src/common/kv_schedule.h", "src/sm90/gemm.h"} <= {
+        path.relative_to(sources).as_posix() for path in found
+    }
+    digests = {kernel_manifest.interface_digest(sources)}
+    for path in found:
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n")
+        digests.add(kernel_manifest.interface_digest(sources))
+        path.write_bytes(content)
+    assert len(digests) == 1 + len(found)
+
+
+@pytest.mark.parametrize(
+    "line, place",
+    [
+        ('#include "new.h"', "src/new.h"),
+        ('#include "new.h"', "src/instantiations/new.h"),
+        ('  #  include "plan/new.h"', "plan/new.h"),
+        ('#include "../../plan/new.h"', "plan/new.h"),
+        ("#include <common/new.h>", "src/common/new.h"),
+    ],
+)
+def test_new_headers_change_the_digest(sources, line, place):
+    """Whatever the form of their include, through another header too."""
+    kernel = sorted((sources / "src" / "instantiations").glob("*.cu"))[0]
+    kernel.write_text(f"{line}\n{kernel.read_text()}")
+    (sources / place).write_text('#include "src/newer.h"\n')
+    (sources / "src" / "newer.h").write_text("constexpr int kRows = 64;\n")
+    before = kernel_manifest.interface_digest(sources)
+    assert {sources / place, sources / "src" / "newer.h"} <= set(kernel_manifest.shared_sources(sources))
+    (sources / "src" / "newer.h").write_text("constexpr int kRows = 96;\n")
+    assert kernel_manifest.interface_digest(sources) != before
+
+
+def test_the_digest_needs_neither_the_place_of_the_tree_nor_the_binding(sources, tmp_path):
+    before = kernel_manifest.interface_digest(sources)
+    (sources / "flash_api.cpp").write_text((sources / "flash_api.cpp").read_text() + "// changed\n")
+    (sources / "checks.h").write_text((sources / "checks.h").read_text() + "// changed\n")
+    (tmp_path / "link").symlink_to(sources)
+    assert kernel_manifest.interface_digest(tmp_path / "link") == before
+    assert kernel_manifest.interface_digest(CSRC) == before

@@ -28,6 +28,7 @@ from kernel_manifest import (
     kernel_files,
     manifest_source,
     parse_archs,
+    pass_files,
     select,
     words,
 )
@@ -169,7 +170,7 @@ def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]
     check_archs(toolkit, build.archs)
     files = kernel_files(build.source_dir)
     selected = select(files, build.head_dims, build.dtypes, build.archs)
-    passes = sorted((build.source_dir / "src" / "passes").glob("*.cu"))
+    passes = pass_files(build.source_dir)
     cutlass = find_cutlass(ROOT, site_dirs, ROOT / "build" / "cutlass")
     build.out_dir.mkdir(parents=True, exist_ok=True)
 

@@ -17,6 +17,7 @@ INSTANTIATION = re.compile(
     r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
     r"_(?P<dtype>fp16|bf16)_(?P<family>sm80|sm90)"
 )
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 # Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
 FAMILIES = {"sm80": ("", None), "sm90": ("wgmma_", "90")}
 
@@ -84,6 +85,11 @@ def kernel_files(source_dir: Path) -> list[KernelFile]:
     return sorted(files, key=lambda f: (f.head_dim, f.dtype, f.direction, f.family, f.head_dim_v or ""))
 
 
+def pass_files(source_dir: Path) -> list[Path]:
+    """The kernel files that are compiled for every architecture, head dim and dtype alike."""
+    return sorted((source_dir / "src" / "passes").glob("*.cu"))
+
+
 def select(
     files: list[KernelFile], head_dims: list[str] | None, dtypes: list[str] | None, archs: list[str] | None = None
 ) -> list[KernelFile]:
@@ -115,20 +121,45 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
     }
 
 
-def interface_digest(source_dir: Path) -> str:
-    """Digest of flash.h, the tiles and all that they include of ours: what binding and kernels must agree on."""
-    digest = hashlib.sha256()
-    seen: set[str] = set()
-    waiting = ["flash.h", "kvcache.h", "../plan/tiles.h", "../plan/kvcache.h"]
+def own_includes(path: Path, source_dir: Path) -> list[Path]:
+    """The files of `source_dir` that `path` includes, as the compiler finds them: beside it, in src/, in source_dir."""
+    found = []
+    for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
+        places = (folder / name for folder in (path.parent, source_dir / "src", source_dir))
+        target = next((place.resolve() for place in places if place.is_file()), None)
+        if target is not None and target.is_relative_to(source_dir):
+            found.append(target)
+    return found
+
+
+def reachable(files: list[Path], source_dir: Path) -> set[Path]:
+    """`files` and all of ours that they include, by real paths, so that one header counts once."""
+    waiting = [path.resolve() for path in files if path.is_file()]
+    seen: set[Path] = set()
     while waiting:
-        name = waiting.pop()
-        path = source_dir / "src" / name
-        if name in seen or not path.is_file():
-            continue
-        seen.add(name)
-        text = path.read_text(encoding="utf-8")
-        digest.update(text.encode())
-        waiting += re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting += own_includes(path, source_dir)
+    return seen
+
+
+def shared_sources(source_dir: Path) -> list[Path]:
+    """What binding and kernels must agree on, sorted: every kernel file with its headers, and the headers of src/ and
+    plan/ that the binding includes (plan/kvcache.h sizes workspaces that no kernel file includes it for)."""
+    source_dir = source_dir.resolve()
+    kernels = reachable([*(f.path for f in kernel_files(source_dir)), *pass_files(source_dir)], source_dir)
+    binding = reachable([source_dir / "flash_api.cpp"], source_dir)
+    return sorted(kernels | {p for p in binding if p.relative_to(source_dir).parts[0] in ("src", "plan")})
+
+
+def interface_digest(source_dir: Path) -> str:
+    """Digest of the names and contents of shared_sources()."""
+    digest = hashlib.sha256()
+    for path in shared_sources(source_dir):
+        content = path.read_bytes()
+        name = path.relative_to(source_dir.resolve()).as_posix()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
@@ -157,7 +188,7 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
 
 
 def archive_info(archive: Path, source_dir: Path) -> dict:
-    """The build info inside a built archive, which must have been built from the same flash.h as `source_dir`'s."""
+    """The build info inside a built archive, which must have been built from the kernel sources of `source_dir`."""
     content = archive.read_bytes()
     text = re.search(rb'\{"archs": \[[^{}]*\}', content)
     digest = re.search(rb"interface ([0-9a-f]{64})", content)
@@ -165,7 +196,8 @@ def archive_info(archive: Path, source_dir: Path) -> dict:
         raise BuildError(f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive of tools/kernel_build.py, got {archive}")
     if digest[1].decode() != interface_digest(source_dir):
         raise BuildError(
-            f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's flash.h, got {archive} of another; "
-            "build it again with tools/kernel_build.py"
+            f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, got {archive}, built "
+            "from others; after a change of a kernel file or of a header that one includes, build it again with "
+            "tools/kernel_build.py"
         )
     return json.loads(text[0])
