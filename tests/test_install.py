@@ -1,5 +1,6 @@
 """Installs: what the build finds, what it says when something is missing, and CPU-only wheels."""
 
+import dataclasses
 import json
 import os
 import re
@@ -108,6 +109,77 @@ def test_commit_outside_a_checkout(tmp_path, monkeypatch):
     assert machine.commit_of(tmp_path) == "unknown"
     monkeypatch.setenv("FLASH_ATTN_BUILD_COMMIT", "abc123")
     assert machine.commit_of(tmp_path) == "abc123"
+
+
+# ---- the module's run path -----------------------------------------------------------------------------------------
+
+needs_tools = pytest.mark.skipif(
+    None in (shutil.which("g++"), shutil.which("readelf"), shutil.which("ar")),
+    reason="g++ or binutils are not installed",
+)
+
+
+def make_library(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", f"-Wl,-soname,{path.name}", "-o", path]
+    subprocess.run(command, input=text, text=True, check=True)
+
+
+@pytest.fixture
+def stand_in_torch(tmp_path):
+    """A torch whose libraries hold one function each, and CUDA's runtime from pip beside it, in a site-packages."""
+    site = tmp_path / "machine" / "site-packages"
+    for name in binding_build.TORCH_LIBRARIES:
+        make_library(site / "torch" / "lib" / f"lib{name}.so", f'extern "C" int of_{name}() {{ return 1; }}')
+    cudart = site / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    make_library(cudart, 'extern "C" int of_cudart() { return 1; }')
+    settings = site / "torch" / "utils" / "cpp_extension.py"
+    settings.parent.mkdir()
+    settings.touch()
+    return target_env.TargetTorch("python", "2.99", site / "torch", "13.0", 1, cudart, None, {}, [str(site)])
+
+
+def dynamic_section(module):
+    """[(tag, text)] of readelf -d."""
+    text = subprocess.run(["readelf", "-dW", module], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"\((NEEDED|RPATH|RUNPATH|SONAME)\)[^\[]*\[(.*)\]", text)
+
+
+@needs_tools
+def test_the_module_holds_no_path_of_the_building_machine(stand_in_torch, tmp_path, monkeypatch):
+    """And finds torch's libraries in the site-packages that the wheel is unpacked into, wherever that is."""
+    functions = [f"of_{name}" for name in (*binding_build.TORCH_LIBRARIES, "cudart")]
+    source = tmp_path / "source"
+    source.mkdir()
+    text = "".join(f"int {function}();\n" for function in functions)
+    total = " + ".join(f"{function}()" for function in functions)
+    visible = '__attribute__((visibility("default")))'
+    (source / "flash_api.cpp").write_text(f'extern "C" {{\n{text}{visible} int total() {{ return {total}; }}\n}}\n')
+    archive = tmp_path / "empty.a"
+    subprocess.run(["ar", "crs", archive], check=True)
+    site = stand_in_torch.torch_dir.parent
+    module = site / "flash_attn_2_cuda.so"
+    monkeypatch.setattr(binding_build, "imported_info", lambda *_: "{}")
+    binding_build.build_binding(stand_in_torch, source, archive, [], "abc", module)
+
+    section = dynamic_section(module)
+    run_path = ":".join(value for tag, value in section if tag in ("RPATH", "RUNPATH"))
+    assert run_path.split(":") == ["$ORIGIN/torch/lib", "$ORIGIN/nvidia/cu13/lib"]
+    assert {f"lib{name}.so" for name in binding_build.TORCH_LIBRARIES} <= {v for tag, v in section if tag == "NEEDED"}
+    assert not [value for tag, value in section if value.startswith("/")]
+
+    (tmp_path / "machine").rename(tmp_path / "another")
+    moved = tmp_path / "another" / "site-packages" / module.name
+    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).total())"
+    done = subprocess.run([sys.executable, "-c", code, moved], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(functions))), done.stderr
+
+
+@needs_tools
+@pytest.mark.parametrize("cudart", ["/usr/local/cuda/lib64/libcudart.so.13", "../other/nvidia/lib/libcudart.so.13"])
+def test_no_run_path_leaves_site_packages(stand_in_torch, cudart):
+    torch = dataclasses.replace(stand_in_torch, cudart=stand_in_torch.torch_dir.parent / cudart)
+    assert binding_build.run_paths(torch) == ["$ORIGIN/torch/lib"]
 
 
 # ---- installs --------------------------------------------------------------------------------------------------------

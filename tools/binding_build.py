@@ -72,14 +72,14 @@ def link_command(torch: TargetTorch, archive: Path, run_paths: list[str]) -> lis
 
 
 def run_paths(torch: TargetTorch) -> list[str]:
-    """Where the module finds torch's libraries: first relative to itself, as beside torch in site-packages, then
-    where they are now, for an editable install or a torch inherited from another environment."""
-    cudart_dir = torch.cudart.parent
-    relative = ["$ORIGIN/torch/lib"]
-    site = torch.torch_dir.parent
+    """Where the module finds torch's libraries: beside itself in site-packages, and nowhere else. A path of the
+    building machine would travel with the wheel, and whoever owns that path elsewhere would own the module. Outside of
+    torch's site-packages (an editable install) the libraries are those that `import torch` has loaded before."""
+    found = ["$ORIGIN/torch/lib"]
+    site, cudart_dir = torch.torch_dir.parent.resolve(), torch.cudart.parent.resolve()
     if cudart_dir.is_relative_to(site):
-        relative.append(f"$ORIGIN/{cudart_dir.relative_to(site).as_posix()}")
-    return [*relative, str(torch.lib_dir), str(cudart_dir)]
+        found.append(f"$ORIGIN/{cudart_dir.relative_to(site).as_posix()}")
+    return found
 
 
 def build_binding(

@@ -196,8 +196,8 @@ def archive_info(archive: Path, source_dir: Path) -> dict:
         raise BuildError(f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive of tools/kernel_build.py, got {archive}")
     if digest[1].decode() != interface_digest(source_dir):
         raise BuildError(
-            f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, got {archive}, built "
-            "from others; after a change of a kernel file or of a header that one includes, build it again with "
+            f"FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, got {archive} of "
+            "others; after any change of a kernel file, or of a header that one includes, build it again with "
             "tools/kernel_build.py"
         )
     return json.loads(text[0])
