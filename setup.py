@@ -145,7 +145,7 @@ def main() -> None:
             say(f"NOTICE: installing flash_attn with its CPU backend only: {plan.cpu_only_reason}.")
             say("        CUDA tensors will be refused. What a GPU install needs: docs/build.md.")
         else:
-            say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda}) of {plan.torch.executable}")
+            say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda})")
     setup(
         license="BSD-3-Clause",
         distclass=PlannedDistribution,

@@ -100,7 +100,7 @@ def test_stray_modules_in_the_temporary_folder_do_not_matter(tmp_path, monkeypat
 
 def test_target_can_be_chosen(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_PYTHON", "/nonexistent/python")
-    assert target_env.candidate_interpreters(ROOT) == ["/nonexistent/python"]
+    assert [c.executable for c in target_env.candidate_interpreters(ROOT)] == ["/nonexistent/python"]
     assert target_env.find_target_torch(ROOT) is None
 
 
@@ -114,7 +114,7 @@ def test_commit_outside_a_checkout(tmp_path, monkeypatch):
 # ---- the module's run path -----------------------------------------------------------------------------------------
 
 needs_tools = pytest.mark.skipif(
-    None in (shutil.which("g++"), shutil.which("readelf"), shutil.which("ar")),
+    None in map(shutil.which, ("g++", "readelf", "ar")),
     reason="g++ or binutils are not installed",
 )
 

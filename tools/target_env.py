@@ -2,7 +2,8 @@
 
 torch is no build requirement: an isolated build would then compile against another torch than the one it runs with.
 So the build asks the target environment's interpreter. Under pip that is this interpreter without pip's overlay;
-other front ends run the build in an environment of their own, and the target is the one that was active around them.
+other front ends run the build in an environment of their own, and the target is the one that was active around them
+(active_environment.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from active_environment import Candidate, ancestor_environments, own_environments
 from errors import BuildError
+from report import say
 from toolchain import clean_environment
 
 _PROBE = """
@@ -91,20 +95,6 @@ def probe(executable: str) -> dict | None:
     return None
 
 
-def _ancestor_environments() -> list[dict[str, str]]:
-    """Environments of this process's ancestors, nearest first: a front end changes VIRTUAL_ENV for the build."""
-    environments = []
-    pid = os.getpid()
-    try:
-        while pid > 1:
-            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            environments.append(dict(entry.split("=", 1) for entry in entries if "=" in entry))
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        pass
-    return environments
-
-
 def is_throwaway(prefix: Path) -> bool:
     """Whether `prefix` is an environment that a front end made for this build alone."""
     if sys.prefix == sys.base_prefix:
@@ -113,33 +103,33 @@ def is_throwaway(prefix: Path) -> bool:
     return prefix.is_relative_to(tempfile.gettempdir()) or any(n.startswith(("builds-v", "build-env-")) for n in names)
 
 
-def candidate_interpreters(root: Path) -> list[str]:
-    """Interpreters to ask, the target's most likely one first."""
+def candidate_interpreters(root: Path) -> Iterator[Candidate]:
+    """Interpreters to ask, the target's most likely one first; what needs a look at other processes comes last."""
     chosen = os.environ.get("FLASH_ATTN_PYTHON")
     if chosen:
-        return [chosen]
-    candidates = [sys.executable]
+        yield Candidate(chosen, "FLASH_ATTN_PYTHON")
+        return
+    yield Candidate(sys.executable, "the interpreter of this build")
     if is_throwaway(Path(sys.prefix)):
-        prefixes = [
-            environment[name]
-            for environment in [dict(os.environ), *_ancestor_environments()]
-            for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
-            if environment.get(name)
-        ]
-        prefixes.append(str(root / ".venv"))
-        candidates += [os.path.join(prefix, "bin", "python") for prefix in prefixes]
-    return list(dict.fromkeys(candidates))
+        yield from own_environments(os.environ)
+        yield Candidate(str(root / ".venv" / "bin" / "python"), f"{root.name}/.venv")
+        yield from ancestor_environments()
 
 
 def find_target_torch(root: Path) -> TargetTorch | None:
     """The torch of the target environment, None if it has none (or only one for other hardware)."""
     own_python = "{}.{}".format(*sys.version_info[:2])
-    for executable in candidate_interpreters(root):
-        facts = probe(executable)
+    asked = set()
+    for candidate in candidate_interpreters(root):
+        if candidate.executable in asked:
+            continue
+        asked.add(candidate.executable)
+        facts = probe(candidate.executable)
         if facts is None or facts["torch"] is None or facts["python"] != own_python or facts["hip"]:
             continue
+        say(f"torch {facts['torch']} of {candidate.executable} ({candidate.source})")
         return TargetTorch(
-            executable=executable,
+            executable=candidate.executable,
             version=facts["torch"],
             torch_dir=Path(facts["torch_dir"]),
             cuda=facts["cuda"],
