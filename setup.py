@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,60 +19,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from binding_build import MODULE, build_binding
 from errors import BuildError
+from install_plan import Plan, make_plan
 from kernel_build import build_from_environment, default_archs
-from kernel_manifest import archive_info, parse_archs
+from kernel_manifest import parse_archs
 from machine import commit_of
 from report import log_to, say
-from target_env import TargetTorch, find_target_torch
-from toolchain import CudaToolkit, cuda_header_dirs, find_toolkit
+from toolchain import cuda_header_dirs
 
 # dist_info builds nothing, but pip runs it before it downloads dependencies: a missing torch is best reported then.
 BUILD_COMMANDS = {"bdist_wheel", "editable_wheel", "build", "build_ext", "install", "develop", "dist_info"}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What this build makes. torch None: the CPU backend only, for the reason given."""
-
-    torch: TargetTorch | None = None
-    toolkit: CudaToolkit | None = None
-    archive: Path | None = None  # given ready-made
-    cpu_only_reason: str = ""
-
-
-def is_set(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-
-
-def make_plan() -> Plan:
-    """Decide between the CUDA extension and a CPU-only install, before anything is compiled."""
-    for name in ("FLASH_ATTN_CPU_ONLY", "FLASH_ATTENTION_SKIP_CUDA_BUILD"):
-        if is_set(name):
-            return Plan(cpu_only_reason=f"{name} is set")
-    torch = find_target_torch(ROOT)
-    toolkit = find_toolkit([*sys.path, *(torch.site_dirs if torch else [])])
-    given = os.environ.get("FLASH_ATTN_KERNEL_ARCHIVE")
-    if not given and toolkit is None:
-        return Plan(cpu_only_reason="no nvcc in CUDA_HOME, on PATH or among the pip packages")
-    if torch is None:
-        raise BuildError(
-            f"torch: not found in the environment of {sys.executable}, and the CUDA extension is built against it.\n"
-            "Install it first (pip install torch), then repeat this install; or set FLASH_ATTN_PYTHON to the\n"
-            "interpreter of the environment meant, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
-        )
-    if torch.cuda is None:
-        return Plan(cpu_only_reason=f"torch {torch.version} is a CPU build")
-    archive = Path(given) if given else None
-    if archive is not None and not archive.is_file():
-        raise BuildError(f"FLASH_ATTN_KERNEL_ARCHIVE: expected a file, got {archive}")
-    cuda = archive_info(archive, SOURCE_DIR)["cuda"] if archive else toolkit.version
-    if cuda.split(".")[0] != torch.cuda.split(".")[0]:
-        raise BuildError(
-            f"CUDA: the kernels' CUDA is {cuda} ({archive or toolkit.nvcc}), torch {torch.version} is built for "
-            f"{torch.cuda}; the major versions must agree.\nSet CUDA_HOME to a CUDA {torch.cuda} toolkit, install "
-            f"another torch, or set FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
-        )
-    return Plan(torch, toolkit, archive)
 
 
 class PlannedDistribution(Distribution):
@@ -137,7 +91,7 @@ def main() -> None:
     if building:
         log_to(ROOT / "build" / "build.log")
         try:
-            PlannedDistribution.plan = make_plan()
+            PlannedDistribution.plan = make_plan(ROOT, SOURCE_DIR)
         except BuildError as error:
             sys.exit(f"error: {error}")
         plan = PlannedDistribution.plan

@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import binding_build
+import install_plan
+import kernel_build
 import machine
+import setup_env
 import target_env
 import toolchain
 from errors import BuildError
@@ -182,6 +185,90 @@ def test_no_run_path_leaves_site_packages(stand_in_torch, cudart):
     assert binding_build.run_paths(torch) == ["$ORIGIN/torch/lib"]
 
 
+# ---- what an install makes of a machine ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine_with(monkeypatch, tmp_path):
+    """Returns a function that makes the plan of an install on a made-up machine."""
+
+    def plan(gpus=(), torch="13.0", nvcc=None, **variables):
+        """torch: its CUDA version, "cpu" for a CPU build, None for no torch. nvcc: its CUDA version, or None."""
+        for name in (*install_plan.KERNEL_KNOBS, *install_plan.CPU_KNOBS, "FLASH_ATTN_KERNEL_ARCHIVE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        cuda = None if torch == "cpu" else torch
+        found = target_env.TargetTorch("python", "2.99", tmp_path, cuda, 1, None, None, {}, [])
+        toolkit = toolchain.CudaToolkit(tmp_path / "nvcc", tmp_path, nvcc, f"{nvcc}.88") if nvcc else None
+        monkeypatch.setattr(kernel_build, "visible_gpu_archs", lambda: list(gpus))
+        monkeypatch.setattr(install_plan, "find_target_torch", lambda root: found if torch else None)
+        monkeypatch.setattr(install_plan, "find_toolkit", lambda site_dirs: toolkit)
+        return install_plan.make_plan(ROOT, ROOT / "csrc" / "flash_attn")
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    "machine, reason",
+    [
+        ({}, "no GPU is visible, and no nvcc is in CUDA_HOME"),
+        ({"torch": None}, "no GPU is visible, and no nvcc is in CUDA_HOME"),
+        ({"gpus": ["75"]}, "no GPU is visible, and no nvcc is in CUDA_HOME"),
+        ({"gpus": ["90"], "torch": "cpu"}, "torch 2.99 is a CPU build"),
+        ({"nvcc": "13.0", "torch": "cpu"}, "torch 2.99 is a CPU build"),
+        ({"gpus": ["90"], "FLASH_ATTN_CPU_ONLY": "1"}, "FLASH_ATTN_CPU_ONLY is set"),
+        ({"gpus": ["90"], "nvcc": "13.0", "FLASH_ATTN_CPU_ONLY": "1"}, "FLASH_ATTN_CPU_ONLY is set"),
+    ],
+    ids=str,
+)
+def test_cpu_only_where_it_is_wanted(machine_with, machine, reason):
+    plan = machine_with(**machine)
+    assert plan.torch is None and plan.cpu_only_reason.startswith(reason)
+
+
+@pytest.mark.parametrize("gpus", [[], ["90"]])
+def test_kernels_where_all_is_there(machine_with, gpus):
+    plan = machine_with(gpus=gpus, nvcc="13.0")
+    assert (plan.torch.version, plan.toolkit.version, plan.archive) == ("2.99", "13.0", None)
+
+
+@pytest.mark.parametrize(
+    "cuda, line",
+    [
+        ("13.0", "  pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*'\n"),
+        ("13.2", "  pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.2.*'\n"),
+        ("12.8", "  conda install -c nvidia cuda-toolkit=12.8   (or, from NVIDIA's repository: apt-get install "
+                 "cuda-toolkit-12-8)\n"),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_nvcc_is_an_error_with_the_line_that_installs_it(machine_with, cuda, line):
+    with pytest.raises(
+        BuildError, match=r"^nvcc: a GPU is visible \(sm_80, sm_90\) and torch 2\.99 is a CUDA"
+    ) as error:
+        machine_with(gpus=["80", "90"], torch=cuda)
+    assert line in str(error.value)
+    assert "FLASH_ATTN_CPU_ONLY=1" in str(error.value)
+
+
+def test_kernels_that_are_asked_for_need_nvcc(machine_with):
+    with pytest.raises(BuildError, match=r"^nvcc: FLASH_ATTN_CUDA_ARCHS asks for kernels"):
+        machine_with(FLASH_ATTN_CUDA_ARCHS="90")
+
+
+@pytest.mark.parametrize("machine", [{"gpus": ["90"]}, {"nvcc": "13.0"}, {"FLASH_ATTN_CUDA_ARCHS": "90"}], ids=str)
+def test_kernels_need_torch(machine_with, machine):
+    with pytest.raises(BuildError, match="^torch: not found"):
+        machine_with(torch=None, **machine)
+
+
+def test_nvcc_and_torch_must_agree(machine_with):
+    with pytest.raises(
+        BuildError, match=r"^CUDA: the kernels' CUDA is 13\.0 .* is built for 12\.8; the major versions"
+    ):
+        machine_with(gpus=["90"], nvcc="13.0", torch="12.8")
+
+
 # ---- installs --------------------------------------------------------------------------------------------------------
 
 
@@ -198,12 +285,12 @@ def tree(tmp_path):
     return copy
 
 
-def run_setup(tree, *arguments, **variables):
-    """setup.py with only the given knobs set."""
+def run_setup(tree, *arguments, program=("setup.py",), **variables):
+    """setup.py with only the given knobs set. program: what runs it, if not Python itself."""
     knobs = ("FLASH_ATTN", "FLASH_ATTENTION", "CUDA_HOME", "CUDA_PATH", "CUTLASS_PATH", "MAX_JOBS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(knobs)}
     environment.update(variables)
-    command = [sys.executable, "setup.py", "-q", *arguments]
+    command = [sys.executable, *program, "-q", *arguments]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -242,6 +329,28 @@ def test_missing_torch_says_what_to_install(tree, tmp_path):
     assert not (tree / "build" / "kernels").exists()
 
 
+@pytest.mark.parametrize("command", ["dist_info", "bdist_wheel"])
+def test_a_gpu_without_nvcc_stops_the_install(tree, tmp_path, command):
+    """As pip runs it, on a machine with nvidia-smi and without nvcc: metadata first, then the wheel."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    facts = {"python": "{}.{}".format(*sys.version_info[:2]), "site_dirs": [], "torch": "2.99+cu130", "cuda": "13.0"}
+    facts.update(torch_dir="/t", hip=None, cxx11_abi=1, cudart=None, libstdcxx=None, pybind11_abi={})
+    for name, text in {"nvidia-smi": "9.0", "python": "@facts " + json.dumps(facts)}.items():
+        (tools / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tools / name).chmod(0o755)
+    without_nvcc = (
+        "import runpy, toolchain; toolchain._nvcc_candidates = lambda _: []; "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    variables = {"PATH": str(tools), "FLASH_ATTN_PYTHON": str(tools / "python"), "PYTHONPATH": str(tree / "tools")}
+    result = run_setup(tree, command, program=("-c", without_nvcc), **variables)
+    assert result.returncode != 0
+    assert "error: nvcc: a GPU is visible (sm_90) and torch 2.99+cu130 is a CUDA build" in result.stderr
+    assert "pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*'" in result.stderr
+    assert not (tree / "dist").exists()
+
+
 def test_metadata_needs_no_torch(tree):
     result = run_setup(tree, "--version", FLASH_ATTN_PYTHON="/nonexistent/python")
     assert (result.returncode, result.stdout.strip()) == (0, "2.8.3")
@@ -260,3 +369,41 @@ def test_missing_torch_is_reported_before_dependencies_are_fetched(tree):
     result = run_setup(tree, "dist_info", **variables)
     assert result.returncode != 0
     assert "error: torch: not found" in result.stderr
+
+
+# ---- make ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_on(monkeypatch):
+    """Returns a function that decides what `make` installs on a machine without nvcc -> (requirements, CPU only)."""
+
+    def decide(gpus=(), cuda="13.0", **variables):
+        for name in (*setup_env.KNOBS, *install_plan.CPU_KNOBS):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        installed = []
+        answer = subprocess.CompletedProcess([], 0, f"{cuda}\n", "")
+        monkeypatch.setattr(setup_env.subprocess, "run", lambda *arguments, **options: answer)
+        monkeypatch.setattr(setup_env, "pip_install", lambda python, packages, help_text: installed.extend(packages))
+        monkeypatch.setattr(setup_env, "find_toolkit", lambda site_dirs: None)
+        monkeypatch.setattr(kernel_build, "visible_gpu_archs", lambda: list(gpus))
+        environment = setup_env.build_environment("python", {"site_dirs": []})
+        return installed, environment.get("FLASH_ATTN_CPU_ONLY") == "1"
+
+    return decide
+
+
+def test_make_installs_nvcc_where_it_is_needed(make_on):
+    nvcc = ["cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*"]
+    assert make_on() == ([], True)
+    assert make_on(["75"]) == ([], True)
+    assert make_on(["90"]) == (nvcc, False)
+    assert make_on(["90"], FLASH_ATTN_HEAD_DIMS="64") == (nvcc, False)
+    assert make_on(FLASH_ATTN_CUDA_ARCHS="90") == (nvcc, False)
+    assert make_on(["90"], FLASH_ATTN_KERNEL_ARCHIVE="kernels.a") == ([], False)
+    assert make_on(["90"], FLASH_ATTN_CPU_ONLY="1") == ([], True)
+    assert make_on(["90"], cuda="") == ([], False)
+    with pytest.raises(BuildError, match="nvcc: .*\n  conda install -c nvidia cuda-toolkit=12.8 "):
+        make_on(["90"], cuda="12.8")

@@ -35,7 +35,7 @@ from kernel_manifest import (
 from machine import parallel_jobs, visible_gpu_archs
 from ninja_file import escaped, run_ninja, shell
 from report import say
-from toolchain import CudaToolkit, find_cutlass, find_toolkit
+from toolchain import CudaToolkit, find_cutlass, find_toolkit, nvcc_install
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHIVE = "libflash_attn_kernels.a"
@@ -67,10 +67,14 @@ class KernelBuild:
         return self.out_dir / ARCHIVE
 
 
+def usable_gpu_archs() -> list[str]:
+    """Architectures of the visible GPUs that kernels can be compiled for."""
+    return [arch for arch in visible_gpu_archs() if int(arch) >= int(SUPPORTED_ARCHS[0])]
+
+
 def default_archs() -> list[str]:
-    """Architectures of the visible GPUs, as far as they are supported, else all supported ones."""
-    visible = [arch for arch in visible_gpu_archs() if int(arch) >= int(SUPPORTED_ARCHS[0])]
-    return visible or list(SUPPORTED_ARCHS)
+    """Those of usable_gpu_archs(), else all supported ones."""
+    return usable_gpu_archs() or list(SUPPORTED_ARCHS)
 
 
 def gencode_flags(archs: list[str], only_arch: str | None = None) -> list[str]:
@@ -227,7 +231,7 @@ def main() -> None:
     try:
         toolkit = find_toolkit(sys.path)
         if toolkit is None:
-            raise BuildError("nvcc: not found; set CUDA_HOME, put it on PATH, or pip install 'cuda-toolkit[nvcc]'")
+            raise BuildError(f"nvcc: not found; set CUDA_HOME, put it on PATH, or {nvcc_install('13.0')}")
         build = KernelBuild(
             source_dir=arguments.source,
             out_dir=arguments.out,

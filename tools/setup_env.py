@@ -19,8 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from errors import BuildError
+from install_plan import CPU_KNOBS, KERNEL_KNOBS
+from kernel_build import usable_gpu_archs
 from machine import visible_gpu_archs
-from toolchain import find_toolkit
+from toolchain import find_toolkit, nvcc_install, pip_toolkit
 
 STATE = ROOT / "build" / "env"
 OUR_VENV = ROOT / ".venv"
@@ -34,8 +36,7 @@ NEEDED = {
     "numpy": "numpy",
     "pytest": "pytest>=7",
 }
-KNOBS = ("FLASH_ATTN_CUDA_ARCHS", "FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_DTYPES", "FLASH_ATTN_KERNEL_ARCHIVE")
-CPU_KNOBS = ("FLASH_ATTN_CPU_ONLY", "FLASH_ATTENTION_SKIP_CUDA_BUILD")
+KNOBS = (*KERNEL_KNOBS, "FLASH_ATTN_KERNEL_ARCHIVE")
 
 _FACTS = """
 import importlib.metadata, importlib.util, json, sys
@@ -132,27 +133,31 @@ def ensure_packages(python: str) -> dict:
 def build_environment(python: str, found: dict) -> dict[str, str]:
     """Environment variables of the install: CPU only without a GPU, unless kernels are asked for."""
     environment = {**os.environ, "FLASH_ATTN_PYTHON": python}
-    if any(os.environ.get(name) for name in (*KNOBS, *CPU_KNOBS)):
+    if any(os.environ.get(name) for name in CPU_KNOBS):
         return environment
-    if not visible_gpu_archs():
+    if not usable_gpu_archs() and not any(os.environ.get(name) for name in KNOBS):
         print("no GPU visible: installing the CPU backend (FLASH_ATTN_CUDA_ARCHS=90 make ... compiles kernels)")
         return {**environment, "FLASH_ATTN_CPU_ONLY": "1"}
-    if find_toolkit(found["site_dirs"]) is None:
+    if not os.environ.get("FLASH_ATTN_KERNEL_ARCHIVE") and find_toolkit(found["site_dirs"]) is None:
         ensure_nvcc(python)
     return environment
 
 
 def ensure_nvcc(python: str) -> None:
-    """Install nvcc of torch's own CUDA version from NVIDIA's pip packages."""
+    """Install nvcc of torch's own CUDA version from NVIDIA's pip packages; for a CPU build of torch it is of no use."""
     command = [python, "-c", "import torch; print(torch.version.cuda or '')"]
     cuda = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if not cuda:
+        return
     help_text = (
-        "nvcc: a GPU is visible, but there is no CUDA compiler and none could be installed.\n"
-        "Set CUDA_HOME to a CUDA toolkit, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
+        "nvcc: kernels are to be built, but there is no CUDA compiler and none could be installed. Install one:\n"
+        f"  {nvcc_install(cuda)}\n"
+        "or set CUDA_HOME to a CUDA toolkit, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
     )
-    if not cuda.startswith("13"):  # NVIDIA's pip packages hold nvcc itself from CUDA 13 on
+    requirement = pip_toolkit(cuda)
+    if requirement is None:
         raise BuildError(help_text)
-    pip_install(python, [f"cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]=={cuda}.*"], help_text)
+    pip_install(python, [requirement], help_text)
 
 
 def fingerprint(found: dict, environment: dict[str, str]) -> str:

@@ -67,6 +67,21 @@ def find_toolkit(site_dirs: list[str]) -> CudaToolkit | None:
     return None
 
 
+def pip_toolkit(cuda: str) -> str | None:
+    """The pip requirement of nvcc with all that the kernels need of CUDA `cuda`; None where no such packages exist."""
+    # NVIDIA's pip packages hold nvcc itself from CUDA 13 on.
+    return f"cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]=={cuda}.*" if int(cuda.split(".")[0]) >= 13 else None
+
+
+def nvcc_install(cuda: str) -> str:
+    """The command that installs nvcc of CUDA `cuda`."""
+    requirement = pip_toolkit(cuda)
+    if requirement:
+        return f"pip install '{requirement}'"
+    package = f"cuda-toolkit-{cuda.replace('.', '-')}"
+    return f"conda install -c nvidia cuda-toolkit={cuda}   (or, from NVIDIA's repository: apt-get install {package})"
+
+
 def describe_toolkit(nvcc: Path) -> CudaToolkit:
     """Version and root of `nvcc`. The root is asked of nvcc itself: what stands on PATH may be a link or a wrapper."""
     version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
