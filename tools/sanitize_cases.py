@@ -2,8 +2,8 @@
 
 compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT] [--nan-outputs]
 
-The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN. The
-exit status is 1 when a result is wrong.
+The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN; each
+has the same values in every run, with --only too. The exit status is 1 when a result is wrong.
 
 --nan-outputs is for initcheck, which does not see what TMA stores write and reports every later read of it: outputs and
 gradients are then NaN before the call. What initcheck cannot find so, an element that is never written, is a wrong
@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
 
 import sanitize_kvcache
+import sanitize_varlen
 import torch
 from cases import Case
 from harness import check_forward, check_gradients, make_problem, run
@@ -65,8 +68,32 @@ CASES = (
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
 )
-# By the wgmma family, with scores beyond what goes ahead of its references: with the kernels for many waves of row
-# blocks, for one wave, and with shares of the keys.
+HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0))  # of q and k, of v
+# By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not in turn.
+FAMILY_CASES = tuple(
+    (family, Case(2, 130, 200, 2, 1, d, dtype, causal, head_dim_v=d_v))
+    for (family, (d, d_v)), dtype, causal in zip(
+        itertools.product(("mma_sync", "wgmma"), HEAD_DIMS),
+        itertools.cycle(("float16", "bfloat16")),
+        itertools.cycle((True, True, False, False)),
+    )
+) + (
+    ("mma_sync", Case(2, 65, 130, 2, 2, 64, "bfloat16", dropout=0.3, sinks=True, kind="padded")),
+    ("mma_sync", Case(2, 65, 130, 4, 2, 128, "float16", window=(40, 20), softcap=15.0, alibi="heads")),
+    ("wgmma", Case(2, 130, 200, 2, 1, 128, "bfloat16", causal=True, dropout=0.3, sinks=True, kind="padded")),
+    ("wgmma", Case(2, 130, 200, 4, 2, 64, "float16", window=(40, 20), softcap=15.0, alibi="heads")),
+)
+# Forwards only: the kernels for one wave of row blocks, splits of the keys with their merge, and those of the KV cache.
+FORWARD_CASES = (
+    *(("wgmma:1", Case(1, 130, 200, 2, 1, d, "float16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
+    *(("wgmma:3", Case(1, 65, 300, 2, 1, d, "bfloat16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
+    ("wgmma:3", Case(3, 65, 300, 2, 1, 64, "float16", causal=True, kind="packed", page_size=5)),
+    ("wgmma:8", Case(2, 200, 73, 2, 1, 128, "bfloat16", causal=True, window=(30, -1), kind="padded")),
+    *(("split_kv", Case(2, 3, 200, 4, 2, d, "bfloat16", causal=True)) for d, d_v in HEAD_DIMS if not d_v),
+    ("split_kv", Case(3, 20, 300, 4, 2, 128, "float16", window=(60, 5), kind="leftpad", page_size=7)),
+)
+# By the wgmma family, with scores beyond what is exponentiated ahead of the row maximum: with the kernels for many
+# waves of row blocks, for one wave, and with splits of the keys.
 FAR_CASES = (
     ("wgmma", Case(1, 1100, 400, 2, 2, 64, "bfloat16")),
     ("wgmma", Case(1, 1100, 400, 2, 1, 128, "float16", causal=True)),
@@ -121,13 +148,13 @@ def has_backward(case):
     return case.kind in ("dense", "packed", "padded") and case.page_size == 0
 
 
-def check(case, device, deterministic):
-    problem = make_problem(case, device)
-    leaves = [x.requires_grad_(has_backward(case)) for x in problem.inputs.values()]
+def check_step(problem, deterministic, backward):
+    """out and LSE, and if asked for the gradients, of one call."""
+    leaves = [x.requires_grad_(backward) for x in problem.inputs.values()]
     out, lse, dmask = run(problem, deterministic=deterministic)
-    keep = dmask.cpu() >= 0 if case.dropout else None
+    keep = dmask.cpu() >= 0 if problem.case.dropout else None
     grads = []
-    if has_backward(case):
+    if backward:
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         grads = [grad.cpu() for grad in torch.autograd.grad((out, lse), leaves, (dout, dlse))]
     reference = on_cpu(problem)
@@ -136,37 +163,52 @@ def check(case, device, deterministic):
         check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())
 
 
-def check_far(family, case, device):
+def check(case, device, deterministic=False, backward=None, grow=1.0):
+    """grow: factor of q. backward: where it has one, unless said otherwise."""
     problem = make_problem(case, device)
-    problem.q.mul_(16.0)
-    with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY=family):
-        out, lse, _ = run(problem)
-    check_forward(on_cpu(problem), out.cpu(), lse.cpu())
+    problem.q.mul_(grow)
+    check_step(problem, deterministic, has_backward(case) if backward is None else backward)
+
+
+def checks(device):
+    """(name, forced family or "", check) of every case."""
+    for i, case in enumerate(CASES):
+        yield case.id, "", functools.partial(check, case, device, i % 2 == 1)
+    for i, (family, case) in enumerate(FAMILY_CASES):
+        yield f"{family}-{case.id}", family, functools.partial(check, case, device, i % 2 == 1)
+    for family, case in FORWARD_CASES:
+        yield f"{family}-{case.id}", family, functools.partial(check, case, device, backward=False)
+    for family, case in FAR_CASES:
+        yield f"far-{family}-{case.id}", family, functools.partial(check, case, device, backward=False, grow=16.0)
+    for name, family, problem, deterministic in sanitize_varlen.steps(device):
+        yield name, family, lambda make=problem, d=deterministic: check_step(make(), d, True)
+    for name, run_check in sanitize_kvcache.checks(device):
+        yield name, "", run_check
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--only", default="", help="run the cases whose id contains this text")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this text")
     parser.add_argument("--nan-outputs", action="store_true", help="fill outputs and gradients with NaN beforehand")
     options = parser.parse_args(arguments)
-    torch.manual_seed(0)
     if options.nan_outputs:
         calls.backends = NanOutputBackends
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
-    checks = [(case.id, functools.partial(check, case, options.device, i % 2 == 1)) for i, case in enumerate(CASES)]
-    for family, case in FAR_CASES:
-        checks.append((f"far-{family}-{case.id}", functools.partial(check_far, family, case, options.device)))
-    for name, run_check in [*checks, *sanitize_kvcache.checks(options.device)]:
+    for name, family, run_check in checks(options.device):
         if options.only not in name:
             continue
+        torch.manual_seed(0)
+        started = time.monotonic()
         try:
-            run_check()
-            print(f"ok      {name}", flush=True)
+            with mock.patch.dict(os.environ, {"FLASH_ATTN_FAMILY": family} if family else {}):
+                run_check()
+            verdict, told = "ok", ""
         except AssertionError as error:
             wrong += 1
-            print(f"WRONG   {name}: {error}", flush=True)
+            verdict, told = "WRONG", f": {error}"
+        print(f"{verdict:<6}{time.monotonic() - started:6.2f} s  {name}{told}", flush=True)
     print(f"{wrong} wrong results")
     return 1 if wrong else 0
 

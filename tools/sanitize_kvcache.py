@@ -28,6 +28,14 @@ CASES = (
     (KvCase((2500,), capacity=2600, nheads=8, head_dim=128), {}),
     (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, seqlen_new=1, page_size=16), {}),
     (KvCase((1200, 700), capacity=1300, nheads=2, head_dim=256, dtype="float16"), {}),
+    # More splits than there are blocks of keys, and as many as an int holds.
+    (KvCase((700, 0, 64), capacity=720, nheads=2), {"num_splits": 128}),
+    (KvCase((700, 0, 64), capacity=720, nheads=2), {"num_splits": 2**31 - 1}),
+    (KvCase((700, 3, 64), capacity=720, page_size=16, head_dim=128), {"num_splits": 2**31 - 1}),
+    (KvCase((700, 3, 64), 2, 2, 720, page_size=5, head_dim=128, causal=True), {"num_splits": 2**31 - 1}),
+    # Pages of any size, new keys, rotary and several queries at once.
+    (KvCase((300, 0, -1, 17), 2, 2, 330, page_size=5, causal=True, rotary_dim=64, interleaved=True), {}),
+    (KvCase((300, 0, -1, 17), 2, 2, 330, page_size=48, window=(70, 3), rotary_dim=32, head_dim=96), {}),
 )
 
 
@@ -77,7 +85,9 @@ def check_combine(device):
 def checks(device):
     """(name, check) of every case."""
     for index, (case, options) in enumerate(CASES):
-        yield f"kvcache {case} {options}", functools.partial(check, case, options, device, index % 2 == 1)
+        for planned in {index % 2 == 1, "num_splits" in options}:
+            name = f"kvcache {case} {options}" + ", planned" * planned
+            yield name, functools.partial(check, case, options, device, planned)
     for page_size in (0, 16):
         yield f"kvcache misfits, page size {page_size}", functools.partial(check_misfits, page_size, device)
     yield "combine", functools.partial(check_combine, device)
