@@ -18,13 +18,16 @@ def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None
     return None if p == 0.0 else Dropout(p, *rng_state.tolist())
 
 
-def row_deltas(dout, out, lse, dlse) -> torch.Tensor:
+def row_deltas(dout, out, lse, dlse, live: int) -> torch.Tensor:
     """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
+
+    The output of the rows before `live`, which see no key, is a constant: their dout is not read.
 
     dlse, the gradient of the LSE or None, adds dlse * P to dS, because dLSE / dS = P. An infinite LSE is a constant.
     """
     dtype = compute_dtype(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    delta[:, :, :live] = 0.0
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
 
 
@@ -163,7 +166,7 @@ def bwd(
         torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
     )
     softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
-    delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse))
+    delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse, rule.first_live_row(sq, k.shape[1])))
     dropout = dropout_of_state(p_dropout, rng_state)
     attend_backward(dout, q, k, v, softmax_lse, delta, dq, dk, dv, rule, dropout)
     return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]

@@ -42,8 +42,9 @@ def combine(out_partial, lse_partial, out=None):
 
     weights, lse = partial_weights(lse_partial)
     total = torch.zeros(out_partial.shape[1:], dtype=dtype)
-    for weight, part in zip(weights.unsqueeze(-1), out_partial):
-        total += torch.where(weight > 0, part.to(dtype), 0.0) * weight
+    counts = ~lse_partial.isinf()
+    for weight, part, counted in zip(weights.unsqueeze(-1), out_partial, counts.unsqueeze(-1)):
+        total += torch.where(counted, part.to(dtype), 0.0) * weight
     out = total.to(out_partial.dtype) if out is None else out.copy_(total)
     return [out, lse]
 

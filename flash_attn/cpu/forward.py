@@ -108,7 +108,7 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
                 state.absorb_(s, values[:, col0 - lo : col1 - lo], dropped)
             if max_logit is not None:
-                peaks = chunk.by_head(state.maximum, row1 - row0).amax((0, 2, 3)) * LN2
+                peaks = chunk.by_head(state.peaks(), row1 - row0).amax((0, 2, 3)) * LN2
                 max_logit[chunk.heads] = torch.maximum(max_logit[chunk.heads], peaks)
             if sinks is not None:
                 state.absorb_sink_(chunk.row_values(sink_logits, row0, row1))
@@ -139,6 +139,10 @@ class _RowState:
         self.weighted.mul_(rescale).baddbmm_(s, values)
         self.maximum = maximum
 
+    def peaks(self) -> torch.Tensor:
+        """The largest base-2 logit so far (n, rows, 1); NaN where the row has no result."""
+        return self.maximum.masked_fill(self.total.isnan(), math.nan)
+
     def absorb_sink_(self, logits: torch.Tensor) -> None:
         """Take in one more key of these base-2 logits (n, rows, 1), whose value is 0."""
         value = self.weighted.new_zeros(len(logits), 1, self.weighted.shape[-1])
@@ -153,14 +157,24 @@ class _RowState:
 
 
 def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
-    """Whether torch's CPU flash kernel computes this: unmasked, or causal where its top-left alignment is ours too.
+    """Whether torch's CPU flash kernel computes this: unmasked, or causal where its top-left alignment is ours too, of
+    scores that are all finite.
 
     Its mask is applied before the scale, so a scale of zero or below would turn -inf into NaN or +inf.
     """
     sq, sk = q.shape[1], k.shape[1]
     mask_fits = rule.sees_everything(sq, sk) or rule.is_square_causal(sq, sk)
     scores_fit = rule.scale > 0 and not rule.softcap and rule.slopes is None
-    return mask_fits and scores_fit and dropout is None and q.shape[-1] == v.shape[-1] > 0
+    shapes_fit = mask_fits and scores_fit and dropout is None and q.shape[-1] == v.shape[-1] > 0
+    return shapes_fit and _scores_are_finite(q, k, rule)
+
+
+def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
+    """Whether no score of q and k can be NaN or infinite: torch's kernel gives out 0 for some of those."""
+    bound = q.shape[-1] * max(rule.scale, 1.0)
+    for x in (q, k):
+        bound *= torch.linalg.vector_norm(x, ord=math.inf).item()
+    return bound < torch.finfo(compute_dtype(q.dtype)).max  # not if it is NaN
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,8 @@ def varlen_bwd(
         row_lse = softmax_lse[:, rows].unsqueeze(0)
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
-        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse))
+        live = rule.first_live_row(sequence.q1 - sequence.q0, sequence.k1 - sequence.k0)
+        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, live))
         if sinks is not None:
             dsinks[0] += sink_gradient(sinks, row_lse, delta)
         attend_backward(

@@ -116,7 +116,7 @@ struct Flash_fwd_params {
 struct KeyShares {
   int count = 1;
   int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
-  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); not set where a share has no key that the row sees
+  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); unused where a share has no key that the row sees
   float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
 };
 

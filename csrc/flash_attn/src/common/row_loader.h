@@ -1,5 +1,5 @@
-// cp.async of matrix rows into a swizzled shared tile. Rows beyond the end and columns beyond the head dim become 0,
-// so that NaN outside a sequence never meets the tensor cores.
+// cp.async of matrix rows into a swizzled shared tile. Rows outside of the bounds and columns beyond the head dim become
+// 0, so that NaN there never meets the tensor cores.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -51,10 +51,11 @@ struct RowCopy {
     }
   }
 
-  // Rows [0, rows) of a strided matrix; kBounded = false promises that the whole tile is valid.
+  // Rows [first, rows) of a strided matrix; kBounded = false promises that the whole tile is valid.
   template <bool kBounded, class Smem>
-  __device__ __forceinline__ void run_strided(const Element* base, int64_t stride, int rows, Smem& smem) const {
-    run_from<kBounded>(base + place(stride), stride, rows, smem);
+  __device__ __forceinline__ void run_strided(const Element* base, int64_t stride, int rows, Smem& smem,
+                                              int first = 0) const {
+    run_from<kBounded>(base + place(stride), stride, rows, smem, first);
   }
 
   // This thread's offset in the first pass.
@@ -62,23 +63,26 @@ struct RowCopy {
 
   // run_strided() from a pointer that includes place().
   template <bool kBounded, class Smem>
-  __device__ __forceinline__ void run_from(const Element* first, int64_t stride, int rows, Smem& smem) const {
+  __device__ __forceinline__ void run_from(const Element* from, int64_t stride, int rows, Smem& smem,
+                                           int first = 0) const {
     run(
         [&](int pass) {
           const int offset = pass * kRowsPerPass;
-          return Line<Element>{first + offset * stride, !kBounded || row + offset < rows};
+          return Line<Element>{from + offset * stride,
+                               !kBounded || (row + offset >= first && row + offset < rows)};
         },
         smem);
   }
 
-  // Keys [key_begin, key_begin + rows) of one sequence in pages. A table entry outside the pool reads as zeros.
-  template <class Smem>
+  // Rows [first, rows) from row `begin` of a sequence in pages on. A table entry outside the pool reads as zeros.
+  template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_paged(const Element* base, const MatrixStrides& strides, const PagedKv& paged,
-                                            const int* pages, int key_begin, int rows, Smem& smem) const {
+                                            const int* pages, int begin, int first, int rows, Smem& smem) const {
     run(
         [&](int pass) {
           const int offset = row + pass * kRowsPerPass;
-          const PageRow at = page_row(paged, pages, key_begin + offset, offset < rows);
+          const PageRow at =
+              page_row(paged, pages, begin + offset, !kBounded || (offset >= first && offset < rows));
           return Line<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col, at.valid};
         },
         smem);

@@ -1,7 +1,8 @@
 // softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
 // the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
 // the derivative of the LSE by a score is its probability. A sink is a key without a value: its dP is 0, and its
-// gradient the sum of P (0 - softmax_d) over the rows. Bound by reading dO and O once, and by writing the zeros from
+// gradient the sum of P (0 - softmax_d) over the rows. The outputs of rows without keys are constants: their dO is not
+// read. Bound by reading dO and O once, and by writing the zeros from
 // which dQ is accumulated.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,6 +11,7 @@
 
 #include "common/launch.h"
 #include "common/pdl.h"
+#include "common/seen.h"
 #include "common/sequence.h"
 #include "flash.h"
 
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
+  const int first_row = first_seeing_row({block.seqlen_q, block.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(block, params);
   const float sink = row_sink(params, block);
   float dsink = 0.0f;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = block.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
-    if (row < block.row_end && col < params.d_v) {
+    if (row >= first_row && row < block.row_end && col < params.d_v) {
       sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }

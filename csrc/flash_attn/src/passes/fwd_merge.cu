@@ -48,10 +48,10 @@ struct Merged {
     top = lse;
   }
 
-  // lse: at most `top`; -inf adds nothing, whatever `other` is.
+  // lse: at most `top`, or NaN, as is the sum then. -inf adds nothing, whatever `other` is.
   __device__ void add(float lse, const float4& other) {
-    const float weight = top == -INFINITY ? 0.0f : expf(lse - top);
-    const bool counts = weight != 0.0f;
+    const bool counts = lse != -INFINITY;
+    const float weight = counts ? expf(lse - top) : 0.0f;
     sum += weight;
     value.x = fmaf(weight, counts ? other.x : 0.0f, value.x);
     value.y = fmaf(weight, counts ? other.y : 0.0f, value.y);

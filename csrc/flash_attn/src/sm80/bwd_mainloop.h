@@ -15,6 +15,7 @@
 #include "common/dq_turns.h"
 #include "common/row_store.h"
 #include "common/score_mod.h"
+#include "common/seen.h"
 #include "common/sequence.h"
 #include "sm80/bwd_config.h"
 #include "sm80/gemm.h"
@@ -42,6 +43,7 @@ struct BwdMainloop {
   const Flash_bwd_params& params;
   const KeyBlock& block;
   const Visibility visibility;
+  const int first_row;  // rows before it, which see no key, are zeros
   const RowWalk walk;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
@@ -57,6 +59,7 @@ struct BwdMainloop {
       : params(params_),
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
+        first_row(first_seeing_row(visibility)),
         walk(row_walk(params_, block_, Config::kBlockM, Config::kBlockN)),
         copy(params_.d),
         stages(stages_),
@@ -104,22 +107,22 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_kv() const {
-    const int key = block.n_block * Config::kBlockN;
+    const int key = block.n_block * Config::kBlockN, first_key = first_seen_key(visibility);
     auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
       const Element* base = static_cast<const Element*>(data) +
                             matrix_offset(strides, is_varlen(), block.batch, block.k_begin + key, block.head_k);
-      copy.template run_strided<true>(base, strides.row, block.seqlen_k - key, smem_tile);
+      copy.template run_strided<true>(base, strides.row, block.seqlen_k - key, smem_tile, first_key - key);
     };
     load(params.k_ptr, params.k_strides, smem_k());
     load(params.v_ptr, params.v_strides, smem_v());
   }
 
   __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
-    const int rows_left = block.seqlen_q - cursor.at.row_block * Config::kBlockM;
+    const int row = cursor.at.row_block * Config::kBlockM;
     auto q_tile = smem_q(stage);
     auto do_tile = smem_do(stage);
-    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
-    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left, do_tile);
+    copy.template run_from<true>(cursor.q, params.q_strides.row, block.seqlen_q - row, q_tile, first_row - row);
+    copy.template run_from<true>(cursor.dout, params.do_strides.row, block.seqlen_q - row, do_tile, first_row - row);
     cute::cp_async_fence();
   }
 
@@ -182,7 +185,8 @@ struct BwdMainloop {
                                                           transposed(smem_q(stage)));
   }
 
-  // Rows beyond the sequence get an LSE of +inf, which makes their probabilities 0.
+  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf, which
+  // makes their probabilities 0.
   __device__ __forceinline__ void load_row_statistics(const RowStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
     const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
@@ -190,8 +194,8 @@ struct BwdMainloop {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const int row = row_begin + coords.row(mi);
-      const bool valid = row < block.seqlen_q;
-      lse_log2[mi] = valid ? lse[row] * ScoreMod::kLog2e : INFINITY;
+      const bool valid = row >= first_row && row < block.seqlen_q;
+      lse_log2[mi] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
       delta[mi] = valid ? d[row] : 0.0f;
     }
   }

@@ -9,6 +9,7 @@
 #include "common/dropout.h"
 #include "common/mask.h"
 #include "common/score_mod.h"
+#include "common/seen.h"
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "sm80/fwd_config.h"
@@ -27,15 +28,18 @@ struct KvLoader {
   const Element* v_base;
   const int* pages;  // of this sequence; null when K and V are not paged
   int key_offset;    // paged: row of key 0 within the pages of the sequence
+  int first_key;     // keys before it, which no query sees, are zeros
   int seqlen_k;
 
-  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block)
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block,
+                                      const Visibility& visibility)
       : params(params_),
         copy(params_.d),
         k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
         v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, block)),
         pages(is_paged() ? params_.paged.block_table + block.batch * params_.paged.block_table_stride : nullptr),
         key_offset(block.k_begin),
+        first_key(first_seen_key(visibility)),
         seqlen_k(block.seqlen_k) {}
 
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
@@ -52,9 +56,11 @@ struct KvLoader {
                                        Smem&& smem) const {
     const int key = n_block * Config::kBlockN;
     if (is_paged()) {
-      copy.run_paged(base, strides, params.paged, pages, key_offset + key, seqlen_k - key, smem);
+      copy.template run_paged<kBounded>(base, strides, params.paged, pages, key_offset + key, first_key - key,
+                                        seqlen_k - key, smem);
     } else {
-      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem);
+      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem,
+                                          first_key - key);
     }
   }
 
@@ -93,7 +99,7 @@ struct FwdMainloop {
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
         range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
-        loader(params_, block_),
+        loader(params_, block_, visibility),
         smem(smem_) {
     cute::clear(acc_o);
   }

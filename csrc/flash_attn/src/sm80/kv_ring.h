@@ -4,6 +4,7 @@
 
 #include "common/kv_walk.h"
 #include "common/pdl.h"
+#include "common/seen.h"
 #include "sm80/kv_config.h"
 #include "sm80/kv_query.h"
 #include "sm80/warp_ops.h"
@@ -35,6 +36,7 @@ struct KvRing {
   KvWalk<Config::kPlain> walk;  // at the tile of the next step to load
   int block = 0;                // of the next step to load
   int block_end = 0;
+  int seen_begin = 0;               // keys of the tile's request before it, which no query sees, are zeros
   int vacant;                       // stages to fill, and one more while the first step has not been looked for
   int pending = 0;                  // steps loaded and not used
   int entered = 0;                  // tiles begun by the loads
@@ -166,6 +168,8 @@ struct KvRing {
     ++entered;
     block = part.block_begin();
     block_end = part.block_end();
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    seen_begin = first_seen_key({queries.count, part.request.seqlen_k, params.window});
     pages_from = block - 32;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
@@ -195,6 +199,7 @@ struct KvRing {
   __device__ __forceinline__ void load_step() {
     const KvPart& part = walk.part;
     const int keys = part.request.refused || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
+    const int first = seen_begin - key_begin();
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
       may_read_new = true;
@@ -202,9 +207,9 @@ struct KvRing {
     Element* const k_to = stages + fill * Config::kStageElements;
     Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
     if constexpr (Config::kPlain) {
-      load_whole_step(keys, k_to, v_to);
+      load_whole_step(first, keys, k_to, v_to);
     } else {
-      load_any_step(keys, k_to, v_to);
+      load_any_step(first, keys, k_to, v_to);
     }
   }
 
@@ -215,7 +220,7 @@ struct KvRing {
   }
 
   // All rows of the step are neighbours.
-  __device__ __forceinline__ void load_whole_step(int keys, Element* k_to, Element* v_to) {
+  __device__ __forceinline__ void load_whole_step(int first_key, int keys, Element* k_to, Element* v_to) {
     int row = key_begin(), at = 0;
     if (is_paged()) {
       at = __shfl_sync(0xffffffffu, page, block - pages_from);
@@ -228,16 +233,16 @@ struct KvRing {
     const int64_t batch = at, first = row;
     const Element* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
     const Element* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
-    if (keys >= Config::kStep) {
-      copy_rows<false>(k_from, params.k_strides.row, keys, k_to);
-      copy_rows<false>(v_from, params.v_strides.row, keys, v_to);
+    if (keys >= Config::kStep && first_key <= 0) {
+      copy_rows<false>(k_from, params.k_strides.row, first_key, keys, k_to);
+      copy_rows<false>(v_from, params.v_strides.row, first_key, keys, v_to);
     } else {
-      copy_rows<true>(k_from, params.k_strides.row, keys, k_to);
-      copy_rows<true>(v_from, params.v_strides.row, keys, v_to);
+      copy_rows<true>(k_from, params.k_strides.row, first_key, keys, k_to);
+      copy_rows<true>(v_from, params.v_strides.row, first_key, keys, v_to);
     }
   }
 
-  __device__ __forceinline__ void load_any_step(int keys, Element* k_to, Element* v_to) {
+  __device__ __forceinline__ void load_any_step(int first, int keys, Element* k_to, Element* v_to) {
     int found = page;  // -1: nowhere
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
@@ -253,16 +258,16 @@ struct KvRing {
       found = __shfl_sync(0xffffffffu, found, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
       const int rows = found >= 0 ? keys : 0;
-      copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, rows,
-                      k_to);
-      copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, rows,
-                      v_to);
+      copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, first,
+                      rows, k_to);
+      copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, first,
+                      rows, v_to);
     } else if (params.kv_bytes == 16) {
-      copy_scattered(k_head, params.k_strides, found, keys, k_to);
-      copy_scattered(v_head, params.v_strides, found, keys, v_to);
+      copy_scattered(k_head, params.k_strides, found, first, keys, k_to);
+      copy_scattered(v_head, params.v_strides, found, first, keys, v_to);
     } else {
-      copy_narrow(k_head, params.k_strides, found, keys, k_to);
-      copy_narrow(v_head, params.v_strides, found, keys, v_to);
+      copy_narrow(k_head, params.k_strides, found, first, keys, k_to);
+      copy_narrow(v_head, params.v_strides, found, first, keys, v_to);
     }
   }
 
@@ -309,36 +314,37 @@ struct KvRing {
     bool valid;
   };
 
-  // `keys` rows of a strided matrix.
+  // Rows [first, keys) of a strided matrix.
   template <bool kBounded>
-  __device__ __forceinline__ void copy_rows(const Element* rows, int64_t stride, int keys, Element* to) const {
+  __device__ __forceinline__ void copy_rows(const Element* rows, int64_t stride, int first, int keys,
+                                            Element* to) const {
     const int row0 = row_warp() * Config::kWarpRows + lane() / kLanesPerRow;
-    const Element* const first = rows + row0 * stride;
+    const Element* const from = rows + row0 * stride;
     const int64_t pass = Config::kRowsPerPass * stride;
-    copy<kBounded>([&](int row, int i) { return Row{first + i * pass, row < keys}; }, to);
+    copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
   }
 
   // Lane `row` knows where a row lies: `found` is its page.
-  __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int found, int keys,
-                                               int row) const {
+  __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int found, int first,
+                                               int keys, int row) const {
     const int at = __shfl_sync(0xffffffffu, found, row);
     const int at_row = __shfl_sync(0xffffffffu, page_row, row);
     const int64_t offset = at < 0 ? 0 : at * strides.batch + at_row * strides.row;
-    return {head + offset, at >= 0 && row < keys};
+    return {head + offset, at >= 0 && row >= first && row < keys};
   }
 
-  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found, int keys,
-                                                 Element* to) const {
-    copy<true>([&](int row, int) { return scattered_row(head, strides, found, keys, row); }, to);
+  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found, int first,
+                                                 int keys, Element* to) const {
+    copy<true>([&](int row, int) { return scattered_row(head, strides, found, first, keys, row); }, to);
   }
 
   // Rows that 16-byte accesses cannot read, in pieces of 4 or of 2 bytes. Small code rather than fast.
-  __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int found, int keys,
-                                              Element* to) const {
+  __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int found, int first,
+                                              int keys, Element* to) const {
     const int first_row = row_warp() * Config::kWarpRows;
 #pragma unroll 1
     for (int row = first_row; row < first_row + Config::kWarpRows; ++row) {
-      const Row from = scattered_row(head, strides, found, keys, row);
+      const Row from = scattered_row(head, strides, found, first, keys, row);
 #pragma unroll 1
       for (int chunk = lane(); chunk < Swizzle::kChunks; chunk += 32) {
         copy_chunk(from.data + chunk * 8, from.valid ? params.d - chunk * 8 : 0,

@@ -4,9 +4,12 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/bwd_schedule.h"
+#include "common/differentiate.h"
 #include "common/dq_turns.h"
 #include "common/score_mod.h"
+#include "common/seen.h"
 #include "sm90/bwd_storage.h"
+#include "sm90/clear_rows.h"
 #include "sm90/tensor_map.h"
 
 namespace flash {
@@ -23,22 +26,33 @@ struct BwdLoader {
   RingIndex<Config::kStages> place;
   RingIndex<Config::kKvStages> kv_place;
   bool is_first = true;
+  uint32_t landed_phase = 0;
 
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows.
+  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows. Those before row `first` take no
+  // part: they become zeros, so that NaN there never meets the tensor cores.
   template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                       int row, int head, cute::TMA::CacheHintSm90 hint) const {
-    if (!issues) return;
-    full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
+                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+    constexpr int kChunks = kCols / Config::kChunkCols;
+    const bool clears = first > row;
+    Barrier& landed = clears ? storage.landed : full;
+    if (issues) {
+      landed.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
 #pragma unroll
-    for (int chunk = 0; chunk < kCols / Config::kChunkCols; ++chunk) {
-      cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
-                                   row + rows.shift, head, rows.outer, rows.origin);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, static_cast<uint64_t>(hint),
+                                     smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                     row + rows.shift, head, rows.outer, rows.origin);
+      }
     }
+    if (!clears) return;
+    landed.wait(landed_phase);
+    landed_phase ^= 1;
+    clear_rows<kTileRows, kChunks, Config::kChunkCols>(smem, min(first - row, kRows));
+    if (issues) full.arrive();
   }
 
   // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
@@ -86,7 +100,7 @@ struct BwdLoader {
     }
   }
 
-  __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int head) const {
+  __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int first_key, int head) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKeyParts;
     const int stage = kv_place.stage;
@@ -95,9 +109,9 @@ struct BwdLoader {
       const int first = i * kRows, place = first * Config::kChunkCols;
       storage.kv_empty[stage][i].wait(kv_place.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + place,
-                                                     keys, row + first, head, kHint);
+                                                     keys, row + first, first_key, head, kHint);
       load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + place,
-                                                      keys, row + first, head, kHint);
+                                                      keys, row + first, first_key, head, kHint);
     }
   }
 
@@ -107,6 +121,8 @@ struct BwdLoader {
     const bool is_varlen = params.is_varlen();
     const TmaRows keys(is_varlen, block.batch, block.k_begin, block.seqlen_k);
     const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
+    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+    const int first_row = first_seeing_row(visibility);
     const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
     const int count = walk.count();
     if (count == 0) {
@@ -131,11 +147,11 @@ struct BwdLoader {
       const int stage = place.stage, row = at.row_block * Config::kBlockM;
       storage.q_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row,
-                                              at.head, CacheHintSm90::EVICT_LAST);
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(place.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row,
-                                               at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_keys(keys, key, block.head_k);
+                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
+      if (i == 0) load_keys(keys, key, first_seen_key(visibility), block.head_k);
       place.advance();
       walk.advance(at);
     }
@@ -175,14 +191,15 @@ __device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& para
   }
 }
 
-// The LSE and softmax_d of the rows of each step; rows beyond the sequence get an LSE of +inf, which makes their
-// probabilities 0. A step's values are on their way while the buffers of the step are still in use.
+// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and those
+// beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way while the buffers of the step are still in use.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                 const KeyBlock& block, RingIndex<Config::kStages>& place) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
   const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+  const int first_row = first_seeing_row({block.seqlen_q, block.seqlen_k, params.window});
   RowStep at = walk.start();
   const int count = walk.count();
   for (int i = 0; i < count; ++i) {
@@ -192,8 +209,8 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       const int row = at.row_block * Config::kBlockM + 32 * j + lane;
-      const bool valid = row < block.seqlen_q;
-      lse_log2[j] = valid ? lse[row] * ScoreMod::kLog2e : INFINITY;
+      const bool valid = row >= first_row && row < block.seqlen_q;
+      lse_log2[j] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
       softmax_d[j] = valid ? delta[row] : 0.0f;
     }
     storage.q_empty[place.stage].wait(place.phase ^ 1);

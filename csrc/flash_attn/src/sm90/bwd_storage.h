@@ -52,6 +52,7 @@ struct BwdStorage {
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
   Barrier work_full[2], work_empty[2];
+  Barrier landed;  // of tiles that the loading warp clears in part, for itself
 
   int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
 
@@ -87,6 +88,7 @@ struct BwdStorage {
       turn_added[i].init(Config::kConsumerWarps);
       turn_passed[i].init(1);
     }
+    landed.init(1);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
       work_empty[i].init(Config::kConsumers + kDqGroup + 32 * (Config::kSplitsKeys ? 3 : 2));

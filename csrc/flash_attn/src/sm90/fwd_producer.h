@@ -6,6 +6,8 @@
 
 #include "common/dropout.h"
 #include "common/pdl.h"
+#include "common/seen.h"
+#include "sm90/clear_rows.h"
 #include "sm90/fwd_launch_params.h"
 #include "sm90/fwd_storage.h"
 #include "sm90/fwd_store.h"
@@ -74,13 +76,20 @@ struct TileOrder {
   }
 };
 
-// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. Of a share the LSE says it all.
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for their
+// outputs before it knows by the LSE which of them count.
 template <class Config>
 __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, const RowBlock& block, int share) {
   using Element = typename Config::Element;
   const Flash_fwd_params& params = launch.params;
   const bool is_share = shares_keys<Config>(launch);
   const int lane = threadIdx.x % 32;
+  const int64_t offset = lse_offset(block, params) + (is_share ? share * launch.shares.rows : 0);
+  if (is_share) {
+    auto* const values = reinterpret_cast<float4*>(launch.shares.out_ptr + (offset + block.row_begin) * params.d_v);
+    const int count = (block.row_end - block.row_begin) * (params.d_v / 4);
+    for (int i = lane; i < count; i += 32) values[i] = float4{};
+  }
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
   for (int row = block.row_begin; row < block.row_end && !is_share; ++row) {
     if (8 * lane < params.d_v) {
@@ -88,7 +97,6 @@ __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, cons
     }
   }
   const float lse = keyless_lse(params, block);
-  const int64_t offset = lse_offset(block, params) + (is_share ? share * launch.shares.rows : 0);
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
@@ -176,7 +184,8 @@ struct FwdProducer {
   Storage& storage;
   RingIndex<Config::kKvStages> k_place, v_place;
   RingIndex<Config::kQStages> q_place;
-  const bool issues;  // this lane
+  uint32_t landed_phase = 0;  // of storage.v_landed
+  const bool issues;          // this lane
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
@@ -193,17 +202,26 @@ struct FwdProducer {
     }
   }
 
-  // Waits until every consumer is done with the buffer.
-  template <int kChunks>
+  // Waits until every consumer is done with the buffer. kClears: the first `unseen` rows become zeros.
+  template <int kChunks, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           RingIndex<Config::kKvStages>& place, int n_block, const TmaRows& rows,
-                                          int head) {
+                                          int head, int unseen = 0) {
     constexpr int kElements = Config::kBlockN * kChunks * Config::kChunkCols;
+    const bool clears = kClears && unseen > 0;
+    Barrier& landed = clears ? storage.v_landed : full[place.stage];
     empty[place.stage].wait(place.phase ^ 1);
     if (issues) {
-      full[place.stage].arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
-      load<Config::kBlockN, kChunks>(map, full[place.stage], smem + place.stage * kElements, rows,
-                                     n_block * Config::kBlockN, head, cute::TMA::CacheHintSm90::EVICT_LAST);
+      landed.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
+      load<Config::kBlockN, kChunks>(map, landed, smem + place.stage * kElements, rows, n_block * Config::kBlockN, head,
+                                     cute::TMA::CacheHintSm90::EVICT_LAST);
+    }
+    if (clears) {
+      landed.wait(landed_phase);
+      landed_phase ^= 1;
+      clear_rows<Config::kBlockN, kChunks, Config::kChunkCols>(smem + place.stage * kElements,
+                                                               min(unseen, Config::kBlockN));
+      if (issues) full[place.stage].arrive();
     }
     place.advance();
   }
@@ -247,9 +265,15 @@ struct FwdProducer {
                              loaded_block<Config>(tile.walk, i), tile.rows, tile.head_k);
   }
 
+  // Keys that no query sees, NaN perhaps, share a block with those behind a window. Of K the mask takes care.
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
-    load_kv<Config::kChunksV>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_place,
-                              loaded_block<Config>(tile.walk, i), tile.rows, tile.head_k);
+    const Window& window = launch.params.window;
+    const int n_block = loaded_block<Config>(tile.walk, i);
+    const int seen_begin =
+        window.left == kUnbounded ? 0 : first_seen_key({tile.block.seqlen_q, tile.block.seqlen_k, window});
+    load_kv<Config::kChunksV, !Config::kSeesAll>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0],
+                                                 v_place, n_block, tile.rows, tile.head_k,
+                                                 seen_begin - n_block * Config::kBlockN);
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {

@@ -46,6 +46,7 @@ struct FwdStorage {
   // and of k_empty with words of columns, of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
+  Barrier v_landed;  // of V that the loading warp clears in part, for itself
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
   Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O in the place of Q, for the warp that stores it
   // The row block that the scheduler hands to the other warps of its team, in two slots by turns: with one, ptxas has
@@ -69,6 +70,7 @@ struct FwdStorage {
       k_empty[lane].init((Config::kDropsPacked ? 32 : 1) * Config::kConsumerWarps);
       v_empty[lane].init(Config::kConsumerWarps);
     }
+    if (lane == 0) v_landed.init(1);
     if (lane < Config::kQStages * Config::kWarpGroups) {
       q_full[lane / Config::kWarpGroups][group].init(1);
       q_empty[lane / Config::kWarpGroups][group].init(Config::kHasStoreWarp ? 1 : 4);

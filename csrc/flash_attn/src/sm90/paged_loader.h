@@ -1,7 +1,7 @@
 // K or V that lie in pages, on their way into the buffers of the wgmma forward: one warp for each of the two. Where
 // pages and blocks of keys have a common divisor, by a TMA box for so many rows, each of them issued by a lane of its
-// own; elsewhere, and at the end of a sequence, by cp.async, because pages of any size and sequences that begin or end
-// anywhere in one fit no box.
+// own; elsewhere, and at the ends of what a sequence sees, by cp.async, because pages of any size and sequences that
+// begin or end anywhere in one fit no box.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -9,6 +9,7 @@
 #include <cute/arch/util.hpp>
 
 #include "common/paged_kv.h"
+#include "common/seen.h"
 #include "sm90/fwd_producer.h"
 #include "sm90/tile_place.h"
 
@@ -61,12 +62,12 @@ struct PagedLoader {
     (kOperand == kV ? storage.v_empty : storage.k_empty)[place.stage].wait(place.phase ^ 1);
   }
 
-  __device__ __forceinline__ PageRow find(const RowBlock& block, int key) const {
+  __device__ __forceinline__ PageRow find(const RowBlock& block, int key, bool exists = true) const {
     const int* const table = params.paged.block_table + block.batch * params.paged.block_table_stride;
-    return page_row(params.paged, table, block.k_begin + key, key < block.seqlen_k);
+    return page_row(params.paged, table, block.k_begin + key, exists);
   }
 
-  // The keys from `key` on, all of them in the sequence, by boxes of page_box_rows rows: no box leaves its page. A page
+  // The keys from `key` on, all of them seen by the sequence, by boxes of page_box_rows rows: no box leaves its page. A page
   // that does not exist lies outside the tensor map and reads as zeros.
   __device__ __forceinline__ void load_boxes(const RowBlock& block, int head, int key) {
     const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kChunks;
@@ -84,14 +85,15 @@ struct PagedLoader {
     place.advance();
   }
 
-  // The same by single rows. Keys beyond the sequence, and those of pages that do not exist, become 0, so that NaN
-  // outside a sequence never meets the tensor cores.
-  __device__ __forceinline__ void load_rows(const RowBlock& block, int head, int first_key) {
+  // The same by single rows. Keys beyond the sequence, those before `seen_begin`, whose pages may have been reused, and
+  // those of pages that do not exist become 0, so that NaN there never meets the tensor cores.
+  __device__ __forceinline__ void load_rows(const RowBlock& block, int head, int first_key, int seen_begin) {
     const int lane = threadIdx.x % 32, piece = lane % kPieces;
     int page[kGroups];  // of one row of each group; -1: none
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      const PageRow at = find(block, first_key + 32 * i + lane);
+      const int key = first_key + 32 * i + lane;
+      const PageRow at = find(block, key, key >= seen_begin && key < block.seqlen_k);
       page[i] = at.valid ? at.page : -1;
     }
     wait_for_buffer();
@@ -133,12 +135,14 @@ struct PagedLoader {
       const RowBlock& block = tile.block;
       const int head = launch.group.divide(block.head);
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
+      // Of the sequence, not of the row block: rows cost more than boxes.
+      const int seen_begin = first_seen_key(tile.visibility(params.window));
       for (int i = 0; i < tile.walk.count(); ++i) {
         const int key = loaded_block<Config>(tile.walk, i) * Config::kBlockN;
-        if (fits && key + Config::kBlockN <= block.seqlen_k) {
+        if (fits && key >= seen_begin && key + Config::kBlockN <= block.seqlen_k) {
           load_boxes(block, head, key);
         } else {
-          load_rows(block, head, key);
+          load_rows(block, head, key, seen_begin);
         }
       }
     }
