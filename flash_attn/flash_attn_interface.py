@@ -71,7 +71,7 @@ _RESULT_DOC = """
             probabilities before dropout, dropped entries negative.
         max_logit (with return_max_logit): (nheads,) in the dtype of softmax_lse, not differentiable. The largest logit
             of each head that enters the softmax, over batch, queries and visible keys: after softmax_scale, softcap
-            and ALiBi, without the sink; -inf if no query sees a key.
+            and ALiBi, without the sink; -inf if no query sees a key, NaN if one of them is NaN or +inf.
 """
 
 

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "src/common/block_range.h"
 #include "src/common/hidden_steps.h"
+#include "src/common/seen.h"
 
 namespace {
 
@@ -41,6 +42,26 @@ void check_rows(const Visibility& visibility) {
       check::that((key >= begin && key < end) == expected, "row visibility", row, key, visibility.seqlen_q,
                   visibility.seqlen_k, visibility.window.left, visibility.window.right);
     }
+  }
+}
+
+// The keys that some row sees, and the rows that see some key, are the last ones.
+void check_seen(const Visibility& visibility) {
+  const int first_key = flash::first_seen_key(visibility), first_row = flash::first_seeing_row(visibility);
+  const auto pair = [&](int row, int key) {
+    return sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
+  };
+  for (int key = 0; key < visibility.seqlen_k; ++key) {
+    bool seen = false;
+    for (int row = 0; row < visibility.seqlen_q; ++row) seen |= pair(row, key);
+    check::that(visibility.seqlen_q == 0 || (key >= first_key) == seen, "first seen key", key, first_key,
+                visibility.seqlen_q, visibility.seqlen_k, visibility.window.left, visibility.window.right);
+  }
+  for (int row = 0; row < visibility.seqlen_q; ++row) {
+    bool sees_one = false;
+    for (int key = 0; key < visibility.seqlen_k; ++key) sees_one |= pair(row, key);
+    check::that((row >= first_row) == sees_one, "first seeing row", row, first_row, visibility.seqlen_q,
+                visibility.seqlen_k, visibility.window.left, visibility.window.right);
   }
 }
 
@@ -275,6 +296,7 @@ void check_all_small_problems() {
         for (int right : windows) {
           const Visibility visibility{seqlen_q, seqlen_k, Window{left, right}};
           check_rows(visibility);
+          check_seen(visibility);
           for (int block_m : {1, 2, 3, 4, 6, 16}) {
             for (int block_n : {1, 2, 3, 4, 16}) {
               for (int row = 0; row < seqlen_q; row += block_m) {

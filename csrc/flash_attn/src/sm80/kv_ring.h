@@ -36,7 +36,6 @@ struct KvRing {
   KvWalk<Config::kPlain> walk;  // at the tile of the next step to load
   int block = 0;                // of the next step to load
   int block_end = 0;
-  int seen_begin = 0;               // keys of the tile's request before it, which no query sees, are zeros
   int vacant;                       // stages to fill, and one more while the first step has not been looked for
   int pending = 0;                  // steps loaded and not used
   int entered = 0;                  // tiles begun by the loads
@@ -168,8 +167,6 @@ struct KvRing {
     ++entered;
     block = part.block_begin();
     block_end = part.block_end();
-    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
-    seen_begin = first_seen_key({queries.count, part.request.seqlen_k, params.window});
     pages_from = block - 32;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
@@ -199,7 +196,7 @@ struct KvRing {
   __device__ __forceinline__ void load_step() {
     const KvPart& part = walk.part;
     const int keys = part.request.refused || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
-    const int first = seen_begin - key_begin();
+    const int first = unseen_keys();
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
       may_read_new = true;
@@ -211,6 +208,15 @@ struct KvRing {
     } else {
       load_any_step(first, keys, k_to, v_to);
     }
+  }
+
+  // Keys of the step and after it that come before the first one that some query of the request sees: they become zeros.
+  // Worked out where there may be some, so that it takes no register elsewhere.
+  __device__ __forceinline__ int unseen_keys() const {
+    const KvPart& part = walk.part;
+    if (params.window.left == kUnbounded || block != part.first_block) return 0;
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    return first_seen_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
   // Keys before it, which no query of the request sees, share a step with it: they need no page.

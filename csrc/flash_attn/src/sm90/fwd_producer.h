@@ -76,8 +76,8 @@ struct TileOrder {
   }
 };
 
-// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for their
-// outputs before it knows by the LSE which of them count.
+// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for
+// their outputs before it knows by the LSE which of them count.
 template <class Config>
 __device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, const RowBlock& block, int share) {
   using Element = typename Config::Element;

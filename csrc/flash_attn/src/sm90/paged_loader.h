@@ -67,8 +67,8 @@ struct PagedLoader {
     return page_row(params.paged, table, block.k_begin + key, exists);
   }
 
-  // The keys from `key` on, all of them seen by the sequence, by boxes of page_box_rows rows: no box leaves its page. A page
-  // that does not exist lies outside the tensor map and reads as zeros.
+  // The keys from `key` on, all of them seen by the sequence, by boxes of page_box_rows rows: no box leaves its page. A
+  // page that does not exist lies outside the tensor map and reads as zeros.
   __device__ __forceinline__ void load_boxes(const RowBlock& block, int head, int key) {
     const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kChunks;
     const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kChunkCols);
