@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums
   for (int mi = 0; mi < kRows; ++mi) {
     // Rows beyond the sequence are zeros in shared memory, whose scores do not count.
     if (row_begin + coords.row(mi) >= block.row_end) continue;
-    largest = fmaxf(largest, softmax.row_max[mi]);
+    if (softmax.row_max[mi] > softmax.kLowest) largest = fmaxf(largest, softmax.row_max[mi]);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) is_nan |= isnan(softmax.row_sum[mi][i]);
   }

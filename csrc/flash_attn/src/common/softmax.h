@@ -19,15 +19,17 @@ struct Softmax {
   // For what capped scores may lie above their reference, seen by their size alone: fp16 holds 2^15.
   static constexpr float kCappedSlackLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
+  // References start here: finite, so that a score of -inf, masked or not, has weight 0 in every kind of block.
+  static constexpr float kLowest = -3.402823466e38f;
 
-  float row_max[kRows];         // reference of the raw scores; -inf while nothing visible was met
+  float row_max[kRows];         // reference of the raw scores; kLowest while all of them were -inf
   float row_sum[kRows][kSums];  // of this thread's share of the columns; after finish() the first is the row's
   Flag is_large = false;        // some reference of the warp is beyond kLargeLog2
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      row_max[mi] = -INFINITY;
+      row_max[mi] = kLowest;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) row_sum[mi][i] = 0.0f;
     }
@@ -36,14 +38,14 @@ struct Softmax {
   // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
   // slack_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
   // would pass that. The result does not depend on the reference except through rounding. scale > 0.
-  template <bool kMasked, class Scores, class Out>
+  template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float slack_log2 = kSlackLog2) {
     using namespace cute;
     raise_references(scores, scale, slack_log2, [&](int mi, float correction) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
     });
-    exponentiate<kMasked>(scores, scale);
+    exponentiate(scores, scale);
   }
 
   // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
@@ -61,7 +63,10 @@ struct Softmax {
     bool large = false;
     set_maxima(scores, row_max);
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) large |= !(fabsf(row_max[mi] * scale) <= kLargeLog2);
+    for (int mi = 0; mi < kRows; ++mi) {
+      row_max[mi] = fmaxf(row_max[mi], kLowest);
+      large |= !(fabsf(row_max[mi] * scale) <= kLargeLog2);
+    }
     is_large = __any_sync(0xffffffffu, large);
   }
 
@@ -78,17 +83,11 @@ struct Softmax {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const float reference = fmaxf(row_max[mi], new_max[mi]);
-      const float correction = reference == -INFINITY ? 1.0f : exp2f((row_max[mi] - reference) * scale);
+      const float correction = exp2f((row_max[mi] - reference) * scale);
       row_max[mi] = reference;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction;
-      // A row that met nothing counts as large wherever edges may go ahead. They never do where conditions are bools,
-      // and there ptxas would order the loop of the softcap so that it takes longer.
-      if constexpr (std::is_same_v<Flag, bool>) {
-        large |= reference != -INFINITY && fabsf(reference * scale) > kLargeLog2;
-      } else {
-        large |= !(fabsf(reference * scale) <= kLargeLog2);
-      }
+      large |= !(fabsf(reference * scale) <= kLargeLog2);
       correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);
@@ -145,16 +144,13 @@ struct Softmax {
   }
 
   // The second half of update().
-  template <bool kMasked, class Scores>
+  template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;
     float offset[kRows];  // of the exponents
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      // A row that has seen nothing yet has no reference; all its scores are -inf and become 0.
-      offset[mi] = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi] * scale;
-    }
-    if (is_large) subtract_reference<kMasked>(scores, offset);
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
+    if (is_large) subtract_reference(scores, offset);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
@@ -317,15 +313,14 @@ struct Softmax {
 
   // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is
   // taken first, so that the score at the reference becomes exactly 1.
-  template <bool kMasked, class Scores>
+  template <class Scores>
   __device__ __forceinline__ void subtract_reference(Scores& scores, float (&offset)[kRows]) const {
     using namespace cute;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float reference = kMasked && row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
       offset[mi] = 0.0f;
 #pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ++ni) scores(mi, ni) -= reference;
+      for (int ni = 0; ni < size<1>(scores); ++ni) scores(mi, ni) -= row_max[mi];
     }
   }
 
@@ -359,7 +354,7 @@ struct Softmax {
     return row_sum[mi][0] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 
-  // How far the sink lies above the reference, in powers of 2; +inf for a row that saw nothing.
+  // How far the sink lies above the reference, in powers of 2.
   __device__ __forceinline__ float sink_above(int mi, float scale, float sink) const {
     return sink * kLog2e - row_max[mi] * scale;
   }

@@ -169,7 +169,7 @@ struct FwdMainloop {
       cp_async_fence();
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    softmax.template update<kEdge>(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
+    softmax.update(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
       const DropoutMask mask(params.dropout, block.batch, block.head);
       apply_dropout(mask, scores, coords, block.row_begin, key);

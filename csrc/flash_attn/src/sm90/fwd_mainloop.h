@@ -277,7 +277,7 @@ struct FwdMainloop {
     }
     const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
-    softmax.template exponentiate<kEdge>(scores, params.softmax_scale_log2);
+    softmax.exponentiate(scores, params.softmax_scale_log2);
     if (!Config::kRescalesAtOnce || !raised) return raised;
     wait_for<0>(acc_o);  // by the warps whose references rose, which each waits for its own rows' products
     rescale_output(correction);
@@ -338,7 +338,7 @@ struct FwdMainloop {
     } else {
       softmax.set_reference(scores, params.softmax_scale_log2);
     }
-    softmax.template exponentiate<true>(scores, params.softmax_scale_log2);
+    softmax.exponentiate(scores, params.softmax_scale_log2);
     draw_all();
     set_probabilities(tile, key);
   }
