@@ -191,8 +191,9 @@ __device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& para
   }
 }
 
-// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and those
-// beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way while the buffers of the step are still in use.
+// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and
+// those beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way
+// while the buffers of the step are still in use.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                 const KeyBlock& block, RingIndex<Config::kStages>& place) {
