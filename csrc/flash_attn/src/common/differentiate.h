@@ -34,7 +34,8 @@ struct RowArray {
   __device__ __forceinline__ float2 pair(int mi) const { return {values[mi], values[mi + 1]}; }
 };
 
-// The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities 0.
+// The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities
+// 0.
 __device__ __forceinline__ float keyed_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
 // Scores become probabilities. lse_log2.pair(mi): of the rows mi and mi + 1 of this thread, +inf where there is no row.

@@ -1,5 +1,5 @@
-// cp.async of matrix rows into a swizzled shared tile. Rows outside of the bounds and columns beyond the head dim become
-// 0, so that NaN there never meets the tensor cores.
+// cp.async of matrix rows into a swizzled shared tile. Rows outside of the bounds and columns beyond the head dim
+// become 0, so that NaN there never meets the tensor cores.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -68,8 +68,7 @@ struct RowCopy {
     run(
         [&](int pass) {
           const int offset = pass * kRowsPerPass;
-          return Line<Element>{from + offset * stride,
-                               !kBounded || (row + offset >= first && row + offset < rows)};
+          return Line<Element>{from + offset * stride, !kBounded || (row + offset >= first && row + offset < rows)};
         },
         smem);
   }
@@ -81,8 +80,7 @@ struct RowCopy {
     run(
         [&](int pass) {
           const int offset = row + pass * kRowsPerPass;
-          const PageRow at =
-              page_row(paged, pages, begin + offset, !kBounded || (offset >= first && offset < rows));
+          const PageRow at = page_row(paged, pages, begin + offset, !kBounded || (offset >= first && offset < rows));
           return Line<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col, at.valid};
         },
         smem);

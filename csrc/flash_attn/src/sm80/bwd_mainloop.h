@@ -185,8 +185,8 @@ struct BwdMainloop {
                                                           transposed(smem_q(stage)));
   }
 
-  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf, which
-  // makes their probabilities 0.
+  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf,
+  // which makes their probabilities 0.
   __device__ __forceinline__ void load_row_statistics(const RowStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
     const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);

@@ -59,8 +59,7 @@ struct KvLoader {
       copy.template run_paged<kBounded>(base, strides, params.paged, pages, key_offset + key, first_key - key,
                                         seqlen_k - key, smem);
     } else {
-      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem,
-                                          first_key - key);
+      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem, first_key - key);
     }
   }
 

@@ -210,8 +210,8 @@ struct KvRing {
     }
   }
 
-  // Keys of the step and after it that come before the first one that some query of the request sees: they become zeros.
-  // Worked out where there may be some, so that it takes no register elsewhere.
+  // Keys of the step and after it that come before the first one that some query of the request sees: they become
+  // zeros. Worked out where there may be some, so that it takes no register elsewhere.
   __device__ __forceinline__ int unseen_keys() const {
     const KvPart& part = walk.part;
     if (params.window.left == kUnbounded || block != part.first_block) return 0;
@@ -339,8 +339,8 @@ struct KvRing {
     return {head + offset, at >= 0 && row >= first && row < keys};
   }
 
-  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found, int first,
-                                                 int keys, Element* to) const {
+  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found,
+                                                 int first, int keys, Element* to) const {
     copy<true>([&](int row, int) { return scattered_row(head, strides, found, first, keys, row); }, to);
   }
 
