@@ -24,7 +24,7 @@ bool may_cut(const KvCuts& cuts, const Tile& tile, int offset) {
   switch (cuts.rule) {
     case CutRule::kWhole: return false;
     case CutRule::kAnywhere: return tile.count > cuts.value;
-    case CutRule::kParts: return offset % ((tile.count + cuts.value - 1) / cuts.value) == 0;
+    case CutRule::kParts: return offset % ((int64_t{tile.count} + cuts.value - 1) / cuts.value) == 0;
     default: return (tile.first_block + offset) % cuts.value == 0;
   }
 }
@@ -73,8 +73,9 @@ void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t sh
 
 void check_line(std::mt19937& random) {
   auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
+  constexpr int kMany[] = {128, 1 << 30, 0x7ffffffe, 0x7fffffff};
   const KvCuts all_cuts[] = {{CutRule::kAnywhere, below(6)},
-                             {CutRule::kParts, 1 + below(9)},
+                             {CutRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
                              {CutRule::kChunks, 1 + below(9)},
                              {CutRule::kWhole, 0}};
   const KvCuts cuts = all_cuts[below(4)];
@@ -149,6 +150,62 @@ void check_plans() {
   }
 }
 
+// Any number of splits: more than there are key blocks are as many as there are, and the plan is the same.
+void check_many_splits() {
+  using namespace flash::plan;
+  for (const KvDevice& device : kDevices) {
+    for (int capacity : {1, 64, 4096, 0x3fffffff}) {
+      const KvPlan expected = kv_plan({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
+      for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
+        const KvPlan plan = kv_plan({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
+        check::that(plan.cuts.rule == CutRule::kParts && plan.cuts.value > 0, "parts", plan.cuts.value);
+        check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
+        for (int count : {1, 2, 3, 1000, 0x1000000}) {
+          for (int offset : {0, 1, 2, count - 1, count}) {
+            const int cut = plan.cuts.next(0, count, offset);
+            check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sizes as large as their types: refused, or counted without overflow.
+void check_large_plans() {
+  using namespace flash::plan;
+  constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
+  for (int i = 0; i < 2 * 3 * 2 * 4 * 4 * 3; ++i) {
+    int rest = i;
+    auto one_of = [&rest](std::initializer_list<int> values) {
+      const int count = static_cast<int>(values.size()), chosen = rest % count;
+      rest /= count;
+      return values.begin()[chosen];
+    };
+    const bool batch_invariant = one_of({0, 1});
+    const int num_splits = one_of({0, 1, kMost}), capacity = one_of({0, kRows}), heads = one_of({0, 1, 1 << 20, kMost});
+    const int batch = one_of({0, 1, 1 << 11, kMost}), seqlen_q = one_of({0, 1, kRows});
+    const KvPlan plan =
+        kv_plan({batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant}, kDevices[0]);
+    const double tiles = static_cast<double>(plan.items) * std::max(heads, 1);
+    check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.items, heads);
+    if (plan.is_too_large) continue;
+    check::that(plan.thread_blocks >= 0 && plan.thread_blocks <= 1000, "thread blocks", plan.thread_blocks);
+    const int64_t words = kv_workspace_words(plan, 256);
+    check::that(0 <= words && words <= kMaxRunWorkspaceBytes / 4 + 1000 * 64 * 258, "workspace", words);
+  }
+}
+
+void check_rotary_rows() {
+  using flash::kv_rotary_rows;
+  check::that(kv_rotary_rows(40, 7, 2, true) == 42, "one position: the new keys");
+  check::that(kv_rotary_rows(40, 7, 0, true) == 41, "one position: the queries");
+  check::that(kv_rotary_rows(40, 0, 0, true) == 40, "nothing to rotate");
+  check::that(kv_rotary_rows(40, 7, 2, false) == 47, "a position for each query");
+  check::that(kv_rotary_rows(40, 2, 7, false) == 47, "the new keys");
+  check::that(kv_rotary_rows(0x7fffffff, 0x3fffffff, 1, false) == int64_t{0x7fffffff} + 0x3fffffff, "64 bits");
+}
+
 // The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
 void check_allocation_does_not_matter() {
   using namespace flash::plan;
@@ -219,6 +276,9 @@ int main() {
   for (int i = 0; i < 20000; ++i) check_line(random);
   check_lengths();
   check_plans();
+  check_many_splits();
+  check_large_plans();
+  check_rotary_rows();
   check_allocation_does_not_matter();
   check_whole_tiles();
   check_pairs();

@@ -49,10 +49,11 @@ struct KvDevice {
 };
 
 struct KvPlan {
-  int tile_size;  // index into kKvTiles
-  int stages;     // 0: the device has too little shared memory
-  int row_tiles;  // tiles of one K/V head and sequence of a dense batch
-  int64_t items;  // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
+  int tile_size;      // index into kKvTiles
+  int stages;         // 0: the device has too little shared memory
+  int row_tiles;      // tiles of one K/V head and sequence of a dense batch
+  int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
+  bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
   bool in_pairs;        // better launched in pairs, where the kernel can (common/block_pair.h)
   int64_t least_share;  // key blocks of a thread block
@@ -69,6 +70,7 @@ struct KvPlan {
 constexpr int64_t kLeastShareBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
+constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -87,7 +89,8 @@ constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& p
   plan.run_blocks = kRunKeys / block_n;
   plan.max_runs = static_cast<int>(ceil_div(problem.capacity, kRunKeys));
   const int64_t slots = tiles * plan.max_runs;
-  const bool fits = slots * kv_slot_floats(tile, plan.slot_rows) * 4 <= kMaxRunWorkspaceBytes;
+  const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
+  const bool fits = slot_bytes == 0 || slots <= kMaxRunWorkspaceBytes / slot_bytes;
   const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
   plan.cuts = cut ? KvCuts{CutRule::kChunks, plan.run_blocks} : KvCuts{CutRule::kWhole, 0};
   plan.slots = cut ? slots : plan.thread_blocks;
@@ -121,6 +124,8 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   plan.items = problem.is_packed ? varlen_slot_count(static_cast<int>(all_rows), problem.batch, tile.rows())
                                  : static_cast<int64_t>(problem.batch) * plan.row_tiles;
   plan.slot_rows = static_cast<int>(rows < tile.rows() && !problem.is_packed ? rows : tile.rows());
+  plan.is_too_large = plan.items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
+  if (plan.is_too_large) return plan;
   const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
   const int64_t tiles = plan.items * problem.heads_k;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kLeastShareBytes / 2 : kLeastShareBytes;

@@ -43,8 +43,9 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
     request.cache_row = request.refused ? 0 : row;
   }
   if (kMayRotate && params.rotary.cos_ptr != nullptr && request.fits) {
-    const int64_t rows = static_cast<int64_t>(request.cached) + max(params.seqlen_q, params.seqlen_new);
-    request.refused |= rows > params.rotary.rows;
+    const Rotary& rotary = params.rotary;
+    request.refused |=
+        kv_rotary_rows(request.cached, params.seqlen_q, params.seqlen_new, rotary.one_position) > rotary.rows;
   }
   return request;
 }

@@ -34,7 +34,7 @@ struct KvCuts {
       const int64_t cut = (block + value - 1) / value * value - first_block;
       return cut < count ? static_cast<int>(cut) : count;
     }
-    const int part = (count + value - 1) / value;
+    const int part = (count - 1) / value + 1;  // count + value may pass 2^31
     const int64_t cut = (static_cast<int64_t>(offset) + part - 1) / part * part;
     return cut < count ? static_cast<int>(cut) : count;
   }
@@ -115,6 +115,13 @@ FLASH_HOST_DEVICE constexpr KvLengths kv_lengths(int cached, int leftpad, int se
   lengths.first_row = leftpad < 0 ? 0 : leftpad > total ? total : leftpad;
   lengths.seqlen_k = total - lengths.first_row;
   return lengths;
+}
+
+// Rows that the rotary tables need for a request: the new keys stand at the rows from `cached` on, and so do the
+// queries, one row each or, if `one_position`, all at the first.
+FLASH_HOST_DEVICE constexpr int64_t kv_rotary_rows(int64_t cached, int seqlen_q, int seqlen_new, bool one_position) {
+  const int positions = one_position && seqlen_q > 1 ? 1 : seqlen_q;
+  return cached + (positions > seqlen_new ? positions : seqlen_new);
 }
 
 // The query tokens [begin, end) of a tile of packed rows: row r is head r % group of token r / group.
