@@ -3,9 +3,12 @@
 #pragma once
 
 #include <ATen/core/DimVector.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <optional>
@@ -34,8 +37,11 @@ inline std::string dtype_name(at::ScalarType type) {
     case at::kComplexDouble: return "complex128";
     case at::kFloat8_e4m3fn: return "float8_e4m3fn";
     case at::kFloat8_e5m2: return "float8_e5m2";
-    default: return c10::toString(type);
+    default: break;
   }
+  std::string name = c10::toString(type);
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name;
 }
 
 // Message parts as text, without streams: their number formatting breaks where a toolchain links libstdc++ statically
@@ -60,10 +66,26 @@ template <class... Parts>
   throw c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, name + (": " + ... + text(parts)));
 }
 
+// Elements in memory at strides: what a pointer and strides describe.
+inline void strided(const char* name, const at::Tensor& tensor) {
+  auto refuse = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
+  if (!tensor.defined()) refuse("an undefined one");
+  if (tensor.is_nested()) refuse("a nested one");
+  if (tensor.layout() == at::kStrided) {
+    if (!tensor.has_storage()) refuse("one without storage");
+    return;
+  }
+  const bool is_sparse = tensor.layout() == at::kSparse || tensor.is_sparse_csr() ||
+                         tensor.layout() == at::kSparseCsc || tensor.layout() == at::kSparseBsr ||
+                         tensor.layout() == at::kSparseBsc;
+  refuse(is_sparse ? "a sparse one" : "one of another layout");
+}
+
 inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
-  if (tensor.device() != q.device()) {
+  if (tensor.defined() && tensor.device() != q.device()) {
     fail(name, "expected a tensor on q's device (", q.device(), "), got one on ", tensor.device());
   }
+  strided(name, tensor);
 }
 
 inline void rank(const char* name, const at::Tensor& tensor, int64_t expected, const char* axes) {
@@ -94,12 +116,21 @@ inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType exp
   }
 }
 
-inline void length(const char* name, int64_t value) {
-  if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " rows, got ", value);
+// Every size that a kernel keeps as an int; expanded tensors have such sizes without the memory.
+inline void at_most(const char* name, int64_t value, const char* what) {
+  if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " ", what, ", got ", value);
+}
+
+// Sequences or pages (of four dimensions), rows and heads.
+inline void sizes(const char* name, const at::Tensor& tensor, const char* first) {
+  if (tensor.dim() == 4) at_most(name, tensor.size(0), first);
+  at_most(name, tensor.size(-3), "rows");
+  at_most(name, tensor.size(-2), "heads");
 }
 
 inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
-  if (!q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
+  if (q.defined() && !q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
+  strided("q", q);
   if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) {
     fail("q", "expected dtype float16 or bfloat16, got ", dtype_name(q.scalar_type()));
   }
@@ -107,8 +138,20 @@ inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
   last_stride("q", q);
   const int64_t head_dim = q.size(-1);
   if (head_dim > 256) fail("q", "expected a head dim of at most 256, got ", head_dim);
-  if (head_dim % 8 != 0 || head_dim == 0) fail("q", "expected a head dim that is a multiple of 8, got ", head_dim);
-  length("q", q.size(-3));
+  if (head_dim == 0) fail("q", "expected a head dim of at least 1, got 0");
+  sizes("q", q, "sequences");
+}
+
+// What the kernels of the forward and the backward need beyond query().
+inline void whole_chunks(const at::Tensor& q) {
+  if (q.size(-1) % 8 != 0) fail("q", "expected a head dim that is a multiple of 8, got ", q.size(-1));
+}
+
+inline void head_counts(const at::Tensor& q, const at::Tensor& k) {
+  const int64_t heads = q.size(-2), heads_k = k.size(-2);
+  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
+    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
+  }
 }
 
 // v follows k in all axes but the last.
@@ -133,14 +176,11 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   }
   shape("k", k, expected);
   last_stride("k", k);
-  length("k", k.size(-3));
+  sizes("k", k, "pages");
   dtype_of_q("v", v, q);
   if (v.sizes() != k.sizes()) value(v, k);
   last_stride("v", v);
-  const int64_t heads = q.size(-2), heads_k = k.size(-2);
-  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
-    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
-  }
+  head_counts(q, k);
 }
 
 inline at::DimVector output_shape(const at::Tensor& q, const at::Tensor& v) {
@@ -157,10 +197,22 @@ inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at
   last_stride("out", *out);
 }
 
+// The kernels compute with floats: scale log2(e) has to be finite as such, and with a softcap scale / softcap as well,
+// times a head's sum of products.
+constexpr double kMaxScale = 2e38, kMaxSoftcap = 1e15, kMinSoftcap = 1e-15;
+
 inline void numbers(double p_dropout, double softmax_scale, double softcap) {
   if (!(p_dropout >= 0.0 && p_dropout < 1.0)) fail("p_dropout", "expected a value in [0, 1), got ", p_dropout);
   if (!std::isfinite(softmax_scale)) fail("softmax_scale", "expected a finite value, got ", softmax_scale);
-  if (!(softcap >= 0.0 && std::isfinite(softcap))) fail("softcap", "expected a value >= 0, got ", softcap);
+  if (!(softcap >= 0.0)) fail("softcap", "expected a value >= 0, got ", softcap);
+  if (softcap != 0.0 && !(kMinSoftcap <= softcap && softcap <= kMaxSoftcap)) {
+    fail("softcap", "expected 0 or a value from ", kMinSoftcap, " to ", kMaxSoftcap, ", got ", softcap);
+  }
+  const double most = softcap > 0.0 ? kMaxSoftcap : kMaxScale;
+  if (std::fabs(softmax_scale) > most) {
+    fail("softmax_scale", "expected a magnitude of at most ", most, softcap > 0.0 ? " with a softcap" : "", ", got ",
+         softmax_scale);
+  }
 }
 
 inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, int64_t batch) {
@@ -196,9 +248,11 @@ inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, c
 
 // Returns the number of sequences.
 inline int64_t cu_seqlens(const at::Tensor& cu_q, const at::Tensor& cu_k, const at::Tensor& q) {
+  device("cu_seqlens_q", cu_q, q);
   if (cu_q.dim() != 1 || cu_q.numel() < 1) {
     fail("cu_seqlens_q", "expected shape [b + 1], got ", cu_q.sizes());
   }
+  at_most("cu_seqlens_q", cu_q.numel() - 1, "sequences");
   lengths("cu_seqlens_q", cu_q, q, cu_q.numel());
   lengths("cu_seqlens_k", cu_k, q, cu_q.numel());
   return cu_q.numel() - 1;
@@ -213,6 +267,7 @@ inline void block_table(const std::optional<at::Tensor>& table, const at::Tensor
     fail(name, "expected shape [", batch, ", max_blocks], got ", table->sizes());
   }
   last_stride(name, *table);
+  at_most(name, table->size(1), "columns");
 }
 
 inline void max_seqlen(const char* name, int64_t value) {
@@ -240,6 +295,12 @@ inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, 
   device("rng_state", *state, q);
   if (state->scalar_type() != at::kLong || state->sizes() != at::IntArrayRef({2}) || !state->is_contiguous()) {
     fail("rng_state", expected, dtype_name(state->scalar_type()), " ", state->sizes());
+  }
+}
+
+inline void generator(const std::optional<at::Generator>& gen) {
+  if (gen.has_value() && gen->defined() && !gen->device().is_cuda()) {
+    fail("gen", "expected a CUDA generator, got one on ", gen->device());
   }
 }
 

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
+#include <cmath>
+#include <limits>
 #include <mutex>
 #include <optional>
 
@@ -55,9 +57,15 @@ inline Window make_window(const Scores& scores) {
   return window;
 }
 
+// The kernels take denormal numbers for 0, and then make NaN of a masked score of -inf: 0 is scaled before the mask.
+inline float normal_float(double value) {
+  const float rounded = static_cast<float>(value);
+  return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
+}
+
 inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
-  params.scale_softmax = static_cast<float>(scores.softmax_scale);
+  params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
   params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
   params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);

@@ -15,10 +15,12 @@
 
 #include "allocate.h"
 #include "checks.h"
+#include "combine_api.h"
 #include "describe.h"
 #include "forward_family.h"
 #include "kvcache_api.h"
 #include "launch_check.h"
+#include "overlap.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "prepare.h"
@@ -31,6 +33,11 @@ namespace {
 constexpr int64_t kProbabilityTile = 128;  // S_dmask is padded to multiples of it, as FlashAttention-2 does
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// A maximum length that a caller names may be loose: no sequence is longer than kMaxLength.
+int probability_rows(int64_t max_seqlen) {
+  return static_cast<int>(round_up(std::min<int64_t>(max_seqlen, kMaxLength), kProbabilityTile));
+}
 
 // ---- V of another head dim than Q and K ----
 
@@ -253,6 +260,21 @@ void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::
   if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
 }
 
+void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
+                   const OptionalTensor& sinks) {
+  const overlap::Operands read = {{"dout", gradients.dout},
+                                  {"q", q},
+                                  {"k", k},
+                                  {"v", v},
+                                  {"out", out},
+                                  {"softmax_lse", softmax_lse},
+                                  {"dlse", gradients.dlse},
+                                  {"alibi_slopes", alibi_slopes},
+                                  {"sinks", sinks}};
+  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}}, read);
+}
+
 std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradients& gradients, const at::Tensor& q,
                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                  const Scores& scores, double p_dropout, bool deterministic,
@@ -330,20 +352,22 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
                             const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
+  checks::whole_chunks(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   checks::output(out, q, checks::output_shape(q, v));
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
   checks::sinks(sinks, q);
-  checks::length("q", batch);
+  checks::generator(gen);
+  overlap::check({{"out", out}}, {{"q", q}, {"k", k}, {"v", v}, {"alibi_slopes", alibi_slopes}, {"sinks", sinks}});
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
   Flash_fwd_params params;
   params.b = static_cast<int>(batch);
-  params.p_rows = static_cast<int>(round_up(seqlen_q, kProbabilityTile));
-  params.p_cols = static_cast<int>(round_up(k.size(1), kProbabilityTile));
+  params.p_rows = probability_rows(seqlen_q);
+  params.p_cols = probability_rows(k.size(1));
   return forward(params, q, k, v, out, {batch, heads, seqlen_q},
                  {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                  return_softmax, gen, return_max_logit);
@@ -376,6 +400,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                                    const OptionalTensor& sinks, bool return_max_logit) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
+  checks::whole_chunks(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
     checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
@@ -391,13 +416,25 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
   checks::sinks(sinks, q);
+  checks::generator(gen);
+  const overlap::Operands read = {{"q", q},
+                                  {"k", k},
+                                  {"v", v},
+                                  {"cu_seqlens_q", cu_seqlens_q},
+                                  {"cu_seqlens_k", cu_seqlens_k},
+                                  {"seqused_k", seqused_k},
+                                  {"leftpad_k", leftpad_k},
+                                  {"block_table", block_table},
+                                  {"alibi_slopes", alibi_slopes},
+                                  {"sinks", sinks}};
+  overlap::check({{"out", out}}, read);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
   Flash_fwd_params params;
   params.b = static_cast<int>(batch);
-  params.p_rows = static_cast<int>(round_up(max_seqlen_q, kProbabilityTile));
-  params.p_cols = static_cast<int>(round_up(max_seqlen_k, kProbabilityTile));
+  params.p_rows = probability_rows(max_seqlen_q);
+  params.p_cols = probability_rows(max_seqlen_k);
   params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), int_pointer(seqused_k),
                    int_pointer(leftpad_k)};
   params.paged = describe_pages(block_table, k);
@@ -414,6 +451,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& rng_state, const OptionalTensor& dlse, const OptionalTensor& sinks) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
+  checks::whole_chunks(q);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   const Gradients gradients{dout, dlse, dq, dk, dv};
@@ -421,8 +459,8 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
   checks::numbers(p_dropout, softmax_scale, softcap);
   checks::alibi(alibi_slopes, q, batch);
   checks::sinks(sinks, q);
-  checks::length("q", batch);
   checks::rng_state(rng_state, p_dropout, q);
+  check_written(gradients, q, k, v, out, softmax_lse, alibi_slopes, sinks);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
@@ -445,6 +483,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                                    const OptionalTensor& sinks) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
+  checks::whole_chunks(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
   const Gradients gradients{dout, dlse, dq, dk, dv};
@@ -455,6 +494,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
   checks::alibi(alibi_slopes, q, batch);
   checks::sinks(sinks, q);
   checks::rng_state(rng_state, p_dropout, q);
+  check_written(gradients, q, k, v, out, softmax_lse, alibi_slopes, sinks);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
@@ -465,6 +505,12 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                   {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
 }
+
+// Of every entry point that launches: what needs the GIL first, then without it.
+struct CallGuard {
+  ForcedFamily family;
+  py::gil_scoped_release release;
+};
 
 std::string build_info() {
   std::string info = kernel_build_info();
@@ -483,40 +529,40 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"),
         py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
-        py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
+        py::arg("return_max_logit") = false, py::call_guard<CallGuard>());
   m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]",
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
-        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::call_guard<py::gil_scoped_release>());
+        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::call_guard<CallGuard>());
   m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
         py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
-        py::call_guard<py::gil_scoped_release>());
+        py::call_guard<CallGuard>());
   m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"),
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"),
         py::arg("dv"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
-        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<py::gil_scoped_release>());
+        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<CallGuard>());
   m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
         py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
         py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),
         py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("rotary_interleaved"),
         py::arg("num_splits"), py::arg("plan") = py::none(), py::arg("batch_invariant") = false,
-        py::call_guard<py::gil_scoped_release>());
+        py::call_guard<CallGuard>());
   m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
-        py::arg("plan") = py::none(), py::call_guard<py::gil_scoped_release>());
+        py::arg("plan") = py::none(), py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
-        py::arg("lse_partial"), py::arg("out"), py::call_guard<py::gil_scoped_release>());
+        py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");
 }

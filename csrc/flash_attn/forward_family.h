@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
+#include <string>
 
 #include "allocate.h"
 #include "launch_check.h"
@@ -85,7 +87,27 @@ inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
   return query;
 }
 
-inline const char* forced_family() { return std::getenv("FLASH_ATTN_FAMILY"); }
+// FLASH_ATTN_FAMILY for the call of this thread. Reads the environment where it is made, which has to be under the GIL:
+// os.environ changes the environment under it, and other threads' calls run without it. Copied, for a change frees it.
+class ForcedFamily {
+ public:
+  ForcedFamily() {
+    if (const char* value = std::getenv("FLASH_ATTN_FAMILY")) value_ = value;
+    current_ = this;
+  }
+  ~ForcedFamily() { current_ = nullptr; }
+  ForcedFamily(const ForcedFamily&) = delete;
+  ForcedFamily& operator=(const ForcedFamily&) = delete;
+
+  // Null: not set.
+  static const char* current() { return current_ != nullptr && current_->value_ ? current_->value_->c_str() : nullptr; }
+
+ private:
+  std::optional<std::string> value_;
+  static inline thread_local const ForcedFamily* current_ = nullptr;
+};
+
+inline const char* forced_family() { return ForcedFamily::current(); }
 
 inline plan::FamilyChoice choose_family(const Flash_fwd_params& params) {
   return plan::choose_family(family_query(params), forced_family());

@@ -1,5 +1,4 @@
-// Attention against a KV cache, its plan, forwards by the same kernels, and the merge of partial results:
-// check -> describe -> allocate -> launch.
+// Attention against a KV cache, its plan, and forwards by the same kernels: check -> describe -> allocate -> launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +14,7 @@
 #include "forward_family.h"
 #include "kvcache_checks.h"
 #include "launch_check.h"
+#include "overlap.h"
 #include "plan/kvcache.h"
 #include "src/kvcache.h"
 #include "src/static_switch.h"
@@ -81,8 +81,9 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   const plan::KvPlan plan =
       plan::kv_plan(problem, {facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block});
   const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
-  if (plan.items > std::numeric_limits<int>::max()) {
-    checks::fail("q", "expected fewer than 2^31 tiles of ", int64_t{tile.rows()}, " rows, got ", plan.items);
+  if (plan.is_too_large) {
+    checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", int64_t{tile.rows()}, " rows, got ",
+                 plan.items, " for each of ", sizes.heads_k, " K/V heads");
   }
   params.tile_size = plan.tile_size;
   params.tile_rows = tile.rows();
@@ -162,6 +163,35 @@ inline void set_params_cache(Flash_kvcache_params& params, const KvCacheTensors&
   params.new_vectors = params.kv_bytes == 16 && piece_bytes(*cache.k_new) == 16 && piece_bytes(*cache.v_new) == 16;
 }
 
+// Without a mask all queries of a sequence are rotated by one row of the tables.
+inline bool has_one_position(const Window& window) { return window.left == kUnbounded && window.right == kUnbounded; }
+
+// The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
+inline void check_written(const at::Tensor& q, const KvCacheTensors& cache, const OptionalTensor& cos,
+                          const OptionalTensor& sin, const OptionalTensor& alibi_slopes, const OptionalTensor& out,
+                          const OptionalTensor& plan) {
+  const bool appends = cache.k_new.has_value() && cache.k_new->numel() > 0;
+  if (!appends && !out.has_value() && !plan.has_value()) return;
+  const bool is_one_cache = appends && !cos.has_value() && overlap::same_view(cache.k, cache.v) &&
+                            overlap::same_view(*cache.k_new, *cache.v_new);
+  const OptionalTensor none, k = cache.k, v = cache.v;
+  const overlap::Operands read = {{"q", q},
+                                  {"k_cache", appends ? none : k},
+                                  {"v_cache", appends ? none : v},
+                                  {"k", cache.k_new},
+                                  {"v", cache.v_new},
+                                  {"cache_seqlens", cache.seqlens},
+                                  {"rotary_cos", cos},
+                                  {"rotary_sin", sin},
+                                  {"cache_batch_idx", cache.cache_batch_idx},
+                                  {"cache_leftpad", cache.leftpad},
+                                  {"block_table", cache.block_table},
+                                  {"alibi_slopes", alibi_slopes}};
+  overlap::check(
+      {{"out", out}, {"plan", plan}, {"k_cache", appends ? k : none}, {"v_cache", appends && !is_one_cache ? v : none}},
+      read);
+}
+
 inline void set_params_rotary(Flash_kvcache_params& params, const OptionalTensor& cos, const OptionalTensor& sin,
                               bool interleaved) {
   if (!cos.has_value()) return;
@@ -173,7 +203,7 @@ inline void set_params_rotary(Flash_kvcache_params& params, const OptionalTensor
   rotary.rows = static_cast<int>(std::min<int64_t>(cos->size(0), std::numeric_limits<int>::max()));
   rotary.pairs = static_cast<int>(cos->size(1));
   rotary.interleaved = interleaved;
-  rotary.one_position = params.window.left == kUnbounded && params.window.right == kUnbounded;
+  rotary.one_position = has_one_position(params.window);
 }
 
 // ---- many query rows over a cache: by the families of the forward ----
@@ -253,7 +283,7 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
                                            int64_t window_right, double softcap, bool rotary_interleaved,
                                            int64_t num_splits, const OptionalTensor& plan_, bool batch_invariant) {
   const KvCacheTensors cache{kcache, vcache, k, v, seqlens_k, cache_batch_idx, leftpad_k, block_table};
-  checks::kvcache_query(q);
+  checks::query(q, 4, "batch, seqlen, heads, head_dim");
   checks::caches(q, kcache, vcache, block_table.has_value());
   checks::numbers(0.0, softmax_scale, softcap);
   checks::num_splits(num_splits);
@@ -261,7 +291,10 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   checks::output(out_, q, q.sizes());
   checks::new_rows(q, kcache, k, v, seqlens_k);
   checks::cache_places(q, kcache, cache_batch_idx, leftpad_k, block_table);
-  checks::rotary(q, k, rotary_cos, rotary_sin);
+  if (plan_.has_value()) checks::strided("plan", *plan_);
+  const Window window = make_window({1.0, is_causal, window_left, window_right, 0.0, std::nullopt, std::nullopt});
+  checks::rotary(q, k, rotary_cos, rotary_sin, has_one_position(window));
+  check_written(q, cache, rotary_cos, rotary_sin, alibi_slopes, out_, plan_);
   const c10::cuda::CUDAGuard guard(q.device());
   check_device_supported(q);
 
@@ -359,19 +392,24 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
                                int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
                                int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
                                int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_) {
+  checks::strided("cache_seqlens", seqlens_k);
   if (!seqlens_k.is_cuda()) checks::fail("cache_seqlens", "expected a CUDA tensor, got one on ", seqlens_k.device());
   checks::not_negative("batch", batch);
   checks::not_negative("seqlen_q", seqlen_q);
   checks::not_negative("seqlen_new", seqlen_new);
   checks::not_negative("heads", heads);
+  checks::not_negative("heads_k", heads_k);
   checks::not_negative("seqlen_cache", seqlen_cache);
   checks::num_splits(num_splits);
-  if (head_dim < 0 || head_dim > 256) checks::fail("head_dim", "expected a value in [0, 256], got ", head_dim);
-  if (heads_k < 0 || (heads_k == 0 ? heads != 0 : heads % heads_k != 0)) {
+  if (head_dim < 1 || head_dim > 256) checks::fail("head_dim", "expected a value from 1 to 256, got ", head_dim);
+  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
     checks::fail("heads", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
   }
   checks::lengths("cache_seqlens", seqlens_k, seqlens_k, batch);
   checks::lengths("cache_leftpad", leftpad_k, seqlens_k, batch);
+  if (heads_k > 0) checks::at_most("seqlen_q", seqlen_q * (heads / heads_k), "rows for each K/V head");
+  if (plan_.has_value()) checks::strided("plan", *plan_);
+  overlap::check({{"plan", plan_}}, {{"cache_seqlens", seqlens_k}, {"cache_leftpad", leftpad_k}});
   const c10::cuda::CUDAGuard guard(seqlens_k.device());
   check_device_supported(seqlens_k);
 
@@ -390,42 +428,6 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
   check_launch(run_kvcache_plan(params, schedule, c10::cuda::getCurrentCUDAStream().stream()), "kvcache_plan_kernel",
                seqlens_k);
   return result;
-}
-
-// ---- merge of the caller's partial results ----
-
-inline CombineType combine_type(at::ScalarType type) {
-  return type == at::kFloat ? CombineType::kFp32 : type == at::kHalf ? CombineType::kFp16 : CombineType::kBf16;
-}
-
-inline std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
-                                       const OptionalTensor& out_) {
-  checks::combine(out_partial, lse_partial, out_);
-  const c10::cuda::CUDAGuard guard(out_partial.device());
-  check_device_supported(out_partial);
-  at::Tensor out =
-      out_.has_value() ? *out_ : new_empty(out_partial, out_partial.sizes().slice(1), out_partial.scalar_type());
-  at::Tensor lse = new_empty(out_partial, out_partial.sizes().slice(1, 3), at::kFloat);
-  Flash_combine_params params;
-  params.partial_ptr = out_partial.const_data_ptr();
-  params.lse_partial_ptr = lse_partial.const_data_ptr<float>();
-  params.o_ptr = out.mutable_data_ptr();
-  params.lse_ptr = lse.mutable_data_ptr<float>();
-  for (int64_t axis = 0; axis < 4; ++axis) {
-    params.partial_strides[axis] = out_partial.stride(axis);
-    params.lse_partial_strides[axis] = lse_partial.stride(axis);
-    if (axis < 3) params.o_strides[axis] = out.stride(axis);
-  }
-  params.splits = static_cast<int>(out_partial.size(0));
-  params.b = static_cast<int>(out_partial.size(1));
-  params.s = static_cast<int>(out_partial.size(2));
-  params.h = static_cast<int>(out_partial.size(3));
-  params.d = static_cast<int>(out_partial.size(4));
-  params.device = out_partial.device().index();
-  check_launch(run_combine(params, combine_type(out_partial.scalar_type()), combine_type(out.scalar_type()),
-                           c10::cuda::getCurrentCUDAStream().stream()),
-               "combine_kernel", out_partial);
-  return {out, lse};
 }
 
 }  // namespace flash

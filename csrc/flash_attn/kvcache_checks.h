@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "src/common/kv_schedule.h"
 
 namespace flash {
 namespace checks {
@@ -24,31 +25,13 @@ inline void like_query(const char* name, const at::Tensor& tensor, const at::Ten
   last_stride(name, tensor);
 }
 
-inline void kvcache_query(const at::Tensor& q) {
-  if (!q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
-  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) {
-    fail("q", "expected dtype float16 or bfloat16, got ", dtype_name(q.scalar_type()));
-  }
-  rank("q", q, 4, "batch, seqlen, heads, head_dim");
-  last_stride("q", q);
-  if (q.size(3) > 256) fail("q", "expected a head dim of at most 256, got ", q.size(3));
-  length("q", q.size(1));
-}
-
 inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool paged) {
   const char* axes = paged ? "blocks, page_size, heads, head_dim" : "batch, seqlen, heads, head_dim";
   like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes);
   like_query("v_cache", v, q, k.sizes().vec(), axes);
-  length("k_cache", k.size(1));
-  const int64_t heads = q.size(2), heads_k = k.size(2);
-  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
-    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
-  }
-  if (heads_k > 0 && q.size(1) * (heads / heads_k) > kMaxLength) {
-    fail("q", "expected at most ", int64_t{kMaxLength}, " rows for each K/V head, got ", q.size(1) * (heads / heads_k));
-  }
-  if (k.size(0) > std::numeric_limits<int>::max())
-    fail("k_cache", "expected fewer than 2^31 ", axes, ", got ", k.size(0));
+  sizes("k_cache", k, paged ? "pages" : "sequences");
+  head_counts(q, k);
+  if (k.size(2) > 0) at_most("q", q.size(1) * (q.size(2) / k.size(2)), "rows for each K/V head");
 }
 
 // New rows come with lengths that say where they go.
@@ -64,7 +47,7 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   const char* axes = "batch, seqlen, heads, head_dim";
   like_query("k", *k, q, {q.size(0), -1, k_cache.size(2), q.size(3)}, axes);
   like_query("v", *v, q, k->sizes().vec(), axes);
-  length("k", k->size(1));
+  at_most("k", k->size(1), "rows");
 }
 
 inline void cache_places(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
@@ -82,7 +65,9 @@ inline void cache_places(const at::Tensor& q, const at::Tensor& k_cache, const O
   }
 }
 
-inline void rotary(const at::Tensor& q, const OptionalTensor& k, const OptionalTensor& cos, const OptionalTensor& sin) {
+// one_position: all queries of a sequence are rotated by one row of the tables.
+inline void rotary(const at::Tensor& q, const OptionalTensor& k, const OptionalTensor& cos, const OptionalTensor& sin,
+                   bool one_position) {
   if (!cos.has_value()) {
     if (sin.has_value()) fail("rotary_sin", "expected None when rotary_cos is None, got a tensor");
     return;
@@ -94,7 +79,7 @@ inline void rotary(const at::Tensor& q, const OptionalTensor& k, const OptionalT
   if (2 * cos->size(1) > q.size(3)) {
     fail("rotary_cos", "expected at most ", q.size(3) / 2, " columns (half the head dim), got ", cos->size(1));
   }
-  const int64_t needed = std::max(q.size(1), k->size(1));
+  const int64_t needed = kv_rotary_rows(0, static_cast<int>(q.size(1)), static_cast<int>(k->size(1)), one_position);
   if (cos->size(0) < needed) fail("rotary_cos", "expected at least ", needed, " rows, got ", cos->size(0));
 }
 
@@ -103,10 +88,11 @@ inline void num_splits(int64_t value) {
 }
 
 inline void plan(const at::Tensor& tensor, const at::Device& expected_device, int64_t elements) {
-  if (tensor.device() != expected_device) {
+  if (tensor.defined() && tensor.device() != expected_device) {
     fail("plan", "expected a tensor on the device of the lengths (", expected_device, "), got one on ",
          tensor.device());
   }
+  strided("plan", tensor);
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   if (tensor.scalar_type() != at::kInt || !tensor.is_contiguous() || tensor.numel() != elements || !aligned) {
     fail("plan", "expected ", elements, " contiguous int32 elements (made for the same sizes), got ", tensor.numel(),
@@ -123,7 +109,10 @@ inline void not_negative(const char* name, int64_t value) {
 inline void combine(const at::Tensor& partial, const at::Tensor& lse, const OptionalTensor& out) {
   auto known = [](at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat; };
   const char* types = "expected dtype float16, bfloat16 or float32, got ";
-  if (!partial.is_cuda()) fail("out_partial", "expected a CUDA tensor, got one on ", partial.device());
+  if (partial.defined() && !partial.is_cuda()) {
+    fail("out_partial", "expected a CUDA tensor, got one on ", partial.device());
+  }
+  strided("out_partial", partial);
   if (!known(partial.scalar_type())) fail("out_partial", types, dtype_name(partial.scalar_type()));
   rank("out_partial", partial, 5, "splits, batch, seqlen, heads, head_dim");
   last_stride("out_partial", partial);
@@ -131,14 +120,22 @@ inline void combine(const at::Tensor& partial, const at::Tensor& lse, const Opti
     fail("lse_partial", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ",
          lse.device());
   }
+  strided("lse_partial", lse);
   dtype("lse_partial", lse, at::kFloat);
   shape("lse_partial", lse, partial.sizes().slice(0, 4));
-  for (int64_t axis = 0; axis < 5; ++axis) not_negative("out_partial", partial.size(axis));
-  not_negative("out_partial", lse.size(0) > 0 ? lse.numel() / lse.size(0) : 0);
+  at_most("out_partial", partial.size(0), "splits");
+  at_most("out_partial", partial.size(4), "columns");
+  int64_t rows = 1;
+  for (int64_t axis = 1; axis < 4; ++axis) {
+    at_most("out_partial", partial.size(axis), "rows of all heads");
+    rows *= partial.size(axis);
+    at_most("out_partial", rows, "rows of all heads");
+  }
   if (!out.has_value()) return;
   if (out->device() != partial.device()) {
     fail("out", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ", out->device());
   }
+  strided("out", *out);
   if (!known(out->scalar_type())) fail("out", types, dtype_name(out->scalar_type()));
   shape("out", *out, partial.sizes().slice(1));
   last_stride("out", *out);

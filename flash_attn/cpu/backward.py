@@ -9,6 +9,7 @@ import torch
 from . import checks
 from .entry import entry_point
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
+from .overlap import check_written
 from .scores import LOG2E, ScoreRule, compute_dtype
 from .tiles import blocks, head_chunks, tile_shape
 
@@ -158,8 +159,11 @@ def bwd(
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
     checks.check_sinks(sinks, q)
     checks.check_alibi(alibi_slopes, batch, heads)
-    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
     checks.check_rng_state(rng_state, p_dropout)
+    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
+            "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
+    check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dq, dk, dv = (

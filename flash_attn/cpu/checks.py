@@ -8,6 +8,10 @@ import torch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**30 - 1  # what the kernels count in 32 bits; the same here, so that a call fits both or none
+MAX_INT = 2**31 - 1
+MAX_SCALE = {torch.float32: 2e38, torch.float64: 1e308}  # by the dtype of the scores, where scale log2(e) is finite
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-15, 1e15  # scale / softcap times a head's sum of products is finite in float32
 
 
 def require(condition: bool, name: str, expected: str, got) -> None:
@@ -20,9 +24,33 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
+def check_strided(name: str, tensor) -> None:
+    """A tensor whose elements lie in memory at strides. Raises TypeError for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+    kind = "a sparse one" if str(tensor.layout).startswith("torch.sparse") else "one of another layout"
+    kind = "a nested one" if tensor.is_nested else kind
+    require(tensor.layout == torch.strided and not tensor.is_nested, name, "a strided tensor", kind)
+
+
 def check_device(name: str, tensor) -> None:
-    if tensor is not None:
+    if tensor is None:
+        return
+    if isinstance(tensor, torch.Tensor):
         require(tensor.device.type == "cpu", name, "a tensor on q's device (cpu)", f"one on {tensor.device}")
+    check_strided(name, tensor)
+
+
+def check_at_most(name: str, value: int, what: str) -> None:
+    require(value <= MAX_LENGTH, name, f"at most {MAX_LENGTH} {what}", value)
+
+
+def check_sizes(name: str, tensor: torch.Tensor, first: str) -> None:
+    """Sequences or pages (of four dimensions), rows and heads; expanded tensors have such sizes without the memory."""
+    if tensor.dim() == 4:
+        check_at_most(name, tensor.shape[0], first)
+    check_at_most(name, tensor.shape[-3], "rows")
+    check_at_most(name, tensor.shape[-2], "heads")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
@@ -41,11 +69,15 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_query(q: torch.Tensor, axes: str) -> None:
-    require(q.device.type == "cpu", "q", "a CPU tensor", f"one on {q.device}")
+    if isinstance(q, torch.Tensor):
+        require(q.device.type == "cpu", "q", "a CPU tensor", f"one on {q.device}")
+    check_strided("q", q)
     require(q.dtype in DTYPES, "q", "dtype float16, bfloat16, float32 or float64", _dtype_name(q.dtype))
     check_rank("q", q, axes)
     check_last_stride("q", q)
     require(q.shape[-1] <= MAX_HEAD_DIM, "q", f"a head dim of at most {MAX_HEAD_DIM}", q.shape[-1])
+    require(q.shape[-1] > 0, "q", "a head dim of at least 1", q.shape[-1])
+    check_sizes("q", q, "sequences")
 
 
 def check_rank(name: str, tensor: torch.Tensor, axes: str) -> None:
@@ -77,6 +109,7 @@ def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str
     if batch is not None:
         leading[0] = batch
     check_like_query(k_name, k, q, [*leading, q.shape[-1]])
+    check_sizes(k_name, k, "pages")
     value_dim = v.shape[-1] if v.dim() == k.dim() else q.shape[-1]
     check_like_query(v_name, v, q, [*k.shape[:-1], value_dim])
     in_range = value_dim == q.shape[-1] or 1 <= value_dim <= MAX_HEAD_DIM
@@ -86,10 +119,16 @@ def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str
     require(divisible, "q", f"a head count divisible by the K/V head count {h_k}", h)
 
 
-def check_numbers(p_dropout: float, softmax_scale: float, softcap: float) -> None:
+def check_numbers(p_dropout: float, softmax_scale: float, softcap: float, scores: torch.dtype) -> None:
+    """scores: the dtype that scores are computed in."""
     require(0.0 <= p_dropout < 1.0, "p_dropout", "a value in [0, 1)", p_dropout)
     require(math.isfinite(softmax_scale), "softmax_scale", "a finite value", softmax_scale)
-    require(0.0 <= softcap < math.inf, "softcap", "a value >= 0", softcap)
+    require(softcap >= 0.0, "softcap", "a value >= 0", softcap)
+    in_range = softcap == 0.0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP
+    require(in_range, "softcap", f"0 or a value from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}", softcap)
+    most = MAX_SOFTCAP if softcap else MAX_SCALE[scores]
+    expected = f"a magnitude of at most {most:g}{' with a softcap' if softcap else ''}"
+    require(abs(softmax_scale) <= most, "softmax_scale", expected, softmax_scale)
 
 
 def check_alibi(slopes, batch: int, heads: int) -> None:
@@ -125,9 +164,11 @@ def check_lengths(name: str, lengths, shape) -> None:
 
 def check_cu_seqlens(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> int:
     """Check both cumulative length vectors and return the number of sequences."""
+    check_device("cu_seqlens_q", cu_seqlens_q)
     one_dimensional = cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() >= 1
     require(one_dimensional, "cu_seqlens_q", "shape [b + 1]", list(cu_seqlens_q.shape))
     shape = [cu_seqlens_q.numel()]
+    check_at_most("cu_seqlens_q", shape[0] - 1, "sequences")
     check_lengths("cu_seqlens_q", cu_seqlens_q, shape)
     check_lengths("cu_seqlens_k", cu_seqlens_k, shape)
     return shape[0] - 1
@@ -141,6 +182,7 @@ def check_block_table(block_table, batch: int) -> None:
     fits = block_table.dim() == 2 and block_table.shape[0] == batch
     require(fits, "block_table", f"shape [{batch}, max_blocks]", list(block_table.shape))
     check_last_stride("block_table", block_table)
+    check_at_most("block_table", block_table.shape[1], "columns")
 
 
 def check_max_seqlen(name: str, value: int) -> None:
@@ -179,3 +221,8 @@ def check_rng_state(rng_state, p_dropout: float) -> None:
     check_device("rng_state", rng_state)
     fits = rng_state.dtype == torch.int64 and tuple(rng_state.shape) == (2,)
     require(fits, "rng_state", expected, f"{_dtype_name(rng_state.dtype)} {list(rng_state.shape)}")
+
+
+def check_generator(gen) -> None:
+    if gen is not None:
+        require(gen.device.type == "cpu", "gen", "a CPU generator", f"one on {gen.device}")

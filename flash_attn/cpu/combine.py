@@ -8,6 +8,7 @@ import torch
 
 from . import checks
 from .entry import entry_point
+from .overlap import check_written
 from .scores import compute_dtype
 
 PARTIAL_AXES = "splits, batch, seqlen, heads, head_dim"
@@ -28,10 +29,17 @@ def combine(out_partial, lse_partial, out=None):
     Raises RuntimeError naming the argument; nothing is written then.
     """
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
-        on_cpu = tensor is None or tensor.device.type == "cpu"
-        checks.require(on_cpu, name, "a CPU tensor", None if on_cpu else f"one on {tensor.device}")
+        if tensor is None and name == "out":
+            continue
+        if isinstance(tensor, torch.Tensor):
+            checks.require(tensor.device.type == "cpu", name, "a CPU tensor", f"one on {tensor.device}")
+        checks.check_strided(name, tensor)
     checks.check_dtype("out_partial", out_partial, *checks.DTYPES)
     checks.check_rank("out_partial", out_partial, PARTIAL_AXES)
+    splits, *counts, columns = out_partial.shape
+    checks.check_at_most("out_partial", splits, "splits")
+    checks.check_at_most("out_partial", columns, "columns")
+    checks.check_at_most("out_partial", math.prod(counts), "rows of all heads")
     dtype = compute_dtype(out_partial.dtype)
     checks.check_dtype("lse_partial", lse_partial, dtype)
     checks.check_shape("lse_partial", lse_partial, out_partial.shape[:-1])
@@ -39,6 +47,7 @@ def combine(out_partial, lse_partial, out=None):
         checks.check_dtype("out", out, *checks.DTYPES)
         checks.check_shape("out", out, out_partial.shape[1:])
         checks.check_last_stride("out", out)
+    check_written({"out": out}, {"out_partial": out_partial, "lse_partial": lse_partial})
 
     weights, lse = partial_weights(lse_partial)
     total = torch.zeros(out_partial.shape[1:], dtype=dtype)

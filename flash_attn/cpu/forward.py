@@ -10,6 +10,7 @@ import torch
 from ..dropout import dropout_streams, dropout_threshold, keep_block, keep_scale
 from . import checks
 from .entry import entry_point
+from .overlap import check_written
 from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
 from .tiles import HeadChunk, blocks, head_chunks, tile_shape
 
@@ -279,6 +280,8 @@ def fwd(
     """
     _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap)
     checks.check_sinks(sinks, q)
+    checks.check_generator(gen)
+    check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dropout = new_dropout(p_dropout, gen)
@@ -299,4 +302,4 @@ def _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap) ->
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v))
     checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
-    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))

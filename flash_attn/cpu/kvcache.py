@@ -12,18 +12,21 @@ from .entry import entry_point
 from .forward import DENSE_Q_AXES, attend
 from .invariant import attend_invariant
 from .kvcache_plan import PlanKey, check_plan
-from .scores import ScoreRule, compute_dtype
+from .overlap import check_written, same_view
+from .scores import ScoreRule, compute_dtype, is_unbounded
 from .varlen import PAGED_AXES, check_pages, gather_pages
 
 PADDING_REQUEST = -1  # the length of a batch entry that takes no part
 
 
 class CacheEntry(NamedTuple):
-    """One batch entry: its cache row, the first key in use, cached and total length."""
+    """One batch entry: its cache row, the first key in use, the first row that some query sees or the call writes,
+    cached and total length."""
 
     index: int
     row: int
     start: int
+    needed: int
     cached: int
     total: int
 
@@ -49,6 +52,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return rotated
 
 
+def rotary_rows(cached: int, queries: int, new: int, one_position: bool) -> int:
+    """Rows that the rotary tables need for a sequence: the new keys stand at the rows from `cached` on, and so do the
+    queries, one row each or, if one_position, all at the first."""
+    return cached + max(min(queries, 1) if one_position else queries, new)
+
+
 def _rotate_at(x, row: int, count: int, cos, sin, interleaved: bool) -> torch.Tensor:
     """Rotate x by the angles in rows [row, row + count) of the tables."""
     return rotate(x, cos[row : row + count], sin[row : row + count], interleaved)
@@ -65,7 +74,14 @@ class Cache(NamedTuple):
     def capacity(self) -> int:
         """Rows that one sequence can hold."""
         pages = 1 if self.block_table is None else self.block_table.shape[1]
-        return pages * self.k.shape[1]
+        return min(pages * self.k.shape[1], checks.MAX_LENGTH)
+
+    def places(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Indices, among all rows of the cache, of the rows [start, stop) of an entry."""
+        size, positions = self.k.shape[1], torch.arange(start, max(start, stop))
+        if self.block_table is None:
+            return row * size + positions
+        return self.block_table[row].long()[positions // size] * size + positions % size
 
     def read(self, entry: CacheEntry):
         """Keys and values in use of one entry: (rows, h_k, d) each."""
@@ -76,12 +92,8 @@ class Cache(NamedTuple):
     def append(self, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new rows (rows, h_k, d) after the cached ones."""
         for cache, rows in ((self.k, k), (self.v, v)):
-            if self.block_table is None:
-                cache[entry.row, entry.cached : entry.total] = rows
-            else:
-                positions = torch.arange(entry.cached, entry.total)
-                pages = self.block_table[entry.row].long()[positions // cache.shape[1]]
-                cache[pages, positions % cache.shape[1]] = rows
+            places = self.places(entry.row, entry.cached, entry.total)
+            cache[places // cache.shape[1], places % cache.shape[1]] = rows
 
 
 @entry_point
@@ -121,7 +133,8 @@ def fwd_kvcache(
             nothing is read or written for it, its out is 0 and its lse +inf.
         rotary_cos, rotary_sin: None or (rows, rotary_dim / 2), q's dtype; need k and v. New keys are rotated by their
             cache row; query i by row seqlens_k + i under a causal or window mask, else by row seqlens_k.
-        cache_batch_idx: None or int32 (b): the cache row of each batch entry (not with block_table).
+        cache_batch_idx: None or int32 (b): the cache row of each batch entry (not with block_table). The rows that are
+            written for one entry must not be read or written for another, here and through the pages of a block_table.
         leftpad_k: None or int32 (b): rows to skip at the start of each sequence.
         block_table: None or int32 (b, max_blocks); only entries in use are read.
         rotary_interleaved: rotate pairs (2i, 2i + 1) instead of halves.
@@ -134,20 +147,16 @@ def fwd_kvcache(
     Raises RuntimeError naming the argument as flash_attn_with_kvcache does, also when the cache has no room or a table
     entry in use names no page; nothing is written then.
     """
-    checks.check_query(q, DENSE_Q_AXES)
-    cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
-    checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
-    checks.check_shape("v_cache", vcache, kcache.shape)
-    checks.check_numbers(0.0, softmax_scale, softcap)
+    one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
+    cache = _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, alibi_slopes, out, plan)
+    checks.check_numbers(0.0, softmax_scale, softcap, compute_dtype(q.dtype))
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
-    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
-    if out is not None:
-        checks.check_like_query("out", out, q, q.shape)
-    cache = Cache(kcache, vcache, block_table)
-    _check_new_keys(q, cache, k, v, seqlens_k)
     entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
-    shared_angle = not is_causal and window_left < 0 and window_right < 0
-    _check_rotary(q, k, entries, rotary_cos, rotary_sin)
+    _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
+    read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+            "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
+            "alibi_slopes": alibi_slopes}  # fmt: skip
+    _check_written(cache, out, plan, rotary_cos is not None, read)
     if plan is not None:
         key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant)
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
@@ -169,12 +178,43 @@ def fwd_kvcache(
             if rotary_cos is not None:
                 angles = (rotary_cos, rotary_sin, rotary_interleaved)
                 new_k = _rotate_at(new_k, entry.cached, k.shape[1], *angles)
-                queries = _rotate_at(queries, entry.cached, 1 if shared_angle else sq, *angles)
+                queries = _rotate_at(queries, entry.cached, 1 if one_position else sq, *angles)
             cache.append(entry, new_k, v[i])
         keys, values = cache.read(entry)
         operands = (queries, keys, values, out[i], lse[i])
         attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i))
     return [out, lse]
+
+
+def _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, alibi_slopes, out, plan) -> Cache:
+    checks.check_query(q, DENSE_Q_AXES)
+    cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
+    checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
+    checks.check_shape("v_cache", vcache, kcache.shape)
+    if kcache.shape[2] > 0:
+        checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
+    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
+    if out is not None:
+        checks.check_like_query("out", out, q, q.shape)
+    if plan is not None:
+        checks.check_strided("plan", plan)
+    cache = Cache(kcache, vcache, block_table)
+    checks.check_block_table(block_table, q.shape[0])
+    _check_new_keys(q, cache, k, v, seqlens_k)
+    return cache
+
+
+def _check_written(cache: Cache, out, plan, rotates: bool, read: dict) -> None:
+    """The caches are written where new rows come. One cache for keys and values is none if the same rows go to it."""
+    k, v = read["k"], read["v"]
+    appends = k is not None and k.numel() > 0
+    written, caches = {"out": out, "plan": plan}, {"k_cache": cache.k, "v_cache": cache.v}
+    if not appends:
+        check_written(written, {**read, **caches})
+        return
+    if not rotates and same_view(cache.k, cache.v) and same_view(k, v):
+        del caches["v_cache"]
+    check_written({**written, **caches}, read)
 
 
 def _plan_key(q, cache: Cache, k, is_causal, window_left, window_right, num_splits, batch_invariant) -> PlanKey:
@@ -201,7 +241,6 @@ def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
 def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left) -> list:
     """Resolve every batch entry to its cache row and lengths, and check that they fit."""
     batch, paged = q.shape[0], cache.block_table is not None
-    checks.check_block_table(cache.block_table, batch)
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
     checks.check_lengths("cache_batch_idx", cache_batch_idx, [batch])
     none_with_pages = not (paged and cache_batch_idx is not None)
@@ -216,14 +255,18 @@ def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, wi
     entries = []
     for i, (row, cached) in enumerate(zip(rows, lengths)):
         total = cached + new
-        entry = CacheEntry(i, row, min(max(padding[i], 0), max(total, 0)), cached, total)
+        start = min(max(padding[i], 0), max(total, 0))
+        seen = start if is_unbounded(window_left) else max(start, total - q.shape[1] - window_left)
+        entry = CacheEntry(i, row, start, min(seen, cached) if new else seen, cached, total)
         if not entry.skipped:
-            _check_entry(entry, cache, new, q.shape[1], window_left)
+            _check_entry(entry, cache, new)
         entries.append(entry)
+    if new > 0 and (paged or cache_batch_idx is not None):
+        _check_own_rows([entry for entry in entries if not entry.skipped], cache)
     return entries
 
 
-def _check_entry(entry: CacheEntry, cache: Cache, new: int, queries: int, window_left: int) -> None:
+def _check_entry(entry: CacheEntry, cache: Cache, new: int) -> None:
     """A length that the cache holds, and a cache row, or pages of the rows that some query sees or the call writes."""
     known = f"lengths >= 0, or {PADDING_REQUEST} for a request that takes no part"
     checks.require(entry.cached >= 0, "cache_seqlens", known, entry.cached)
@@ -233,13 +276,26 @@ def _check_entry(entry: CacheEntry, cache: Cache, new: int, queries: int, window
     if cache.block_table is None:
         checks.require(0 <= entry.row < count, "cache_batch_idx", f"entries in [0, {count})", entry.row)
     else:
-        first = entry.start
-        if window_left >= 0:
-            first = max(first, entry.total - queries - window_left)
-        check_pages(cache.block_table, entry.row, min(first, entry.cached) if new else first, entry.total, rows, count)
+        check_pages(cache.block_table, entry.row, entry.needed, entry.total, rows, count)
 
 
-def _check_rotary(q, k, entries, cos, sin) -> None:
+def _check_own_rows(entries: list, cache: Cache) -> None:
+    """Rows that the call writes for one sequence must not be rows that it reads or writes for another."""
+    name = "cache_batch_idx" if cache.block_table is None else "block_table"
+    writer = torch.empty(cache.k.shape[0] * cache.k.shape[1], dtype=torch.int32)  # of the rows that are needed
+    needed = [cache.places(entry.row, entry.needed, entry.total) for entry in entries]
+    for places in needed:
+        writer[places] = -1
+    for entry in entries:
+        writer[cache.places(entry.row, entry.cached, entry.total)] = entry.index
+    for entry, places in zip(entries, needed):
+        others = writer[places]
+        others = others[(others >= 0) & (others != entry.index)]
+        got = f"rows of sequence {others[0].item()} that sequence {entry.index} uses" if others.numel() else None
+        checks.require(got is None, name, "new rows that no other sequence uses", got)
+
+
+def _check_rotary(q, k, entries, cos, sin, one_position: bool) -> None:
     if cos is None:
         checks.require(sin is None, "rotary_sin", "None when rotary_cos is None", "a tensor")
         return
@@ -250,5 +306,6 @@ def _check_rotary(q, k, entries, cos, sin) -> None:
     checks.check_like_query("rotary_sin", sin, q, cos.shape)
     fits = 2 * cos.shape[1] <= q.shape[3]
     checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
-    needed = max([entry.cached + max(q.shape[1], k.shape[1]) for entry in entries if not entry.skipped], default=0)
+    lengths = [0, *(entry.cached for entry in entries if not entry.skipped)]
+    needed = max(rotary_rows(cached, q.shape[1], k.shape[1], one_position) for cached in lengths)
     checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])

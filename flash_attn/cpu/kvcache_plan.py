@@ -8,6 +8,8 @@ import torch
 
 from . import checks
 from .entry import entry_point
+from .overlap import check_written
+from .scores import is_unbounded
 
 
 class PlanKey(NamedTuple):
@@ -29,7 +31,8 @@ class PlanKey(NamedTuple):
     def create(*args) -> PlanKey:
         """From the arguments of `kvcache_plan` from batch to batch_invariant."""
         *sizes, causal, left, right, num_splits, batch_invariant = args
-        return PlanKey(*sizes, max(left, -1), 0 if causal else max(right, -1), num_splits, bool(batch_invariant))
+        left, right = (-1 if is_unbounded(side) else side for side in (left, right))
+        return PlanKey(*sizes, left, 0 if causal else right, min(num_splits, checks.MAX_INT), bool(batch_invariant))
 
     @property
     def elements(self) -> int:
@@ -60,6 +63,16 @@ def kvcache_plan(
     seqlens_k None: every sequence has seqlen_cache keys. plan: None, or an earlier plan of the same sizes, which is
     overwritten. Returns int32 (n,), n a function of the sizes alone. Raises RuntimeError naming the argument.
     """
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_new": seqlen_new, "heads": heads, "heads_k": heads_k,
+             "seqlen_cache": seqlen_cache}  # fmt: skip
+    for name, size in sizes.items():
+        checks.require(0 <= size <= checks.MAX_INT, name, "a size in [0, 2^31)", size)
+    in_range = 1 <= head_dim <= checks.MAX_HEAD_DIM
+    checks.require(in_range, "head_dim", f"a value from 1 to {checks.MAX_HEAD_DIM}", head_dim)
+    divisible = heads % heads_k == 0 if heads_k > 0 else heads == 0
+    checks.require(divisible, "heads", f"a head count divisible by the K/V head count {heads_k}", heads)
+    if heads_k > 0:
+        checks.check_at_most("seqlen_q", seqlen_q * (heads // heads_k), "rows for each K/V head")
     key = PlanKey.create(
         batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, causal, window_left, window_right,
         num_splits, batch_invariant,
@@ -70,6 +83,7 @@ def kvcache_plan(
     if plan is None:
         plan = torch.empty(key.elements, dtype=torch.int32)
     _check_size(plan, key)
+    check_written({"plan": plan}, {"cache_seqlens": seqlens_k, "cache_leftpad": leftpad_k})
     parts = plan.split((len(key), batch, batch))
     parts[0].copy_(torch.tensor(key))
     parts[1].copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)

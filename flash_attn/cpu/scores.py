@@ -19,6 +19,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_unbounded(width: int) -> bool:
+    """Whether a side of a window has no end; the GPU counts in 32 bits."""
+    return not 0 <= width < 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Tile:
     """A block of the score matrix: slices of batch and query heads, bounds of rows and columns."""
@@ -47,14 +52,16 @@ class ScoreRule:
 
     @staticmethod
     def create(scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, dtype) -> ScoreRule:
-        left = None if window_left < 0 else window_left
-        right = None if window_right < 0 else window_right
+        left = None if is_unbounded(window_left) else window_left
+        right = None if is_unbounded(window_right) else window_right
         if is_causal:
             right = 0
         slopes = alibi_slopes
         if slopes is not None:
             slopes = slopes.to(compute_dtype(dtype)).expand(batch, slopes.shape[-1])
-        return ScoreRule(float(scale), float(softcap), left, right, slopes)
+        # A denormal scale counts as 0, as it does on the GPU: torch's fused kernel would make NaN of a masked -inf.
+        scale = float(scale) if abs(scale) >= torch.finfo(compute_dtype(dtype)).tiny else 0.0
+        return ScoreRule(scale, float(softcap), left, right, slopes)
 
     def for_batch(self, index: int) -> ScoreRule:
         """The rule of one batch entry (slopes (1, h))."""

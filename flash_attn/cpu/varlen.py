@@ -11,6 +11,7 @@ from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
 from .entry import entry_point
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
+from .overlap import check_written
 from .scores import ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
@@ -140,10 +141,16 @@ def varlen_fwd(
     batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k)
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
-    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
     checks.check_sinks(sinks, q)
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v))
+    checks.check_generator(gen)
+    read = {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k, "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    check_written({"out": out}, read)
     layout = sequences(q.shape[0], k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     if block_table is not None:
         for sequence in layout:
@@ -221,8 +228,11 @@ def varlen_bwd(
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     checks.check_sinks(sinks, q)
-    checks.check_numbers(p_dropout, softmax_scale, softcap)
+    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
     checks.check_rng_state(rng_state, p_dropout)
+    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
+            "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
+    check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     dropout = dropout_of_state(p_dropout, rng_state)
