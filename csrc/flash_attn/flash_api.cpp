@@ -185,7 +185,8 @@ bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
   const bool is_plain = !params.has_dropout && !params.has_score_mod;
   return family == plan::Family::kWgmma &&
          plan::prefers_shared_dq({params.is_varlen(), is_plain, params.b, params.h, params.h_k, params.seqlen_q,
-                                  params.seqlen_k, params.max_head_dim(), params.multiprocessors});
+                                  params.seqlen_k, params.max_head_dim(), params.multiprocessors,
+                                  params.batch_invariant});
 }
 
 // fp32 accumulators of dQ, one tile for each block of rows, in deterministic mode a turn counter for each of them, and
@@ -349,7 +350,8 @@ std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradie
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                             const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                             int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
-                            const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit) {
+                            const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit,
+                            bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   checks::whole_chunks(q);
@@ -366,6 +368,7 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
 
   Flash_fwd_params params;
   params.b = static_cast<int>(batch);
+  params.batch_invariant = batch_invariant;
   params.p_rows = probability_rows(seqlen_q);
   params.p_cols = probability_rows(k.size(1));
   return forward(params, q, k, v, out, {batch, heads, seqlen_q},
@@ -397,7 +400,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
                                    double p_dropout, double softmax_scale, bool /*zero_tensors: always done*/,
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool return_softmax, const OptionalGenerator& gen, int64_t /*num_splits*/,
-                                   const OptionalTensor& sinks, bool return_max_logit) {
+                                   const OptionalTensor& sinks, bool return_max_logit, bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   checks::whole_chunks(q);
@@ -433,6 +436,7 @@ std::vector<at::Tensor> varlen_fwd(const at::Tensor& q, const at::Tensor& k, con
 
   Flash_fwd_params params;
   params.b = static_cast<int>(batch);
+  params.batch_invariant = batch_invariant;
   params.p_rows = probability_rows(max_seqlen_q);
   params.p_cols = probability_rows(max_seqlen_k);
   params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), int_pointer(seqused_k),
@@ -448,7 +452,8 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& alibi_slopes,
                             double p_dropout, double softmax_scale, bool is_causal, int64_t window_left,
                             int64_t window_right, double softcap, bool deterministic, const OptionalGenerator& /*gen*/,
-                            const OptionalTensor& rng_state, const OptionalTensor& dlse, const OptionalTensor& sinks) {
+                            const OptionalTensor& rng_state, const OptionalTensor& dlse, const OptionalTensor& sinks,
+                            bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
   checks::query(q, 4, axes);
   checks::whole_chunks(q);
@@ -466,6 +471,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
 
   Flash_bwd_params params;
   params.b = static_cast<int>(batch);
+  params.batch_invariant = batch_invariant;
   return backward(params, gradients, q, k, v, out, softmax_lse,
                   {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
                   deterministic, rng_state);
@@ -480,7 +486,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
                                    bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                                    bool deterministic, const OptionalGenerator& /*gen*/,
                                    const OptionalTensor& rng_state, const OptionalTensor& dlse,
-                                   const OptionalTensor& sinks) {
+                                   const OptionalTensor& sinks, bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
   checks::query(q, 3, axes);
   checks::whole_chunks(q);
@@ -500,6 +506,7 @@ std::vector<at::Tensor> varlen_bwd(const at::Tensor& dout, const at::Tensor& q, 
 
   Flash_bwd_params params;
   params.b = static_cast<int>(batch);
+  params.batch_invariant = batch_invariant;
   params.varlen = {int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), nullptr, nullptr};
   return backward(params, gradients, q, k, v, out, softmax_lse,
                   {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks}, p_dropout,
@@ -529,27 +536,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"),
         py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
-        py::arg("return_max_logit") = false, py::call_guard<CallGuard>());
+        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false,
+        py::call_guard<CallGuard>());
   m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]",
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("num_splits") = 0,
-        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::call_guard<CallGuard>());
+        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::arg("batch_invariant") = false,
+        py::call_guard<CallGuard>());
   m.def("bwd", &bwd, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
         py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
         py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
-        py::call_guard<CallGuard>());
+        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
   m.def("varlen_bwd", &varlen_bwd, "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]", py::arg("dout"),
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"),
         py::arg("dv"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
         py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
-        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::call_guard<CallGuard>());
+        py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::arg("batch_invariant") = false,
+        py::call_guard<CallGuard>());
   m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
         py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
         py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),

@@ -15,44 +15,18 @@
 #include "plan/grid.h"
 #include "plan/tiles.h"
 #include "prepare.h"
+#include "src/common/fwd_shape.h"
 #include "src/flash.h"
 #include "src/static_switch.h"
 
 namespace flash {
 
-// Keys of one sequence: in packed tensors and pages what these hold divided by the sequences. The maximum lengths that
-// a caller of the packed functions names and the width of a block table may be loose, and change no bit of a result.
-inline int mean_keys(const Flash_fwd_params& params) {
-  const int64_t sequences = std::max(params.b, 1);
-  int64_t keys = params.is_varlen() ? params.seqlen_k / sequences : params.seqlen_k;
-  if (params.is_paged()) {
-    const int64_t held = static_cast<int64_t>(params.paged.num_pages) * params.paged.page_size.divisor / sequences;
-    keys = params.is_varlen() ? held : std::min(held, keys);
-  }
-  return static_cast<int>(std::min<int64_t>(keys, kMaxLength));
-}
-
-inline Visibility mean_sequence(const Flash_fwd_params& params) {
-  const int sequences = params.is_varlen() ? std::max(params.b, 1) : 1;
-  return {(params.seqlen_q + sequences - 1) / sequences, mean_keys(params), params.window};
-}
-
-// Tiles of 128 rows of all heads.
-inline int64_t row_tiles(const Flash_fwd_params& params) {
-  return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
-}
-
 // Whether the choice hands out work tiles by a semaphore.
 inline bool draws_tiles(const Flash_fwd_params& params, const plan::FamilyChoice& choice) {
   const bool uneven = params.window.right != kUnbounded || params.packs_keys();
+  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   return choice.family == plan::Family::kWgmma &&
-         plan::sm90_draws_tiles(params.max_head_dim(), uneven, choice.key_shares * row_tiles(params),
-                                params.multiprocessors);
-}
-
-// Rows of all heads, as the LSE has them.
-inline int64_t all_rows(const Flash_fwd_params& params) {
-  return int64_t{params.is_varlen() ? 1 : params.b} * params.h * params.seqlen_q;
+         plan::sm90_draws_tiles(params.max_head_dim(), uneven, choice.key_shares * tiles, params.multiprocessors);
 }
 
 // Dropout takes the keys as they are.
@@ -60,31 +34,14 @@ inline bool may_share_keys(const Flash_fwd_params& params) {
   const plan::FwdVariant variant = params.has_score_mod ? plan::FwdVariant::kScoreMod : plan::FwdVariant::kOneWave;
   const plan::Sm90FwdTile tile = plan::sm90_fwd_tile(plan::wgmma_head_dim(params.max_head_dim()), variant);
   const bool reads_keys = !params.is_paged() || plan::sm90_reads_pages(tile, variant);
-  return !params.has_dropout && reads_keys && all_rows(params) <= kMaxLength;
+  return !params.has_dropout && reads_keys && fwd_shape(params).all_rows() <= kMaxLength;
 }
 
-inline plan::FamilyQuery family_query(const Flash_fwd_params& params) {
-  plan::FamilyQuery query{};
-  query.capability = compute_capability(params.device);
-  query.head_dim = params.max_head_dim();
-  query.row_tiles = row_tiles(params);
-  query.multiprocessors = params.multiprocessors;
-
-  const Visibility sequence = mean_sequence(params);
-  const int last = std::max(sequence.seqlen_q - 1, 0);
-  query.may_split = !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
-                    static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio <= kMaxLength;
-  query.split_rows = static_cast<int64_t>(sequence.seqlen_q) * params.h_h_k_ratio;
-  query.split_tiles =
-      static_cast<int64_t>(params.b) * params.h_k * plan::kv_row_tiles(query.head_dim, query.split_rows);
-  query.seen_keys = sequence.key_end(last) - sequence.key_begin(std::max(last - 127, 0));
-  const int64_t first_keys = std::max(sequence.key_end(std::min(last, 127)) - sequence.key_begin(0), 0);
-  query.mean_keys = (first_keys + query.seen_keys) / 2;
-  if (may_share_keys(params)) {
-    query.share_tiles = static_cast<int64_t>(params.b) * params.h * ((sequence.seqlen_q + 127) / 128);
-    query.share_rows = all_rows(params);
-  }
-  return query;
+// The kernels of the KV cache have neither of these, and count packed rows in 32 bits.
+inline bool may_split_keys(const Flash_fwd_params& params) {
+  const int64_t rows = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.seqlen_q;
+  return !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
+         rows * params.h_h_k_ratio <= kMaxLength;
 }
 
 // FLASH_ATTN_FAMILY for the call of this thread. Reads the environment where it is made, which has to be under the GIL:
@@ -110,7 +67,9 @@ class ForcedFamily {
 inline const char* forced_family() { return ForcedFamily::current(); }
 
 inline plan::FamilyChoice choose_family(const Flash_fwd_params& params) {
-  return plan::choose_family(family_query(params), forced_family());
+  const plan::FamilyQuery query = plan::family_query(fwd_shape(params), compute_capability(params.device),
+                                                     may_split_keys(params), may_share_keys(params));
+  return plan::choose_family(query, forced_family());
 }
 
 // What the wgmma family takes: `workspace` holds the results of the shares, if there are several.
@@ -124,7 +83,7 @@ inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const 
   const int count = choice.key_shares;
   shares.count = count;
   if (count == 1) return shared;
-  shares.rows = all_rows(params);
+  shares.rows = fwd_shape(params).all_rows();
   const int64_t results = count * shares.rows;
   workspace = new_empty(q, {results * (params.d_v + 1)}, at::kFloat);
   shares.out_ptr = workspace.mutable_data_ptr<float>();

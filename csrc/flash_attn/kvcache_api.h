@@ -48,6 +48,7 @@ struct KvCallSizes {
   int64_t window_left, window_right, num_splits;
   bool batch_invariant;
   bool is_packed = false;
+  int64_t packed_keys = 0;
 };
 
 inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallSizes& sizes, int device) {
@@ -77,7 +78,8 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
                                 params.capacity,
                                 as_int(sizes.num_splits),
                                 sizes.batch_invariant,
-                                sizes.is_packed};
+                                sizes.is_packed,
+                                as_int(sizes.packed_keys)};
   const plan::KvPlan plan =
       plan::kv_plan(problem, {facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block});
   const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
@@ -100,6 +102,7 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.slot_rows = plan.slot_rows;
   params.merges = plan::kv_may_cut(plan, params.capacity, params.block_n);
   params.in_pairs = params.merges && plan.in_pairs;
+  params.merges_one_row = plan.merges_one_row;
   return plan;
 }
 
@@ -356,11 +359,11 @@ inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::
   Flash_kvcache_params params;
   static_cast<Flash_fwd_params&>(params) = forward;
   params.capacity = split_capacity(forward);
-  const plan::KvPlan plan =
-      set_params_sizes(params,
-                       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, params.capacity, false,
-                        forward.window.left, forward.window.right, 0, false, forward.is_varlen()},
-                       forward.device);
+  const plan::KvPlan plan = set_params_sizes(
+      params,
+      {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, params.capacity, false, forward.window.left,
+       forward.window.right, 0, false, forward.is_varlen(), fwd_shape(forward).keys()},
+      forward.device);
   params.cache_batch = forward.b;
   params.kv_bytes = std::min(piece_bytes(k), piece_bytes(v));
   params.q_vectors = piece_bytes(q) == 16;

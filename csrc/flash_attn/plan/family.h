@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "grid.h"
 #include "tiles.h"
 
 namespace flash {
@@ -25,14 +26,40 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // of 128 rows, of all heads
   int multiprocessors;
-  bool may_split;           // without dropout, sinks and max_logit
-  int64_t split_rows;       // packed rows of a K/V head
-  int64_t split_tiles;      // of these, of all sequences and K/V heads: kv_row_tiles()
-  int64_t seen_keys;        // at most so many by a tile of rows
-  int64_t mean_keys;        // by tiles of rows in the mean
-  int64_t share_tiles = 0;  // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
-  int64_t share_rows = 0;   // of all heads
+  bool may_split;                // without dropout, sinks and max_logit
+  int64_t split_rows;            // packed rows of a K/V head
+  int64_t split_tiles;           // of these, of all sequences and K/V heads: kv_row_tiles()
+  int64_t seen_keys;             // at most so many by a tile of rows
+  int64_t mean_keys;             // by tiles of rows in the mean
+  int64_t share_tiles = 0;       // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
+  int64_t share_rows = 0;        // of all heads
+  bool batch_invariant = false;  // only options and head dims may choose
 };
+
+// may_share: whether the wgmma family may share the keys of a row tile out.
+constexpr FamilyQuery family_query(const FwdShape& shape, int capability, bool may_split, bool may_share) {
+  const int rows = static_cast<int>(shape.rows()), last = rows > 0 ? rows - 1 : 0;
+  constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
+  const int keys = static_cast<int>(shape.keys() < kMostKeys ? shape.keys() : kMostKeys);
+  const Visibility sequence{rows, keys, shape.window};
+  FamilyQuery query{};
+  query.capability = capability;
+  query.head_dim = shape.head_dim;
+  query.row_tiles = shape.blocks(128);
+  query.multiprocessors = shape.multiprocessors;
+  query.may_split = may_split;
+  query.split_rows = shape.heads_k > 0 ? rows * (shape.heads / shape.heads_k) : 0;
+  query.split_tiles = shape.batch * shape.heads_k * kv_row_tiles(shape.head_dim, query.split_rows);
+  query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
+  const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
+  query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
+  if (may_share) {
+    query.share_tiles = shape.blocks(128);
+    query.share_rows = shape.all_rows();
+  }
+  query.batch_invariant = shape.batch_invariant;
+  return query;
+}
 
 // The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
 constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
@@ -160,13 +187,20 @@ inline int forced_key_shares(const char* forced) {
   return 1 <= shares && shares <= kMaxKeyShares ? shares : 0;
 }
 
+// What a batch-invariant call takes, whatever its sizes: keys are never shared out, and there is one kernel for any
+// number of row tiles.
+constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
+  return {wgmma_serves(query) ? Family::kWgmma : Family::kMmaSync};
+}
+
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
 // wherever it serves the call, "wgmma" with the kernels for many waves of row tiles and "wgmma:1" with those for one;
-// anything else leaves the choice as it is.
+// anything else leaves the choice as it is. Of a batch-invariant call it is the family alone.
 inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
   const int wanted = forced_key_shares(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
+  if (query.batch_invariant) return invariant_family(query);
   if (wanted > 0 && wgmma_serves(query)) {
     return {Family::kWgmma, query.share_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
   }

@@ -19,6 +19,34 @@ constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
 
+// A forward, as far as the choice of its kernels depends on it. Packed sequences count as so many of their mean length:
+// a dense batch and the same sequences packed are one shape, and take kernels with the same bits.
+struct FwdShape {
+  bool is_varlen;
+  int64_t batch, heads, heads_k;
+  int head_dim;
+  int64_t seqlen_q, seqlen_k;  // of a sequence; of all sequences of a packed batch
+  Window window;
+  int multiprocessors;
+  int64_t page_rows = -1;        // of all pages; -1: K and V are not paged
+  bool batch_invariant = false;  // only options and head dims may choose a kernel
+
+  constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
+  constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
+  // The maximum lengths that a caller of the packed functions names and the width of a block table may be loose, and
+  // change no bit of a result.
+  constexpr int64_t keys() const {
+    const int64_t own = is_varlen ? seqlen_k / sequences() : seqlen_k, paged = page_rows / sequences();
+    return page_rows < 0 ? own : is_varlen || paged < own ? paged : own;
+  }
+  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }  // as the LSE has
+  // Blocks of so many rows, of all sequences and heads.
+  constexpr int64_t blocks(int rows_of_block) const {
+    return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
+  }
+  constexpr bool masked_right() const { return window.right != kUnbounded; }
+};
+
 // Whether half as many rows per thread block are faster: where whole blocks leave multiprocessors idle, and under a
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
 constexpr int kShortRows = 512;
@@ -49,9 +77,22 @@ constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t tiles, int mu
   return tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
 }
 
-constexpr bool prefers_short_tile(int64_t thread_blocks, int64_t rows_per_sequence, bool masked_right,
-                                  int multiprocessors) {
-  return thread_blocks <= multiprocessors || (masked_right && rows_per_sequence <= kShortRows);
+// Whether the mma.sync family takes its short tiles; `block_m`: rows of the others.
+constexpr bool takes_short_tile(const FwdShape& shape, int block_m) {
+  if (shape.batch_invariant) return false;
+  return shape.blocks(block_m) <= shape.multiprocessors || (shape.masked_right() && shape.rows() <= kShortRows);
+}
+
+// Whether the wgmma family does. Not where equal short tiles, without a second team, are of two waves and the others
+// of one.
+constexpr bool sm90_takes_short_tile(const FwdShape& shape, const Sm90FwdTile& plain, const Sm90FwdTile& short_tile) {
+  if (shape.batch_invariant) return false;
+  const bool may_be_even = !shape.masked_right() && short_tile.teams == 1;
+  if (may_be_even && shape.blocks(plain.block_m) <= shape.multiprocessors &&
+      shape.blocks(short_tile.block_m) > shape.multiprocessors) {
+    return false;
+  }
+  return sm90_prefers_short_tile(plain.head_dim, shape.rows(), shape.masked_right());
 }
 
 // Heads of the backward's grid, each with the same number of blocks of keys: the sequences of a packed batch share the
@@ -94,13 +135,15 @@ struct BwdShape {
   int64_t batch, heads, heads_k, seqlen_q, seqlen_k;
   int head_dim;
   int multiprocessors;
+  bool batch_invariant = false;
 };
 
 // Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
 // enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
-// after (docs/tuning.md).
+// after (docs/tuning.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or the sign
+// of a zero may differ from what memory adds up: batch-invariant calls have one way.
 constexpr bool prefers_shared_dq(const BwdShape& shape) {
-  if (shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
+  if (shape.batch_invariant || shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
   if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;
   if (sm90_bwd_tile(shape.head_dim, shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
   const int64_t heads = shape.batch * shape.heads, multiprocessors = shape.multiprocessors;

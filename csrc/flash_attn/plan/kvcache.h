@@ -40,6 +40,7 @@ struct KvProblem {
   int num_splits;  // 0: chosen by shares; n: at most n parts per sequence
   bool batch_invariant;
   bool is_packed = false;  // seqlen_q is then the sum of the queries of all sequences
+  int packed_keys = 0;     // of a packed sequence in the mean
 };
 
 struct KvDevice {
@@ -56,6 +57,7 @@ struct KvPlan {
   bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
   bool in_pairs;        // better launched in pairs, where the kernel can (common/block_pair.h)
+  bool merges_one_row;  // by a thread block of the merge, whose warps add up parts each
   int64_t least_share;  // key blocks of a thread block
   KvCuts cuts;
   int run_blocks;  // batch-invariant: key blocks that are summed before they are merged; else unbounded
@@ -69,6 +71,7 @@ struct KvPlan {
 // bandwidth.
 constexpr int64_t kLeastShareBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
+constexpr int kMergedParts = 8;  // of a row that a warp of the merge reads at once
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
 constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
 
@@ -127,15 +130,21 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   plan.is_too_large = plan.items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
   if (plan.is_too_large) return plan;
   const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
-  const int64_t tiles = plan.items * problem.heads_k;
+  // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kLeastShareBytes / 2 : kLeastShareBytes;
   plan.least_share = by_shares ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
-  const int64_t most_blocks = tiles * kv_most_blocks(problem.capacity, block_n);
+  const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
   const int64_t sharing = by_shares ? kv_sharing_blocks(tiles, resident) : resident;
   const int64_t useful = ceil_div(most_blocks, plan.least_share);
   plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
+  // Decides in which order more than kMergedParts parts are added up: by the mean, as a dense batch would.
+  const int64_t mean_blocks =
+      tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
+  const int64_t merged = ceil_div(mean_blocks, plan.least_share);
+  plan.merges_one_row = tiles * kMergedParts < (merged < sharing ? merged : sharing);
   plan.in_pairs = by_shares && kv_in_pairs(tiles, plan.thread_blocks);
   plan.run_blocks = kUnbounded;
   if (problem.batch_invariant) {

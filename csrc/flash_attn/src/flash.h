@@ -97,7 +97,8 @@ struct Flash_fwd_params {
   Varlen varlen;
   PagedKv paged;
   bool has_dropout = false;
-  int d_v = 0;  // head dim of V and O; in padding, so that no other parameter moves
+  bool batch_invariant = false;  // kernels are chosen by options and head dims alone
+  int d_v = 0;  // head dim of V and O; like the one before in padding, so that no other parameter moves
   Dropout dropout;
 
   int* tile_count_semaphore = nullptr;  // the work tiles handed out so far, cleared ahead of the launch; null: none

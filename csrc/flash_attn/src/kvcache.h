@@ -50,8 +50,9 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int run_blocks = kUnbounded;  // key blocks that are summed before they are merged, at fixed places
   int max_runs = 0;             // slots of a tile when cuts.rule is kChunks
   int slot_rows = 0;
-  bool merges = false;    // some tile may be cut
-  bool in_pairs = false;  // thread blocks are launched in pairs, as far as the kernel can (common/block_pair.h)
+  bool merges = false;          // some tile may be cut
+  bool in_pairs = false;        // thread blocks are launched in pairs, as far as the kernel can (common/block_pair.h)
+  bool merges_one_row = false;  // by a thread block of the merge
   const KvHeader* __restrict__ schedule =
       nullptr;                     // a plan's header and records; null: every thread block finds its own
   float* partial_o = nullptr;      // (slots, slot_rows, padded head dim)

@@ -31,13 +31,14 @@ __device__ __forceinline__ float4 add_scaled(const float4& sum, float weight, co
           __fmaf_rn(weight, value.w, sum.w)};
 }
 
-// (a, a_stats) and (b, b_stats) of one row into a.
+// (a, a_stats) and (b, b_stats) of one row into a. Both products of the sum are rounded, as where warps add up many.
 __device__ __forceinline__ void merge_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
                                                float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
   const float a_weight = partial_weight(a_stats.max, top, scale), b_weight = partial_weight(b_stats.max, top, scale);
   const bool refused = a_stats.refused() || b_stats.refused();
-  a_stats.sum = refused ? RowStats::kRefused : __fmaf_rn(b_weight, b_stats.sum, __fmul_rn(a_weight, a_stats.sum));
+  const float sum = __fadd_rn(__fmul_rn(a_weight, a_stats.sum), __fmul_rn(b_weight, b_stats.sum));
+  a_stats.sum = refused ? RowStats::kRefused : sum;
   a_stats.max = top;
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }

@@ -3,6 +3,7 @@
 // attention still runs.
 #include <atomic>
 
+#include "../plan/kvcache.h"
 #include "common/kv_output.h"
 #include "common/kv_start.h"
 #include "common/launch.h"
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = 8;
+constexpr int kBatchedLoads = plan::kMergedParts;
 
 // A tile of which several partial results exist.
 struct CutTile {
@@ -348,8 +349,7 @@ struct RowPlace {
 
 // Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
 __host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
-  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
-  return tiles * kBatchedLoads < params.thread_blocks ? 1 : kWarps;
+  return params.merges_one_row ? 1 : kWarps;
 }
 
 __host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {

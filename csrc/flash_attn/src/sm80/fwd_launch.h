@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../plan/grid.h"
+#include "common/fwd_shape.h"
 #include "common/launch.h"
 #include "sm80/fwd_kernel.h"
 #include "static_switch.h"
@@ -20,20 +21,13 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, cudaStream_t stream) {
                           params, params.device, stream, configured_devices);
 }
 
-template <class Config>
-bool prefers_short_tile(const Flash_fwd_params& params) {
-  const int64_t rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
-  return plan::prefers_short_tile(fwd_blocks<Config>(params), rows, params.window.right != kUnbounded,
-                                  params.multiprocessors);
-}
-
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_sm80(const Flash_fwd_params& params, cudaStream_t stream) {
   using Plain = FwdConfig<kDtype, kHeadDim, FwdVariant::kPlain>;
   using Short = FwdConfig<kDtype, kHeadDim, FwdVariant::kShort>;
   if (params.has_dropout) return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kDropout>>(params, stream);
   if constexpr (Short::kBlockM < Plain::kBlockM) {
-    if (prefers_short_tile<Plain>(params)) return run_flash_fwd<Short>(params, stream);
+    if (plan::takes_short_tile(fwd_shape(params), Plain::kBlockM)) return run_flash_fwd<Short>(params, stream);
   }
   return run_flash_fwd<Plain>(params, stream);
 }

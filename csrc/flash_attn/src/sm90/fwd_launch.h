@@ -5,6 +5,7 @@
 
 #include "../plan/grid.h"
 #include "../plan/row_order.h"
+#include "common/fwd_shape.h"
 #include "common/launch.h"
 #include "sm90/fwd_kernel.h"
 #include "static_switch.h"
@@ -88,8 +89,8 @@ cudaError_t set_tile_order(FwdLaunch& launch) {
   const int late = plan::late_row_blocks(of_head, launch.short_ones);
   launch.order = plan::RowOrder(static_cast<int>(all_heads), of_head, section, late);
   launch.heads_of_batch = FastDiv(params.h);
-  launch.interior_blocks =
-      FastDiv(most_interior_blocks(params.window, params.seqlen_k, Config::kBlockM, Config::kBlockN));
+  // Of the window alone: shorter sequences have the same walk, and seqlen_k is another number where they are packed.
+  launch.interior_blocks = FastDiv(most_interior_blocks(params.window, kMaxLength, Config::kBlockM, Config::kBlockN));
   launch.group = FastDiv(params.h_h_k_ratio);
   launch.tile_count_semaphore = launch.tiles * shares > teams ? params.tile_count_semaphore : nullptr;
   return cudaSuccess;
@@ -132,19 +133,6 @@ cudaError_t run_score_mod(const Flash_fwd_shares_params& params, cudaStream_t st
   return capped ? run_flash_fwd<Softcap, kDtype>(params, stream) : run_flash_fwd<Alibi, kDtype>(params, stream);
 }
 
-// Not where equal tiles of Short, without a second team, are of two waves and those of Plain of one.
-template <class Plain, class Short>
-bool prefers_short_tile(const Flash_fwd_params& params, int head_dim) {
-  auto is_one_wave = [&](int block_m) {
-    return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, block_m) <=
-           params.multiprocessors;
-  };
-  const bool is_even = params.window.right == kUnbounded && !params.packs_keys() && Short::kTeams == 1;
-  if (is_even && is_one_wave(Plain::kBlockM) && !is_one_wave(Short::kBlockM)) return false;
-  const int rows = params.is_varlen() ? params.seqlen_q / (params.b > 0 ? params.b : 1) : params.seqlen_q;
-  return plan::sm90_prefers_short_tile(head_dim, rows, params.window.right != kUnbounded);
-}
-
 }  // namespace sm90
 
 // cudaErrorNotSupported: not for this family, nothing was launched.
@@ -167,7 +155,7 @@ cudaError_t run_mha_fwd_sm90(const Flash_fwd_shares_params& params, cudaStream_t
     static_assert(Short::kHasPages || Plain::kHasPages, "one of them reads pages");
     const bool takes_short = params.is_paged() && Short::kHasPages != Plain::kHasPages
                                  ? Short::kHasPages
-                                 : sm90::prefers_short_tile<Plain, Short>(params, kHeadDim);
+                                 : plan::sm90_takes_short_tile(fwd_shape(params), Plain::kTile, Short::kTile);
     if (takes_short) return sm90::run_flash_fwd<Short, kDtype>(params, stream);
   }
   if constexpr (Plain::kSeesAll) {
