@@ -3,6 +3,7 @@
 __version__ = "2.8.3"  # the API level that clients test for; our own release stands in __build__
 
 from flash_attn._build import build_info as _build_info
+from flash_attn.batch_invariance import is_batch_invariant, set_batch_invariant
 from flash_attn.dropout import dropout_mask
 from flash_attn.flash_attn_interface import (
     flash_attn_combine,
@@ -29,4 +30,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "is_batch_invariant",
+    "set_batch_invariant",
 ]

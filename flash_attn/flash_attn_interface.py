@@ -27,6 +27,7 @@ and what it was; nothing is computed then.
 import torch
 
 from flash_attn import backends
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.ops import arguments, library
 from flash_attn.ops.public import (
@@ -59,6 +60,10 @@ _OPTIONS_DOC = """
             row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
             share of the probability and adds nothing to the output. -inf is no sink. Learnable.
         return_max_logit: bool; keyword only. Also return max_logit, as the last result.
+        batch_invariant: bool; keyword only. Make out, softmax_lse, dk and dv of a sequence, and with deterministic dq,
+            independent to the last bit of the other sequences, of their number and of its place among them, whether
+            the batch is dense or packed; slower where sequences are few or short. `set_batch_invariant` asks for it
+            in all calls.
 """
 
 _RESULT_DOC = """
@@ -103,6 +108,7 @@ def flash_attn_func(
     *,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -116,7 +122,7 @@ def flash_attn_func(
     """
     return _attend(
         (q, k, v), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -134,6 +140,7 @@ def flash_attn_qkvpacked_func(
     *,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -146,7 +153,7 @@ def flash_attn_qkvpacked_func(
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
         (qkv,), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -165,6 +172,7 @@ def flash_attn_kvpacked_func(
     *,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -178,7 +186,7 @@ def flash_attn_kvpacked_func(
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
         (q, kv), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -205,6 +213,7 @@ def flash_attn_varlen_func(
     leftpad_k=None,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -235,7 +244,7 @@ def flash_attn_varlen_func(
     )
     return _attend(
         (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -255,6 +264,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -270,7 +280,7 @@ def flash_attn_varlen_qkvpacked_func(
     sequences = arguments.Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -293,6 +303,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -308,7 +319,7 @@ def flash_attn_varlen_kvpacked_func(
     sequences = arguments.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit,
+        return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
@@ -317,7 +328,7 @@ _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 
 def _attend(
     inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks, return_max_logit,
+    return_attn_probs, sinks, return_max_logit, batch_invariant,
 ):  # fmt: skip
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
     inputs = arguments.attention_inputs(_NAMES[len(inputs) - 1], inputs)
@@ -342,6 +353,7 @@ def _attend(
         *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
         sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, bool(causal),
         left, right, float(softcap), bool(deterministic), want_dmask, bool(return_max_logit),
+        bool(batch_invariant) or is_batch_invariant(),
     )  # fmt: skip
     if padded:
         out = out[..., :value_dim].contiguous()

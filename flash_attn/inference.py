@@ -5,6 +5,7 @@ What all attention functions share (dtypes, heads, positions, masked rows) stand
 
 from torch import Tensor
 
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
 
@@ -80,6 +81,7 @@ def flash_attn_with_kvcache(
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
+    batch_invariant = bool(batch_invariant) or is_batch_invariant()
     if plan is not None:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         plan.check(q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant)
@@ -92,7 +94,7 @@ def flash_attn_with_kvcache(
     out, lse = library.kvcache_attention(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, plan, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,
-        bool(batch_invariant),
+        batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 

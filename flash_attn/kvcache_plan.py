@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, calls, library
 
 _SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "seqlen_cache")
@@ -53,7 +54,8 @@ class KvCachePlan:
         left, right = arguments.normal_window(causal, window_size)
         self._sizes = (batch, seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
         self._window = (left, right)
-        self.num_splits, self.batch_invariant = num_splits, bool(batch_invariant)
+        self.num_splits = num_splits
+        self.batch_invariant = bool(batch_invariant) or is_batch_invariant()
         self.tensor: Tensor = calls.kvcache_plan(cache_seqlens, cache_leftpad, None, *self._arguments())
 
     def _arguments(self):

@@ -135,6 +135,7 @@ def bwd(
     rng_state,
     dlse=None,
     sinks=None,
+    batch_invariant=False,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
@@ -146,6 +147,7 @@ def bwd(
         deterministic, gen: accepted and without effect (the CPU backend is deterministic and draws nothing here).
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
         sinks: those of the forward, whose softmax_lse holds them.
+        batch_invariant: as in the forward, of dq, dk and dv.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
         rowsum(dout * out) - dlse, float32 (float64 for float64 inputs), 0 beyond sq.
@@ -172,5 +174,10 @@ def bwd(
     softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
     delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse, rule.first_live_row(sq, k.shape[1])))
     dropout = dropout_of_state(p_dropout, rng_state)
-    attend_backward(dout, q, k, v, softmax_lse, delta, dq, dk, dv, rule, dropout)
+    arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
+    if batch_invariant:
+        for i, entry in enumerate(zip(*(x.split(1) for x in arguments))):
+            attend_backward(*entry, rule.for_batch(i), None if dropout is None else dropout.for_batch(i))
+    else:
+        attend_backward(*arguments, rule, dropout)
     return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]

@@ -118,6 +118,12 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
             chunk.store_row_values(lse, row0, row1, block_lse)
 
 
+def _attend_each(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
+    """`attend`, one batch entry after the other: the bits of products and sums depend on the shapes of operands."""
+    for i, entry in enumerate(zip(*(x.split(1) for x in (q, k, v, out, lse)))):
+        attend(*entry, rule.for_batch(i), None if dropout is None else dropout.for_batch(i), sinks, max_logit)
+
+
 class _RowState:
     """Running maximum, sum and weighted values of the online softmax for one block of rows."""
 
@@ -256,6 +262,7 @@ def fwd(
     gen,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """Forward attention of equally long sequences.
 
@@ -269,6 +276,7 @@ def fwd(
         is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
         return_softmax: return S_dmask (only with dropout).
         sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
+        batch_invariant: compute each batch entry by itself, with the bits that it has in every batch, dense or packed.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
         float64 inputs), for a row that sees no key the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
@@ -289,7 +297,10 @@ def fwd(
         out = torch.empty(checks.output_shape(q, v), dtype=q.dtype)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
-    attend(q, k, v, out, lse, rule, dropout, sinks, max_logit)
+    if batch_invariant:
+        _attend_each(q, k, v, out, lse, rule, dropout, sinks, max_logit)
+    else:
+        attend(q, k, v, out, lse, rule, dropout, sinks, max_logit)
     s_dmask = new_s_dmask(q, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():
         write_s_dmask(q, k, lse, rule, dropout, s_dmask)

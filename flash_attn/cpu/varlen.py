@@ -119,6 +119,7 @@ def varlen_fwd(
     num_splits=0,
     sinks=None,
     return_max_logit=False,
+    batch_invariant=False,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
@@ -131,7 +132,8 @@ def varlen_fwd(
             seqused_k the keys of a sequence may lie beyond the beginning of the next one.
         block_table: None or int32 (b, max_blocks): the pages of each sequence; only entries in use are read.
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
-        zero_tensors, num_splits: accepted and without effect (padding rows are always written; there are no splits).
+        zero_tensors, num_splits, batch_invariant: accepted and without effect (padding rows are always written; there
+            are no splits; each sequence is computed by itself).
 
     Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d_v), lse (h, total_q), S_dmask as in `fwd` with b
         sequences of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
@@ -217,6 +219,7 @@ def varlen_bwd(
     rng_state,
     dlse=None,
     sinks=None,
+    batch_invariant=False,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 

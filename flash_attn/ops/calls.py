@@ -40,7 +40,7 @@ def _index(x):
 def forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
-    return_max_logit,
+    return_max_logit, batch_invariant=False,
 ):  # fmt: skip
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
 
@@ -51,14 +51,14 @@ def forward(
     if cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-            return_softmax, None, sinks, return_max_logit,
+            return_softmax, None, sinks, return_max_logit, batch_invariant,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
             q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
             _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
             window_left, window_right, softcap, return_softmax, None, 0, sinks,
-            return_max_logit,
+            return_max_logit, batch_invariant,
         )  # fmt: skip
     return tuple(result)
 
@@ -66,7 +66,7 @@ def forward(
 def forward_fake(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks, max_seqlen_q,
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, return_softmax,
-    return_max_logit,
+    return_max_logit, batch_invariant=False,
 ):  # fmt: skip
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(q, k, v)
@@ -93,6 +93,7 @@ def forward_fake(
 def backward(
     dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
     max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic,
+    batch_invariant=False,
 ):  # fmt: skip
     """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
     packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k) if x is not None and v is None]
@@ -100,7 +101,7 @@ def backward(
     dq, dk, dv, _, *dsinks = _backward_into(
         dout, *unpack(q, k, v), out, lse, *targets, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state,
-        dlse, sinks,
+        dlse, sinks, batch_invariant,
     )  # fmt: skip
     return [*(packed or (dq, dk, dv)), *dsinks]
 
@@ -112,15 +113,15 @@ def backward_fake(
     return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
-def backward_into(*args):
+def backward_into(*args, batch_invariant):
     """Attention backward into the given dq, dk, dv of any strides (None: allocated and dropped) -> softmax_d."""
-    return _backward_into(*args)[3]
+    return _backward_into(*args, batch_invariant=batch_invariant)[3]
 
 
 def _backward_into(
     dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
     dropout_p, softmax_scale, causal, window_left, window_right, softcap, deterministic, rng_state, dlse=None,
-    sinks=None,
+    sinks=None, batch_invariant=False,
 ):  # fmt: skip
     """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
     backend = backends.of(q)
@@ -131,13 +132,13 @@ def _backward_into(
     if cu_seqlens_q is None:
         result = backend.bwd(
             dout, q, k, v, out, lse.contiguous(), *written, alibi_slopes, dropout_p, softmax_scale, causal, window_left,
-            window_right, softcap, deterministic, None, rng_state, dlse, sinks,
+            window_right, softcap, deterministic, None, rng_state, dlse, sinks, batch_invariant,
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
             dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
-            deterministic, None, rng_state, dlse, sinks,
+            deterministic, None, rng_state, dlse, sinks, batch_invariant,
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:

@@ -14,14 +14,14 @@ _FORWARD_SCHEMA = (
     "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
     "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, bool return_softmax, bool return_max_logit) "
+    "float softcap, bool deterministic, bool return_softmax, bool return_max_logit, bool batch_invariant=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
     "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, Tensor rng_state, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic) -> Tensor[]"
+    "float softcap, bool deterministic, bool batch_invariant=False) -> Tensor[]"
 )
 _KVCACHE_SCHEMA = (
     "(Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, "
@@ -106,7 +106,7 @@ def _setup_context(ctx, inputs, output):
     out, lse, dmask, rng_state, *max_logit = output
     q, k, v, cu_seqlens_q, cu_seqlens_k, *key_layout, alibi_slopes, sinks = inputs[:10]
     ctx.save_for_backward(q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
-    ctx.config = inputs[10:19]
+    ctx.config = (*inputs[10:19], inputs[21])
     ctx.key_layout = [
         name for name, x in zip(("seqused_k", "leftpad_k", "block_table"), key_layout) if x is not None
     ]  # fmt: skip
@@ -120,12 +120,12 @@ def _backward(ctx, dout, dlse, *_):
     saved = ctx.saved_tensors
     q, k, v, out = saved[:4]
     if dout is None and dlse is None:
-        return (None,) * 21
+        return (None,) * 22
     if dout is None:
         dout = torch.zeros_like(out)
     grads = iter(_attention_backward(dout, dlse, *saved, *ctx.config))
     dq, dk, dv, dsinks = (None if x is None else next(grads) for x in (q, k, v, saved[9]))
-    return (dq, dk, dv, *(None,) * 6, dsinks, *(None,) * 11)
+    return (dq, dk, dv, *(None,) * 6, dsinks, *(None,) * 12)
 
 
 def _attention_backward(*args):

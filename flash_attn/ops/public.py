@@ -1,6 +1,7 @@
 """The operators `flash_attn::_flash_attn_*`, which distributed-attention clients call directly.
 
-They are not differentiable, need a contiguous head dim and no padding, and follow the FlashAttention-2 names.
+They are not differentiable, need a contiguous head dim and no padding, and follow the FlashAttention-2 names;
+batch-invariant where `set_batch_invariant` says so.
 Annotations stay objects (no postponed evaluation): torch.library infers the schemas from them.
 """
 
@@ -9,6 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import calls
 
 _NAMESPACE = "flash_attn"
@@ -31,7 +33,7 @@ def _flash_attn_forward(
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
     return calls.forward(
         q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, False, return_softmax, False,
+        window_size_left, window_size_right, softcap, False, return_softmax, False, is_batch_invariant(),
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def _flash_attn_varlen_forward(
     return calls.forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax, False,
+        return_softmax, False, is_batch_invariant(),
     )  # fmt: skip
 
 
@@ -119,6 +121,7 @@ def _flash_attn_backward(
     return calls.backward_into(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, alibi_slopes, 0, 0, dropout_p, softmax_scale,
         causal, window_size_left, window_size_right, softcap, deterministic, rng_state,
+        batch_invariant=is_batch_invariant(),
     )  # fmt: skip
 
 
@@ -160,7 +163,7 @@ def _flash_attn_varlen_backward(
     return calls.backward_into(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic,
-        rng_state,
+        rng_state, batch_invariant=is_batch_invariant(),
     )  # fmt: skip
 
 
