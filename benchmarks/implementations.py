@@ -64,12 +64,12 @@ def make_inputs(row, device, requires_grad=False, seed=0):
     return Inputs(q, k, v, dout, cu_seqlens, slopes, sinks)
 
 
-def ours(row, inputs, deterministic=False):
+def ours(row, inputs, deterministic=False, **modes):
     import flash_attn
 
     case = row.case
     options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": case.window, "softcap": case.softcap}
-    options.update(alibi_slopes=inputs.alibi_slopes, deterministic=deterministic, sinks=inputs.sinks)
+    options.update(alibi_slopes=inputs.alibi_slopes, deterministic=deterministic, sinks=inputs.sinks, **modes)
     q, k, v = inputs.q, inputs.k, inputs.v
     if row.seqlens:
         cu, longest = inputs.cu_seqlens, max(row.seqlens)
@@ -203,6 +203,11 @@ IMPLEMENTATIONS = {
             "ours_deterministic", "flash_attn (this package), deterministic=True",
             functools.partial(ours, deterministic=True), further_limits=deterministic_limits, package="flash_attn",
             groups=("deterministic",),
+        ),
+        Implementation(
+            "ours_invariant", "flash_attn (this package), batch_invariant=True and deterministic=True",
+            functools.partial(ours, deterministic=True, batch_invariant=True), package="flash_attn",
+            groups=("invariant", "invariant_small"),
         ),
         Implementation(
             "ours_plain", "flash_attn (this package), the same problem without features", ours,

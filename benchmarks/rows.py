@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from shared import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
 
 GROUPS = (
-    "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic", "small",
-    "one_wave", "small_eager",
+    "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic",
+    "invariant", "invariant_small", "small", "one_wave", "small_eager",
 )  # fmt: skip
 BACKWARD_GROUPS = ("deterministic",)
-GRAPH_GROUPS = ("small", "one_wave")  # timed without the host
+GRAPH_GROUPS = ("invariant_small", "small", "one_wave")  # timed without the host
 # How the rows over a KV cache are timed; they are measured where asked for.
 CACHE_TIMING = {
     "decode": "replay",

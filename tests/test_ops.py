@@ -94,6 +94,15 @@ def test_opcheck_backward(device, with_dlse, with_sinks):
     opcheck(CORE.bwd.default, arguments)
 
 
+def test_opcheck_batch_invariant(device):
+    opcheck(CORE.fwd.default, (*dense_arguments(dense_inputs(device, grad=True)), True))
+    opcheck(CORE.fwd.default, (*varlen_arguments(*varlen_inputs(device, grad=True)), True))
+    q, k, v = dense_inputs(device)
+    out, lse, _, rng_state, _ = CORE.fwd(*dense_arguments((q, k, v)), batch_invariant=True)
+    saved = (q, k, v, out, lse, rng_state)
+    opcheck(CORE.bwd.default, (torch.randn_like(out), None, *saved, *(None,) * 4, 0, 0, *OPTIONS, True, True))
+
+
 def test_opcheck_public_forward(device):
     q, k, v = dense_inputs(device)
     opcheck(interface._flash_attn_forward, (q, k, v, *OPTIONS, None, False))
