@@ -536,8 +536,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"),
         py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"), py::arg("sinks") = py::none(),
-        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false,
-        py::call_guard<CallGuard>());
+        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
   m.def("varlen_fwd", &varlen_fwd, "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]",
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
