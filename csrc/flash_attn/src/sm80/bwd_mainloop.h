@@ -118,12 +118,26 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
-    const int row = cursor.at.row_block * Config::kBlockM;
+    const int rows_left = block.seqlen_q - cursor.at.row_block * Config::kBlockM;
     auto q_tile = smem_q(stage);
     auto do_tile = smem_do(stage);
-    copy.template run_from<true>(cursor.q, params.q_strides.row, block.seqlen_q - row, q_tile, first_row - row);
-    copy.template run_from<true>(cursor.dout, params.do_strides.row, block.seqlen_q - row, do_tile, first_row - row);
+    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
+    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left, do_tile);
     cute::cp_async_fence();
+  }
+
+  // Rows of Q and dO before first_row become zeros: a row block with any of them is rare, and pays for it alone.
+  __device__ __forceinline__ void clear_keyless_rows(int row_begin, int stage) const {
+    const int rows = min(first_row - row_begin, Config::kBlockM);
+    if (rows <= 0) return;
+    auto q_tile = smem_q(stage);
+    auto do_tile = smem_do(stage);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
+      q_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+      do_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+    }
+    __syncthreads();
   }
 
   // Every thread waits for its own copies, then for everyone: what the last step read may be overwritten.
@@ -144,6 +158,7 @@ struct BwdMainloop {
       Cursor next = current;
       if (has_next) advance(next);
       wait_for_copies();
+      clear_keyless_rows(current.at.row_block * Config::kBlockM, stage);
       if (i > 0) pass_turn_of(walk.before(current.at));
       if (stages == 2 && has_next) load_q_do(next, 1 - stage);
       step(current.at, stage);
