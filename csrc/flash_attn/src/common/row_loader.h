@@ -73,14 +73,14 @@ struct RowCopy {
         smem);
   }
 
-  // Rows [first, rows) from row `begin` of a sequence in pages on. A table entry outside the pool reads as zeros.
+  // Keys [key_begin, key_begin + rows) of one sequence in pages. A table entry outside the pool reads as zeros.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_paged(const Element* base, const MatrixStrides& strides, const PagedKv& paged,
-                                            const int* pages, int begin, int first, int rows, Smem& smem) const {
+                                            const int* pages, int key_begin, int rows, Smem& smem) const {
     run(
         [&](int pass) {
           const int offset = row + pass * kRowsPerPass;
-          const PageRow at = page_row(paged, pages, begin + offset, !kBounded || (offset >= first && offset < rows));
+          const PageRow at = page_row(paged, pages, key_begin + offset, !kBounded || offset < rows);
           return Line<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col, at.valid};
         },
         smem);

@@ -28,18 +28,15 @@ struct KvLoader {
   const Element* v_base;
   const int* pages;  // of this sequence; null when K and V are not paged
   int key_offset;    // paged: row of key 0 within the pages of the sequence
-  int first_key;     // keys before it, which no query sees, are zeros
   int seqlen_k;
 
-  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block,
-                                      const Visibility& visibility)
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block)
       : params(params_),
         copy(params_.d),
         k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
         v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, block)),
         pages(is_paged() ? params_.paged.block_table + block.batch * params_.paged.block_table_stride : nullptr),
         key_offset(block.k_begin),
-        first_key(first_seen_key(visibility)),
         seqlen_k(block.seqlen_k) {}
 
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
@@ -54,12 +51,13 @@ struct KvLoader {
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
                                        Smem&& smem) const {
+    // Interior pages need no bound; with dropout ptxas spills without one.
+    constexpr bool kBoundsPages = kBounded || Config::kVariant == FwdVariant::kDropout;
     const int key = n_block * Config::kBlockN;
     if (is_paged()) {
-      copy.template run_paged<kBounded>(base, strides, params.paged, pages, key_offset + key, first_key - key,
-                                        seqlen_k - key, smem);
+      copy.template run_paged<kBoundsPages>(base, strides, params.paged, pages, key_offset + key, seqlen_k - key, smem);
     } else {
-      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem, first_key - key);
+      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem);
     }
   }
 
@@ -98,7 +96,7 @@ struct FwdMainloop {
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
         range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
-        loader(params_, block_, visibility),
+        loader(params_, block_),
         smem(smem_) {
     cute::clear(acc_o);
   }
@@ -142,6 +140,20 @@ struct FwdMainloop {
     }
   }
 
+  // The first rows of V become zeros where no query sees their keys: a weight of 0 does not silence NaN. A block with
+  // any is rare, and pays for it alone.
+  __device__ __forceinline__ void clear_unseen_values(int key) const {
+    if (params.window.left == kUnbounded) return;
+    const int rows = min(first_seen_key(visibility) - key, Config::kBlockN);
+    if (rows <= 0) return;
+    auto tile = smem_v();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
+      tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+    }
+    __syncthreads();
+  }
+
   // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
   template <bool kEdge>
   __device__ __forceinline__ void step(int n_block, int next_block) {
@@ -163,6 +175,7 @@ struct FwdMainloop {
     }
 
     wait_for_copies();  // V has landed; every warp is done with K
+    if constexpr (kEdge) clear_unseen_values(key);
     if (next_block >= 0) {
       loader.template load_k<kEdge>(next_block, smem_k());
       cp_async_fence();
