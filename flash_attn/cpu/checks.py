@@ -34,10 +34,12 @@ def check_strided(name: str, tensor) -> None:
 
 
 def check_device(name: str, tensor) -> None:
-    if tensor is None:
-        return
+    check_on_cpu(name, tensor, "a tensor on q's device (cpu)")
+
+
+def check_on_cpu(name: str, tensor, expected: str = "a CPU tensor") -> None:
     if isinstance(tensor, torch.Tensor):
-        require(tensor.device.type == "cpu", name, "a tensor on q's device (cpu)", f"one on {tensor.device}")
+        require(tensor.device.type == "cpu", name, expected, f"one on {tensor.device}")
     check_strided(name, tensor)
 
 
@@ -69,9 +71,7 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_query(q: torch.Tensor, axes: str) -> None:
-    if isinstance(q, torch.Tensor):
-        require(q.device.type == "cpu", "q", "a CPU tensor", f"one on {q.device}")
-    check_strided("q", q)
+    check_on_cpu("q", q)
     require(q.dtype in DTYPES, "q", "dtype float16, bfloat16, float32 or float64", _dtype_name(q.dtype))
     check_rank("q", q, axes)
     check_last_stride("q", q)
@@ -165,6 +165,7 @@ def check_lengths(name: str, lengths, shape) -> None:
 def check_cu_seqlens(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> int:
     """Check both cumulative length vectors and return the number of sequences."""
     check_device("cu_seqlens_q", cu_seqlens_q)
+    check_device("cu_seqlens_k", cu_seqlens_k)
     one_dimensional = cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() >= 1
     require(one_dimensional, "cu_seqlens_q", "shape [b + 1]", list(cu_seqlens_q.shape))
     shape = [cu_seqlens_q.numel()]
@@ -198,7 +199,7 @@ def check_gradients(dout, q, k, v, out, dq, dk, dv) -> None:
     of_output = output_shape(q, v)
     expected = {"dout": (dout, of_output), "out": (out, of_output), "dq": (dq, q.shape), "dk": (dk, k.shape)}
     for name, (tensor, shape) in {**expected, "dv": (dv, v.shape)}.items():
-        if tensor is not None:
+        if tensor is not None or name in ("dout", "out"):
             check_like_query(name, tensor, q, shape, any_stride=True)
 
 
@@ -207,7 +208,7 @@ def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:
     dtypes = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
     names = " or ".join(_dtype_name(dtype) for dtype in dtypes)
     for name, tensor in (("softmax_lse", lse), ("dlse", dlse)):
-        if tensor is not None:
+        if tensor is not None or name == "softmax_lse":
             check_device(name, tensor)
             require(tensor.dtype in dtypes, name, f"dtype {names}", _dtype_name(tensor.dtype))
             check_shape(name, tensor, shape)

@@ -29,11 +29,8 @@ def combine(out_partial, lse_partial, out=None):
     Raises RuntimeError naming the argument; nothing is written then.
     """
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
-        if tensor is None and name == "out":
-            continue
-        if isinstance(tensor, torch.Tensor):
-            checks.require(tensor.device.type == "cpu", name, "a CPU tensor", f"one on {tensor.device}")
-        checks.check_strided(name, tensor)
+        if tensor is not None or name != "out":
+            checks.check_on_cpu(name, tensor)
     checks.check_dtype("out_partial", out_partial, *checks.DTYPES)
     checks.check_rank("out_partial", out_partial, PARTIAL_AXES)
     splits, *counts, columns = out_partial.shape
