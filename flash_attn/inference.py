@@ -54,10 +54,13 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, nheads_k, head_dim). Written to rows cache_seqlens[i] onwards of k_cache.
         v: like k.
         rotary_cos: (seqlen_rotary, rotary_dim / 2). Rotates k, and q, by their positions before use: from
-            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked).
+            cache_seqlens[i] onwards (all queries by cache_seqlens[i] if neither causal nor a window is asked). Rows up
+            to the last position that is used.
         rotary_sin: like rotary_cos.
         cache_seqlens: int, or int32 or int64 (batch,). Keys in the cache before the new ones. Default: the capacity.
-        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1.
+        cache_batch_idx: int32 (batch,). The row of the cache of each sequence. Default: 0 .. batch - 1. Rows that are
+            written for one sequence must not be read or written for another, neither through equal entries here nor
+            through common pages: undefined on the GPU, an error on the CPU.
         cache_leftpad: int32 (batch,). Rows skipped at the start of each cached sequence; they count in cache_seqlens.
         block_table: int32 (batch, max_pages). The pages of each sequence in k_cache and v_cache. Entries beyond the
             keys are not read.

@@ -7,6 +7,8 @@ and with those for one wave; all are checked against the float64 reference, on t
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from cases import Case
 from harness import check_forward, expected, make_problem, run
 from reference import assert_accurate
 from test_cuda_runtime import captured
+
+from flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -352,3 +356,27 @@ def test_strides(hopper, run_family, layout):
     }[layout]
     problem.q, problem.k, problem.v = (change(x) for x in (problem.q, problem.k, problem.v))
     check_families(problem, run_family)
+
+
+def test_environment_that_changes_during_calls(device):
+    """os.environ moves and frees the environment while other threads' calls run without the GIL."""
+    q = torch.randn(1, 64, 2, 64, device=device, dtype=torch.bfloat16)
+    expected = flash_attn_func(q, q, q)
+    names = [f"FLASH_ATTN_TEST_{i}" for i in range(2000)]
+    done = threading.Event()
+
+    def change():
+        while not done.is_set():
+            for i, name in enumerate(names):
+                os.environ[name] = "x" * (1 + i % 300)
+            for name in names:
+                del os.environ[name]
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        results = [flash_attn_func(q, q, q) for _ in range(2000)]
+    finally:
+        done.set()
+        thread.join()
+    assert all(torch.equal(out, expected) for out in results)

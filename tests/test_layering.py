@@ -69,6 +69,20 @@ def test_collective_builder_is_never_included():
     assert [p for p in SOURCES if any("collective_builder" in name for name in includes(p))] == []
 
 
+def test_environment_is_read_under_the_gil():
+    """os.environ changes the environment under it; a getenv beside that reads freed memory. The entry points read what
+    they need before they release it, in one place."""
+    readers = {
+        p.relative_to(CSRC).as_posix(): len(re.findall(r"getenv", p.read_text(encoding="utf-8"))) for p in SOURCES
+    }
+    assert {name: count for name, count in readers.items() if count} == {"forward_family.h": 1}
+    binding = (CSRC / "flash_api.cpp").read_text(encoding="utf-8")
+    assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
+    guard = re.search(r"struct CallGuard \{(.*?)\};", binding, re.DOTALL).group(1)
+    assert guard.index("ForcedFamily") < guard.index("py::gil_scoped_release")
+    assert binding.count("py::call_guard<CallGuard>()") == binding.count("m.def(") - 1  # build_info needs none
+
+
 def imported_modules(path):
     """Absolute names of the modules that one Python file imports, at any depth of the code."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
