@@ -3,7 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 
@@ -43,19 +45,28 @@ using Operands = std::initializer_list<Operand>;
 
 // All of them have passed the checks of their shapes. Costs nothing where nothing is given to write to.
 inline void check(Operands written, Operands read) {
-  for (const Operand* target = written.begin(); target != written.end(); ++target) {
-    if (target->tensor == nullptr) continue;
-    const Layout layout = layout_of(*target->tensor);
-    if (overlaps_itself(layout)) {
-      checks::fail(target->name, "expected elements that do not overlap each other, got shape ",
-                   target->tensor->sizes(), " with strides ", target->tensor->strides());
+  const auto is_given = [](const Operand& operand) { return operand.tensor != nullptr; };
+  if (std::none_of(written.begin(), written.end(), is_given)) return;
+  struct Placed {
+    const char* name;
+    Layout layout;
+  };
+  c10::SmallVector<Placed, 16> before;  // what is read, then what is written
+  for (const Operand& operand : read) {
+    if (is_given(operand)) before.push_back({operand.name, layout_of(*operand.tensor)});
+  }
+  for (const Operand& target : written) {
+    if (!is_given(target)) continue;
+    const Placed placed{target.name, layout_of(*target.tensor)};
+    if (overlaps_itself(placed.layout)) {
+      checks::fail(target.name, "expected elements that do not overlap each other, got shape ", target.tensor->sizes(),
+                   " with strides ", target.tensor->strides());
     }
-    const auto check_apart = [&](const Operand& other) {
-      if (other.tensor == nullptr || !share_elements(layout, layout_of(*other.tensor))) return;
-      checks::fail(target->name, "expected memory that does not overlap ", other.name, ", got elements of both");
-    };
-    for (const Operand* other = written.begin(); other != target; ++other) check_apart(*other);
-    for (const Operand& other : read) check_apart(other);
+    for (const Placed& other : before) {
+      if (!share_elements(placed.layout, other.layout)) continue;
+      checks::fail(target.name, "expected memory that does not overlap ", other.name, ", got elements of both");
+    }
+    before.push_back(placed);
   }
 }
 

@@ -14,6 +14,7 @@ constexpr int kMaxAxes = 8;
 struct Layout {
   int64_t begin = 0;
   int64_t element_bytes = 1;
+  int64_t reach = 0;  // from the first element to the last
   bool is_empty = false;
   int axes = 0;
   std::array<int64_t, kMaxAxes> last{};  // largest index
@@ -24,13 +25,10 @@ struct Layout {
     if (size <= 1) return;
     last[axes] = size - 1;
     stride[axes++] = byte_stride;
+    reach += byte_stride * (size - 1);
   }
 
-  int64_t end() const {
-    int64_t result = begin + element_bytes;
-    for (int axis = 0; axis < axes; ++axis) result += stride[axis] * last[axis];
-    return result;
-  }
+  int64_t end() const { return begin + reach + element_bytes; }
 };
 
 // Which multiples of strides, low <= multiple <= high, add up to a target?

@@ -28,16 +28,15 @@ def check_written(written: dict, read: dict) -> None:
 
     The values are tensors or None. Costs nothing where nothing is given to write to.
     """
-    earlier = {}
+    written = {name: tensor for name, tensor in written.items() if tensor is not None}
+    before = {name: tensor for name, tensor in read.items() if tensor is not None} if written else {}
     for name, tensor in written.items():
-        if tensor is None:
-            continue
         got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         require(not overlaps_itself(tensor), name, "elements that do not overlap each other", got)
-        for other_name, other in {**earlier, **read}.items():
-            apart = other is None or not share_elements(tensor, other)
+        for other_name, other in before.items():
+            apart = not share_elements(tensor, other)
             require(apart, name, f"memory that does not overlap {other_name}", "elements of both")
-        earlier[name] = tensor
+        before[name] = tensor
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
