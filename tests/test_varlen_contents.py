@@ -15,6 +15,8 @@ from cases import Case
 from harness import Problem, check_forward, check_gradients, run
 from reference import Varlen
 
+from flash_attn import flash_attn_varlen_func
+
 DTYPE = "bfloat16"
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 FAMILIES = ("", "mma_sync", "wgmma", "wgmma:1", "wgmma:3", "split_kv")
@@ -190,3 +192,29 @@ def test_seqused_k_and_leftpad_k_hold_anything(device, family):
             poison(problem.q)
             out, lse, _ = run(problem)
             check_forward(problem, out, lse)
+
+
+@pytest.mark.big
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_backward_beyond_2_to_the_31_elements(device, monkeypatch, deterministic):
+    """(total_q + 128 b) h d passes 2^31, where FlashAttention-2 faults: the last sequence is as it is alone."""
+    length, batch, heads = 1000, 1060, 16
+    total = length * batch
+    assert total * heads * 128 > 2**31
+    q, dout = (torch.randn(total, heads, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(total, 1, 128, device=device, dtype=torch.bfloat16) for _ in "kv")
+    cu = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+
+    def gradients(rows, cu):
+        leaves = [x[rows].detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_varlen_func(*leaves, cu, cu, length, length, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out, leaves, dout[rows])
+
+    for family in ("wgmma", "mma_sync"):
+        monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
+        last = slice(total - length, total)
+        alone = gradients(last, cu[:2])
+        for ours, wanted in zip(gradients(slice(0, total), cu), alone):
+            assert (ours[last].float() - wanted.float()).abs().max() <= 0.02 * wanted.float().abs().max()
+            assert torch.isfinite(ours).all()
