@@ -1,11 +1,13 @@
 """Removing and restoring padding around varlen attention.
 
 Everything is differentiable with respect to the hidden states. Index lists need the number of tokens on the host, so
-the unpad functions wait for the GPU twice: for that number and for the longest length.
+the unpad functions wait for the GPU: for that number, for the longest length, and to see that given lengths fit.
 """
 
 import torch
 from einops import rearrange  # noqa: F401 - clients import the name from here
+
+from flash_attn.ops import arguments
 
 
 def index_first_axis(input, indices):
@@ -66,13 +68,23 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
         cu_seqlens: int32 (number of sequences + 1,), cumulative lengths.
         max_seqlen_in_batch: int, the longest sequence.
 
-    Raises RuntimeError when attention_mask_in_length does not have the first two dimensions of hidden_states.
+    Raises RuntimeError when attention_mask_in_length does not have the first two dimensions of hidden_states, has a
+    negative entry, or a row whose lengths sum to more than seqlen: its sequences would take the tokens of the next.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     row_lengths = attention_mask_in_length.sum(dim=-1, keepdim=True)
-    columns = torch.arange(attention_mask_in_length.shape[1], device=row_lengths.device)
+    seqlen = attention_mask_in_length.shape[1]
+    columns = torch.arange(seqlen, device=row_lengths.device)
     hidden_states, indices = _gather_tokens(hidden_states, columns < row_lengths)
     lengths = attention_mask_in_length.flatten()
+    if lengths.numel() > 0:
+        shortest, longest_row = torch.stack([lengths.min(), row_lengths.max()]).tolist()
+        if shortest < 0:
+            raise RuntimeError(f"attention_mask_in_length: expected lengths >= 0, got {shortest}")
+        if longest_row > seqlen:
+            raise RuntimeError(
+                f"attention_mask_in_length: expected lengths of a row that sum to at most {seqlen}, got {longest_row}"
+            )
     cu_seqlens, max_seqlen = _lengths(lengths[lengths != 0])
     return hidden_states, indices, cu_seqlens, max_seqlen
 
@@ -87,6 +99,7 @@ def pad_input(hidden_states, indices, batch, seqlen):
 
 
 def _check_mask(name, mask, hidden_states):
+    arguments.check_tensors(("hidden_states", name), (hidden_states, mask))
     if mask.shape != hidden_states.shape[:2]:
         raise RuntimeError(f"{name}: expected shape {list(hidden_states.shape[:2])}, got {list(mask.shape)}")
 

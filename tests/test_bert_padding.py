@@ -70,6 +70,33 @@ def test_concatenated_sequences(device):
     assert torch.equal(pad_input(unpadded, indices, 4, 6), x * mask[..., None])
 
 
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+def test_concatenated_sequences_that_do_not_fit_their_row(device, dtype):
+    """They would take the tokens of the next row."""
+    x = torch.randn(2, 4, 3, device=device)
+    for rows, message in (
+        ([[3, 2, 0, 0], [1, 0, 0, 0]], "expected lengths of a row that sum to at most 4, got 5"),
+        ([[3, 1, 0, 0], [4, 1, 0, 0]], "expected lengths of a row that sum to at most 4, got 5"),
+        ([[3, -2, 0, 0], [1, 0, 0, 0]], "expected lengths >= 0, got -2"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            unpad_input_for_concatenated_sequences(x, torch.tensor(rows, device=device, dtype=dtype))
+        assert str(caught.value) == f"attention_mask_in_length: {message}"
+    empty = torch.zeros(2, 0, dtype=dtype, device=device)
+    assert unpad_input_for_concatenated_sequences(x[:, :0], empty)[3] == 0
+
+
+def test_what_is_no_tensor_is_named(device):
+    x, mask = torch.randn(2, 4, 3, device=device), torch.ones(2, 4, device=device)
+    for call, name in (
+        (lambda: unpad_input([1], mask), "hidden_states"),
+        (lambda: unpad_input(x, [[1]]), "attention_mask"),
+        (lambda: unpad_input_for_concatenated_sequences(x, None), "attention_mask_in_length"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected a Tensor"):
+            call()
+
+
 @pytest.mark.devices("cpu")
 def test_gradients(device):
     mask = length_mask(LENGTHS, device)
