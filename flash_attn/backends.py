@@ -8,29 +8,29 @@ _MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
 
 
 @cache
-def get(device_type: str) -> ModuleType:
+def get(device_type: str, name: str = "q") -> ModuleType:
     """Return the module whose `fwd`, `varlen_fwd`, `bwd`, `varlen_bwd`, `fwd_kvcache`, ... serve `device_type`.
 
-    device_type is `torch.Tensor.device.type`. Raises RuntimeError for a device without a backend, and for
-    CUDA tensors when the CUDA extension is not installed.
+    device_type is `torch.Tensor.device.type` of the argument `name`. Raises RuntimeError for a device without a
+    backend, and for CUDA tensors when the CUDA extension is not installed.
     """
     if device_type not in _MODULES:
-        raise RuntimeError(f"q: expected a tensor on cuda or cpu, got one on {device_type}")
+        raise RuntimeError(f"{name}: expected a tensor on cuda or cpu, got one on {device_type}")
     try:
         return importlib.import_module(_MODULES[device_type])
     except ImportError as error:
         if device_type == "cpu":
             raise
         raise RuntimeError(
-            "q: expected a CPU tensor, got one on cuda: this flash_attn has only the CPU backend "
+            f"{name}: expected a CPU tensor, got one on cuda: this flash_attn has only the CPU backend "
             f"(importing the extension flash_attn_2_cuda failed: {error}). Reinstall on a machine with nvcc and a "
             "CUDA build of torch: pip install --no-build-isolation --force-reinstall --no-deps ."
         ) from error
 
 
-def of(tensor) -> ModuleType:
+def of(tensor, name: str = "q") -> ModuleType:
     """`get` for the device of a tensor; `device.type` makes a string, which costs as much as the rest of a look-up."""
-    return get("cuda" if tensor.is_cuda else tensor.device.type)
+    return get("cuda" if tensor.is_cuda else tensor.device.type, name)
 
 
 def cuda_extension():

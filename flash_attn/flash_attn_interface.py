@@ -17,8 +17,8 @@ head_dim_v   of v and out, where a function names it: up to 256, head_dim or ano
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
 masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
-gradients    of out and softmax_lse with respect to q, k, v and sinks; not with respect to alibi_slopes. Not twice
-             differentiable.
+gradients    of out and softmax_lse with respect to q, k, v and sinks; what else asks for one (alibi_slopes, numbers as
+             tensors) is refused. Not twice differentiable, no forward mode.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -49,8 +49,8 @@ _OPTIONS_DOC = """
             by 1 / (1 - dropout_p). The mask is that of `flash_attn.dropout_mask`. Pass 0.0 in evaluation.
         softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
         causal: bool. A query at position p sees the keys j <= p (positions as above: aligned bottom right).
-        window_size: (left, right), in keys. A query at position p sees the keys p - left <= j <= p + right; a
-            negative value is unbounded on its side. causal caps right at 0.
+        window_size: (left, right), any pair of ints, in keys. A query at position p sees the keys
+            p - left <= j <= p + right; a negative value is unbounded on its side. causal caps right at 0.
         softcap: float >= 0. If > 0, scores become softcap * tanh(softmax_scale * Q K^T / softcap).
         alibi_slopes: float32 (nheads,) or (batch, nheads). Subtracts slope * |p - j| from the score of a query at
             position p and key j.
@@ -331,29 +331,33 @@ def _attend(
     return_attn_probs, sinks, return_max_logit, batch_invariant,
 ):  # fmt: skip
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
-    inputs = arguments.attention_inputs(_NAMES[len(inputs) - 1], inputs)
+    names = _NAMES[len(inputs) - 1]
+    inputs = arguments.attention_inputs(names, inputs)
     varlen = sequences is not arguments.DENSE
     if varlen:
-        arguments.check_tensors(("cu_seqlens_q", "cu_seqlens_k"), sequences[:2])
-    head_dim = arguments.head_dim(inputs[0])
+        arguments.check_sequences(sequences)
+    head_dim = arguments.head_dim(names[0], inputs[0])
     scale = arguments.scale(softmax_scale, head_dim)
     left, right = arguments.window(window_size)
+    if alibi_slopes is not None:
+        arguments.check_constant("alibi_slopes", alibi_slopes)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
-    dropout_p = float(dropout_p)
+    dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
+    causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
     want_dmask = bool(return_attn_probs) and dropout_p > 0
-    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
+    padded = inputs[0].is_cuda and head_dim % 8 != 0 and head_dim < 256
     if padded:
-        value_dim = arguments.head_dim(inputs[-1])  # another one is the backend's matter
+        value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
         inputs = tuple(
             torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
         )  # fmt: skip
     lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
     out, lse, dmask, _, *max_logit = library.attention(
         *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
-        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, bool(causal),
-        left, right, float(softcap), bool(deterministic), want_dmask, bool(return_max_logit),
-        bool(batch_invariant) or is_batch_invariant(),
+        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, causal, left,
+        right, softcap, deterministic, want_dmask, bool(return_max_logit),
+        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
     )  # fmt: skip
     if padded:
         out = out[..., :value_dim].contiguous()

@@ -6,8 +6,11 @@ What all attention functions share (dtypes, heads, positions, masked rows) stand
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
+
+_OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
 
 def flash_attn_with_kvcache(
@@ -82,22 +85,32 @@ def flash_attn_with_kvcache(
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    arguments.check_optional_tensors(
+        _OPTIONAL_TENSORS, (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, out)
+    )  # fmt: skip
+    if alibi_slopes is not None:
+        arguments.check_constant("alibi_slopes", alibi_slopes)
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
-    batch_invariant = bool(batch_invariant) or is_batch_invariant()
+    left, right = arguments.window(window_size)
+    causal, num_splits = arguments.flag("causal", causal), arguments.integer("num_splits", num_splits, least=0)
+    batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
     if plan is not None:
+        if not isinstance(plan, KvCachePlan):
+            raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        plan.check(q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant)
+        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant)
         num_splits, batch_invariant, plan = plan.num_splits, plan.batch_invariant, plan.tensor
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+    if isinstance(cache_seqlens, Tensor):
+        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+    elif cache_seqlens is not None:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
-    left, right = arguments.window(window_size)
-    scale = arguments.scale(softmax_scale, arguments.head_dim(q))
+    scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
     out, lse = library.kvcache_attention(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out, plan, scale, bool(causal), left, right, float(softcap), bool(rotary_interleaved), num_splits,
-        batch_invariant,
+        alibi_slopes, out, plan, scale, causal, left, right, arguments.number("softcap", softcap),
+        arguments.flag("rotary_interleaved", rotary_interleaved), num_splits, batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import arguments, calls, library
+from flash_attn.ops import arguments, calls, context, library
 
 _SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "seqlen_cache")
 
@@ -49,21 +49,37 @@ class KvCachePlan:
         num_splits=0,
         batch_invariant=False,
     ):
-        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
-        batch = cache_seqlens.numel()
-        left, right = arguments.normal_window(causal, window_size)
-        self._sizes = (batch, seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
-        self._window = (left, right)
-        self.num_splits = num_splits
-        self.batch_invariant = bool(batch_invariant) or is_batch_invariant()
+        self._check_lengths(cache_seqlens, cache_leftpad)
+        sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
+        self._sizes = tuple(
+            arguments.integer(name, size, least=int(name == "head_dim")) for name, size in zip(_SIZES, sizes)
+        )  # fmt: skip
+        self._check_heads(*self._sizes[3:6])
+        self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
+        self.num_splits = arguments.integer("num_splits", num_splits, least=0)
+        self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
         self.tensor: Tensor = calls.kvcache_plan(cache_seqlens, cache_leftpad, None, *self._arguments())
+        if context.is_tracing():  # what was computed so far is a constant to the trace
+            self.update(cache_seqlens, cache_leftpad)
 
     def _arguments(self):
         return (*self._sizes, self._window[1] == 0, *self._window, self.num_splits, self.batch_invariant)
 
+    @staticmethod
+    def _check_heads(nheads, nheads_k, head_dim):
+        if nheads % nheads_k != 0 if nheads_k > 0 else nheads != 0:
+            raise RuntimeError(f"nheads: expected a multiple of nheads_k ({nheads_k}), got {nheads}")
+        if head_dim > 256:
+            raise RuntimeError(f"head_dim: expected a head dim of at most 256, got {head_dim}")
+
+    @staticmethod
+    def _check_lengths(cache_seqlens, cache_leftpad):
+        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+        arguments.check_optional_tensors(("cache_leftpad",), (cache_leftpad,))
+
     def update(self, cache_seqlens, cache_leftpad=None):
         """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
-        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+        self._check_lengths(cache_seqlens, cache_leftpad)
         library.update_kvcache_plan(cache_seqlens, cache_leftpad, self.tensor, *self._arguments())
 
     def check(self, q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant):

@@ -4,6 +4,7 @@ arXiv:2212.10554), as functions and as a module. Differentiable with respect to 
 
 import torch
 
+from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.rotary import apply_rotary
 
 
@@ -13,9 +14,10 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, inplace, options):
         ctx.tables, ctx.options = (cos, sin), options
-        if inplace:
-            _mark_dirty(ctx, x)
-        return apply_rotary(x, cos, sin, inplace=inplace, **options)
+        out = apply_rotary(x, cos, sin, inplace=inplace, **options)
+        if inplace and _may_be_dirty(x):
+            ctx.mark_dirty(x)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -28,18 +30,27 @@ class _RotateParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parts, tables, options):
         ctx.parts, ctx.tables, ctx.options = parts, tables, options
-        _mark_dirty(ctx, x)
-        return _rotate_parts(x, parts, tables, options)
+        _rotate_parts(x, parts, tables, options)
+        if _may_be_dirty(x):
+            ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx, grad):
-        return _RotateParts.apply(grad.clone(), ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return _RotateParts.apply(grad, ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
 
 
-def _mark_dirty(ctx, x):
-    """Let later uses of x carry the rotation's history. Autograd forbids it on leaves and on some views."""
-    if not x.is_leaf and not x._is_view():
-        ctx.mark_dirty(x)
+def _may_be_dirty(x):
+    """Whether later uses of x, and of what it is a view of, can carry the rotation's history.
+
+    Autograd forbids it on leaves that require a gradient, on their views, and on views that a function returned
+    together (unbind, split): these are rotated all the same, as FlashAttention-2 does, and the result alone has it.
+    """
+    base = x if x._base is None else x._base
+    if x.requires_grad and base.is_leaf:
+        return False
+    return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _reversed(options):
@@ -53,9 +64,36 @@ def _rotate_parts(x, parts, tables, options):
 
 
 def _rotate_packed(x, parts, tables, options):
-    # Compiled, autograd goes through the operations themselves, which fuse.
-    rotate = _rotate_parts if torch.compiler.is_compiling() else _RotateParts.apply
-    return rotate(x, parts, tables, options)
+    if context.decomposes():
+        return _rotate_parts(x, parts, tables, options)
+    for table in tables:
+        _check_tables(*table)
+    base = x._base
+    if base is None or not _covers(x, base) or not _may_be_dirty(x):
+        return _RotateParts.apply(x, parts, tables, options)
+    # Autograd copies the gradient of a view that is written; where the view is but another shape, the base is rotated.
+    shape = x.shape
+    return _RotateParts.apply(base, lambda base: parts(base.view(shape)), tables, options).view(shape)
+
+
+def _check_floats(name, x):
+    arguments.check_tensors((name,), (x,))
+    if not x.is_floating_point():
+        raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(x)}")
+
+
+def _check_tables(cos, sin):
+    arguments.check_constant("cos", cos)
+    arguments.check_constant("sin", sin)
+
+
+def _covers(x, base):
+    whole = x.numel() == base.numel() and x.data_ptr() == base.data_ptr()
+    return whole and x.is_contiguous() and base.is_contiguous()
+
+
+def _whole(x):
+    return (x,)
 
 
 def _key_of_kv(kv):
@@ -82,16 +120,20 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
     Arguments:
         x: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens. Any floating point dtype.
-        cos, sin: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim. Any floating point dtype.
+        cos, sin: (seqlen_rotary, rotary_dim / 2), rotary_dim <= head_dim. Any floating point dtype. They get no
+            gradient, and may not ask for one.
         interleaved: bool. Pairs are features (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
         inplace: bool. Write the result into x.
         seqlen_offsets: int, or integer tensor (batch,). Position of the first row of each sequence.
         cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] of x.
         max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
 
-    Returns a tensor of x's shape and dtype; sums are taken in float32. Raises RuntimeError naming the argument that
-    does not fit.
+    Returns a tensor of x's shape and dtype; sums are taken in float32. In place, autograd knows of the write, as of
+    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries.
+
+    Raises RuntimeError or TypeError naming the argument that does not fit.
     """
+    inplace = arguments.flag("inplace", inplace)
     options = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
@@ -99,8 +141,12 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
         "interleaved": interleaved,
         "conjugate": False,
     }
-    if torch.compiler.is_compiling():
+    if context.decomposes():
         return apply_rotary(x, cos, sin, inplace=inplace, **options)
+    arguments.check_tensors(("x",), (x,))
+    if inplace and x._is_view():
+        return _rotate_packed(x, _whole, ((cos, sin),), options)
+    _check_tables(cos, sin)
     return _Rotate.apply(x, cos, sin, inplace, options)
 
 
@@ -118,10 +164,14 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: int, needed with the second shape of qkv.
     """
+    _check_floats("qkv", qkv)
+    arguments.check_optional_tensors(("cos_k", "sin_k"), (cos_k, sin_k))
+    if num_heads_q is not None:
+        num_heads_q = arguments.integer("num_heads_q", num_heads_q, least=0)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, heads, head_dim), got {list(qkv.shape)}")
-    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0:
+    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0 or qkv.shape[2] < num_heads_q:
         raise RuntimeError(
             "qkv: expected shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * "
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
@@ -135,6 +185,7 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place, and return kv. Arguments: `apply_rotary_emb`."""
+    _check_floats("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
@@ -214,9 +265,14 @@ class RotaryEmbedding(torch.nn.Module):
 
         Returns qkv, or (q, kv) with kv.
         """
+        arguments.check_tensors(("qkv",), (qkv,))
+        if not isinstance(seqlen_offset, torch.Tensor):
+            expected = "an int or an integer tensor"
+            seqlen_offset = arguments.integer("seqlen_offset", seqlen_offset, least=0, expected=expected)
         if max_seqlen is not None:
+            max_seqlen = arguments.integer("max_seqlen", max_seqlen)
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        elif isinstance(seqlen_offset, int):
+        elif not isinstance(seqlen_offset, torch.Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
         elif self._cos_cached is None:
             raise RuntimeError("max_seqlen: expected an int with a tensor seqlen_offset, got None")

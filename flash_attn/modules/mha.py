@@ -292,6 +292,7 @@ class MHA(nn.Module):
             }
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
-            q, *cache.unbind(2), *kv.unbind(2), cache_seqlens=cache_seqlens, softmax_scale=inner.softmax_scale,
-            causal=inner.causal, window_size=inner.window_size, alibi_slopes=inner.alibi_slopes, **rotary,
+            q, cache[:, :, 0], cache[:, :, 1], *kv.unbind(2), cache_seqlens=cache_seqlens,
+            softmax_scale=inner.softmax_scale, causal=inner.causal, window_size=inner.window_size,
+            alibi_slopes=inner.alibi_slopes, **rotary,
         )  # fmt: skip

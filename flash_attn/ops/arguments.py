@@ -1,5 +1,10 @@
-"""What the public functions make of their arguments before the operators see them; shapes are the backends' matter."""
+"""What the public functions make of their arguments before the operators see them; shapes are the backends' matter.
 
+A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is refused here raises with
+the argument's name, what was expected and what it was, the same for CPU and GPU.
+"""
+
+import operator
 from typing import NamedTuple
 
 import torch
@@ -18,17 +23,23 @@ class Sequences(NamedTuple):
     block_table: Tensor = None
 
 
+_BEYOND = 2**63
+_STRIDED = torch.strided
+_AN_INT_OR_TENSOR = "an int or an integer tensor"
+
 DENSE = Sequences(None, None, 0, 0)
+
+
+# ---- tensors ----
 
 
 def attention_inputs(names, values):
     """The values, which must be tensors, as torch.autocast wants them."""
-    has_float32 = False
-    for name, value in zip(names, values):
-        if not isinstance(value, Tensor):
-            refuse(name, value)
-        has_float32 = has_float32 or value.dtype is torch.float32
-    return autocast(values) if has_float32 else values
+    check_tensors(names, values)
+    for value in values:
+        if value.dtype is torch.float32:
+            return autocast(values)
+    return values
 
 
 def autocast(inputs):
@@ -37,93 +48,54 @@ def autocast(inputs):
     Half precision inputs alone stay as they are, whatever the dtype of autocast.
     """
     device_type = inputs[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return inputs
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
 
 
-def max_seqlens(inputs, sequences, exact):
-    """(max_seqlen_q, max_seqlen_k) as ints.
-
-    A tensor is read only if S_dmask needs its value, for that waits for the GPU; a bound from shapes stands in.
-    """
-    total_q = inputs[0].shape[0]
-    if sequences.block_table is not None:
-        total_k = sequences.block_table.shape[1] * inputs[1].shape[1]
-    else:
-        total_k = inputs[min(1, len(inputs) - 1)].shape[0]
-    result = []
-    for name, value, bound in (
-        ("max_seqlen_q", sequences.max_seqlen_q, total_q),
-        ("max_seqlen_k", sequences.max_seqlen_k, total_k),
-    ):
-        if isinstance(value, Tensor):
-            value = value.item() if exact else bound
-        elif value is None:
-            raise TypeError(f"{name}: expected an int or an integer tensor, got None")
-        result.append(value)
-    return result
-
-
-def head_dim(q):
-    return q.size(-1) if q.dim() > 0 else 0
-
-
-def scale(softmax_scale, head_dim):
-    if softmax_scale is not None:
-        return float(softmax_scale)
-    return head_dim**-0.5 if head_dim > 0 else 1.0
-
-
-def window(window_size):
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
-    return window_size
-
-
-def normal_window(causal, window_size):
-    """(left, right) with the causal mask in it and -1 for unbounded: equal for equal masks."""
-    left, right = window(window_size)
-    return max(left, -1), 0 if causal else max(right, -1)
-
-
-def check_kvcache_ranks(q, k_cache, k, block_table):
-    for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
-        if x is not None:
-            check_tensors((name,), (x,))
-            if x.dim() != axes:
-                raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
-
-
-def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
-    """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
-    if not isinstance(cache_seqlens, int):
-        raise TypeError(f"cache_seqlens: expected an int or an integer tensor, got {type(cache_seqlens).__name__}")
-    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-    new = 0 if k is None else k.shape[1]
-    if not -1 <= cache_seqlens <= capacity - new:
-        raise RuntimeError(
-            f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, "
-            f"got {cache_seqlens} + {new}"
-        )
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-
-
-def sinks(value):
-    """Sinks as the backends want them: half precision widened to float32, contiguous."""
-    check_tensors(("sinks",), (value,))
-    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
-
-
 def check_tensors(names, values):
+    """Tensors of numbers at addresses: not sparse, not nested."""
+    for value in values:
+        if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
+            _refuse_the_first(names, values)
+
+
+def check_optional_tensors(names, values):
+    """The same where None stands for a tensor that is not given."""
+    for value in values:
+        if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
+            _refuse_the_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
+
+
+def _refuse_the_first(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
-            refuse(name, value)
+            raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+        if value.layout is not _STRIDED or value.is_nested:
+            layout = "nested" if value.is_nested else str(value.layout).replace("torch.", "")
+            raise TypeError(f"{name}: expected a strided Tensor, got a {layout} one")
 
 
-def refuse(name, value):
-    raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+def check_sequences(sequences):
+    """All tensors of varlen attention; the maximum lengths may be ints."""
+    check_tensors(("cu_seqlens_q", "cu_seqlens_k"), sequences[:2])
+    check_optional_tensors(("seqused_k", "leftpad_k", "block_table"), sequences[4:])
+
+
+def check_constant(name, value):
+    """An optional tensor that gets no gradient must not ask for one."""
+    if value is not None:
+        check_tensors((name,), (value,))
+        _refuse_gradient(name, value)
+
+
+def _refuse_gradient(name, tensor):
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: expected a value that requires no gradient, for it gets none, got a tensor that requires grad "
+            "(detach it)"
+        )
 
 
 def check_packed(name, x, count, shape, dims):
@@ -136,3 +108,145 @@ def check_cache(name, cache):
     if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
         stride = cache.stride(-1)
         raise RuntimeError(f"{name}: expected a contiguous last dimension (stride 1), got stride {stride}")
+
+
+def check_kvcache_ranks(q, k_cache, k, block_table):
+    for name, x, axes in (("q", q, 4), ("k_cache", k_cache, 4), ("k", k, 4), ("block_table", block_table, 2)):
+        if x is not None and x.dim() != axes:
+            raise RuntimeError(f"{name}: expected {axes} dimensions, got {x.dim()}")
+
+
+def sinks(value):
+    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    check_tensors(("sinks",), (value,))
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
+
+
+def head_dim(name, x):
+    """The last size of x, which may have no dimensions: that is the backends' matter."""
+    size = x.size(-1) if x.dim() > 0 else 1
+    if size == 0:
+        raise RuntimeError(f"{name}: expected a head dim of at least 1, got 0")
+    return size
+
+
+# ---- numbers ----
+
+
+def shown(value):
+    """A value in a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of dtype {str(value.dtype).replace('torch.', '')} and shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:80]}..."
+
+
+def integer(name, value, least=None, expected="an int"):
+    """value as an int; one that torch.compile keeps symbolic stays so. least: the least value allowed, if any."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        try:
+            value = operator.index(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
+    if not -_BEYOND < value < _BEYOND:
+        raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
+    if least is not None and value < least:
+        raise RuntimeError(f"{name}: expected a value >= {least}, got {value}")
+    return value
+
+
+def number(name, value):
+    """value as a float."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        _refuse_gradient(name, value)
+        return float(value)
+    if value is not None and not isinstance(value, (str, bytes, Tensor)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(f"{name}: expected a number, got {shown(value)}")
+
+
+def flag(name, value):
+    """value as a bool: whatever equals 0 or 1; None is False."""
+    if type(value) is bool:
+        return value
+    try:
+        if value is None or isinstance(value, torch.SymBool) or value == 0 or value == 1:
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name}: expected a bool, got {shown(value)}")
+
+
+def scale(softmax_scale, head_dim):
+    return head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+
+
+def window(window_size):
+    """(left, right) as ints, from any pair of them."""
+    pair = window_size
+    if type(pair) is not tuple and not isinstance(pair, (str, bytes, dict)):
+        try:
+            pair = tuple(pair.tolist() if isinstance(pair, Tensor) else pair)
+        except TypeError:
+            pair = None
+    if type(pair) is not tuple or len(pair) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right), got {shown(window_size)}")
+    left, right = pair
+    if type(left) is int and type(right) is int and -_BEYOND < left < _BEYOND and -_BEYOND < right < _BEYOND:
+        return pair
+    try:
+        return integer("window_size", left), integer("window_size", right)
+    except (TypeError, RuntimeError):
+        expected = "a pair of ints (left, right), -1 for unbounded"
+        raise TypeError(f"window_size: expected {expected}, got {shown(window_size)}") from None
+
+
+def normal_window(causal, window_size):
+    """(left, right) with the causal mask in it and -1 for unbounded: equal for equal masks."""
+    left, right = window(window_size)
+    return max(left, -1), 0 if causal else max(right, -1)
+
+
+def max_seqlens(inputs, sequences, exact):
+    """(max_seqlen_q, max_seqlen_k) as ints.
+
+    A tensor is read only if S_dmask needs its value, for that waits for the GPU; a bound from shapes stands in.
+    """
+    max_seqlen_q, max_seqlen_k, table = sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.block_table
+    if isinstance(max_seqlen_q, Tensor):
+        max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, _size(inputs[0], 0), exact)
+    if isinstance(max_seqlen_k, Tensor):
+        k = inputs[min(1, len(inputs) - 1)]
+        total_k = _size(k, 0) if table is None else _size(table, 1) * _size(k, 1)
+        max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, total_k, exact)
+    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, expected=_AN_INT_OR_TENSOR)
+    return max_seqlen_q, integer("max_seqlen_k", max_seqlen_k, expected=_AN_INT_OR_TENSOR)
+
+
+def _size(x, axis):
+    return x.shape[axis] if x.dim() > axis else 0  # too few dimensions are the backends' matter
+
+
+def _max_seqlen(name, value, bound, exact):
+    if value.numel() != 1:
+        raise TypeError(f"{name}: expected an int or a tensor of one element, got {shown(value)}")
+    if value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name}: expected {_AN_INT_OR_TENSOR}, got {shown(value)}")
+    return value.item() if exact else bound
+
+
+def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
+    """A length that is one int for all sequences as int32 (batch,); it is checked here, where the host can see it."""
+    length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    new = 0 if k is None else k.shape[1]
+    if not -1 <= length <= capacity - new:
+        raise RuntimeError(
+            f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, got {length} + {new}"
+        )
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)

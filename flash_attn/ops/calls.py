@@ -8,6 +8,7 @@ kv (..., 2, heads_k, head_dim). Gradients come back in the packing of the inputs
 import torch
 
 from flash_attn import backends
+from flash_attn.ops import context
 
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
 
@@ -30,11 +31,22 @@ def _rows_contiguous(x):
     return x if x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _index(x):
+def _index(name, x):
     """An index tensor as the backends want it: contiguous, int64 narrowed to int32. None passes."""
     if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
         return x
-    return (x.to(torch.int32) if x.dtype == torch.int64 else x).contiguous()
+    return (_narrowed(name, x) if x.dtype == torch.int64 else x).contiguous()
+
+
+def _narrowed(name, x):
+    """int64 as int32: values beyond it are an error on the CPU and the nearest int32, out of every range, on a GPU."""
+    limits = torch.iinfo(torch.int32)
+    if x.is_cpu:
+        beyond = x[(x < limits.min) | (x > limits.max)]
+        if beyond.numel() > 0:
+            raise RuntimeError(f"{name}: expected values of at most 32 bits, got {beyond[0].item()}")
+        return x.to(torch.int32)
+    return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
 def forward(
@@ -55,10 +67,11 @@ def forward(
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
-            q, k, v, None, _index(cu_seqlens_q), _index(cu_seqlens_k), _index(seqused_k), _index(leftpad_k),
-            _index(block_table), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal,
-            window_left, window_right, softcap, return_softmax, None, 0, sinks,
-            return_max_logit, batch_invariant,
+            q, k, v, None, _index("cu_seqlens_q", cu_seqlens_q), _index("cu_seqlens_k", cu_seqlens_k),
+            _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
+            alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left,
+            window_right, softcap, return_softmax, None, 0, sinks, return_max_logit,
+            batch_invariant,
         )  # fmt: skip
     return tuple(result)
 
@@ -125,6 +138,7 @@ def _backward_into(
 ):  # fmt: skip
     """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
     backend = backends.of(q)
+    context.check_writable(("dq", "dk", "dv"), (dq, dk, dv))
     dout, q, k, v, out = map(_rows_contiguous, (dout, q, k, v, out))
     wanted = (dq, dk, dv)
     written = [x if x is None or x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -136,13 +150,15 @@ def _backward_into(
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
-            dout, q, k, v, out, lse.contiguous(), *written, _index(cu_seqlens_q), _index(cu_seqlens_k), alibi_slopes,
-            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, causal, window_left, window_right, softcap,
-            deterministic, None, rng_state, dlse, sinks, batch_invariant,
+            dout, q, k, v, out, lse.contiguous(), *written, _index("cu_seqlens_q", cu_seqlens_q),
+            _index("cu_seqlens_k", cu_seqlens_k), alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+            False, causal, window_left, window_right, softcap, deterministic, None, rng_state, dlse, sinks,
+            batch_invariant,
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:
             target.copy_(source)
+    context.written(wanted)
     return result
 
 
@@ -159,7 +175,7 @@ def _pages(block_table):
     """A block table as the backends want it: rows of contiguous int32, at any distance. None passes."""
     if block_table is None or (block_table.dtype == torch.int32 and block_table.stride(-1) == 1):
         return block_table
-    return _index(block_table)
+    return _index("block_table", block_table)
 
 
 def kvcache_forward(
@@ -170,14 +186,21 @@ def kvcache_forward(
     """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
     if rotary_cos is not None and rotary_sin is not None:
         rotary_cos, rotary_sin = _rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin)
+    overwritten = () if out is None else (out,)
     if k is not None and v is not None:
         k, v = _rows_contiguous(k), _rows_contiguous(v)
-    out, lse = backends.of(q).fwd_kvcache(
-        _rows_contiguous(q), k_cache, v_cache, k, v, _index(cache_seqlens), rotary_cos, rotary_sin,
-        _index(cache_batch_idx), _index(cache_leftpad), _pages(block_table), alibi_slopes, out, softmax_scale, causal,
-        window_left, window_right, softcap, rotary_interleaved, num_splits, plan, batch_invariant,
+        overwritten = (out, k_cache, v_cache)
+    if overwritten:
+        context.check_writable(("out", "k_cache", "v_cache"), overwritten)
+    result, lse = backends.of(q).fwd_kvcache(
+        _rows_contiguous(q), k_cache, v_cache, k, v, _index("cache_seqlens", cache_seqlens), rotary_cos, rotary_sin,
+        _index("cache_batch_idx", cache_batch_idx), _index("cache_leftpad", cache_leftpad), _pages(block_table),
+        alibi_slopes, out, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits,
+        plan, batch_invariant,
     )  # fmt: skip
-    return out, lse
+    if overwritten or plan is not None:
+        context.written((plan, *overwritten))
+    return result, lse
 
 
 def kvcache_operator(q, *rest):
@@ -194,8 +217,10 @@ def kvcache_operator_fake(q, *rest):
 
 def kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
     """Fill a plan for calls of `kvcache_forward`, or make one (plan None); sizes: from batch to batch_invariant."""
-    backend = backends.of(cache_seqlens)
-    return backend.kvcache_plan(_index(cache_seqlens), _index(cache_leftpad), *sizes, plan)
+    lengths, leftpad = _index("cache_seqlens", cache_seqlens), _index("cache_leftpad", cache_leftpad)
+    result = backends.of(cache_seqlens, "cache_seqlens").kvcache_plan(lengths, leftpad, *sizes, plan)
+    context.written((plan,))
+    return result
 
 
 def _accumulator(q):

@@ -5,11 +5,10 @@ d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i =
 """
 
 import torch
-from torch import Tensor
 
 from flash_attn import backends
+from flash_attn.ops import arguments, context
 from flash_attn.ops.calls import _rows_contiguous
-from flash_attn.ops.library import _survey, _transformed
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -18,21 +17,26 @@ _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tenso
 def combine(out_partial, lse_partial, out, out_dtype):
     """(out, lse), differentiable unless out is given."""
     tensors = (out_partial, lse_partial)
-    needs_dispatch, differentiating = _survey(tensors)
+    needs_dispatch, differentiating = context.survey(("out_partial", "lse_partial", "out"), (*tensors, out))
     if differentiating and out is not None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    if needs_dispatch:
+    transformed = context.transformed()
+    if needs_dispatch or (transformed and out is not None):
         return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
-    if out is None and (differentiating or _transformed()):
+    if differentiating or transformed:
         return _Combine.apply(*tensors, out_dtype)
     return _call(*tensors, out, out_dtype)
 
 
 def _call(out_partial, lse_partial, out, out_dtype):
+    given = out
+    if given is not None:
+        context.check_writable(("out",), (given,))
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
-    backend = backends.of(out_partial)
-    out, lse = backend.combine(_rows_contiguous(out_partial), lse_partial, out)
+    out, lse = backends.of(out_partial, "out_partial").combine(_rows_contiguous(out_partial), lse_partial, out)
+    if given is not None:
+        context.written((given,))
     return out, lse
 
 
@@ -99,8 +103,10 @@ _combine_out_op = _register("combine_out", _OUT_SCHEMA, _into, _into_fake, ("out
 
 
 def check_arguments(out_partial, lse_partial, out, out_dtype):
-    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
-    if out is not None and out_dtype not in (None, out.dtype):
-        raise RuntimeError(f"out_dtype: expected None or the dtype of out ({out.dtype}), got {out_dtype}")
+    arguments.check_tensors(("out_partial", "lse_partial"), (out_partial, lse_partial))
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: expected a torch.dtype or None, got {arguments.shown(out_dtype)}")
+    if out is not None:
+        arguments.check_tensors(("out",), (out,))
+        if out_dtype not in (None, out.dtype):
+            raise RuntimeError(f"out_dtype: expected None or the dtype of out ({out.dtype}), got {out_dtype}")

@@ -6,9 +6,8 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 """
 
 import torch
-from torch import Tensor
 
-from flash_attn.ops import calls
+from flash_attn.ops import calls, context
 
 _FORWARD_SCHEMA = (
     "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
@@ -36,16 +35,21 @@ _PLAN_SCHEMA = (
     "SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
 )
 
+# The arguments that may have gradients, by name.
+_INPUTS = ("q", "k", "v", "sinks")
+_BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")
+_KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "out")
+
 _library = torch.library.Library("flash_attn_core", "DEF")
 _forward_op = _backward_op = None  # set by _register_attention
 
 
 def attention(*args):
     """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    needs_dispatch, differentiating = _survey((args[0], args[1], args[2], args[9]))
+    needs_dispatch, differentiating = context.survey(_INPUTS, (args[0], args[1], args[2], args[9]))
     if needs_dispatch:
         return _forward_op(*args)
-    if _transformed():
+    if context.transformed():
         return _TransformedAttention.apply(*args)
     if differentiating:
         return _Attention.apply(*args)
@@ -54,42 +58,26 @@ def attention(*args):
 
 def kvcache_attention(*args):
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
-    out = args[12]
-    needs_dispatch, differentiating = _survey(args[:5])
-    if differentiating and out is not None:
-        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    if differentiating or needs_dispatch or _transformed():
-        new_out, lse = (_kvcache_op if args[3] is None else _kvcache_append_op)(*args)
+    out, appends = args[12], args[3] is not None
+    needs_dispatch, differentiating = context.survey(_KVCACHE_INPUTS, (*args[:5], out))
+    if differentiating:
+        if out is not None:
+            raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
+        if appends and not torch.compiler.is_compiling():
+            context.overwrite("k_cache", args[1])
+            context.overwrite("v_cache", args[2])
+    if differentiating or needs_dispatch or context.transformed():
+        new_out, lse = (_kvcache_append_op if appends else _kvcache_op)(*args)
         return (new_out if out is None else out), lse
     return calls.kvcache_forward(*args)
 
 
 def update_kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
     """`calls.kvcache_plan` in place."""
-    if _survey((cache_seqlens,))[0]:
+    if context.survey(("cache_seqlens",), (cache_seqlens,))[0]:
         _kvcache_plan_op(cache_seqlens, cache_leftpad, plan, *sizes)
     else:
         calls.kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes)
-
-
-def _survey(tensors):
-    """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
-
-    That is, whether something other than eager execution on plain tensors must see the operator, and whether
-    gradients are recorded.
-    """
-    plain, requires_grad = True, False
-    for x in tensors:
-        if x is not None:
-            plain = plain and type(x) is Tensor
-            requires_grad = requires_grad or x.requires_grad
-    needs_dispatch = not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return needs_dispatch, requires_grad and torch.is_grad_enabled()
-
-
-def _transformed():
-    """Whether a torch.func transform is active, whose tensors no backend can read."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def _five_results(forward):
@@ -129,7 +117,7 @@ def _backward(ctx, dout, dlse, *_):
 
 
 def _attention_backward(*args):
-    if _survey(args[:5])[0]:
+    if context.survey(_BACKWARD_INPUTS, args[:5])[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
         return _AttentionBackward.apply(*args)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import calls
+from flash_attn.ops import calls, context
 
 _NAMESPACE = "flash_attn"
 
@@ -31,6 +31,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
+    context.refuse_forward_mode("_flash_attn_forward")
     return calls.forward(
         q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
         window_size_left, window_size_right, softcap, False, return_softmax, False, is_batch_invariant(),
@@ -76,6 +77,7 @@ def _flash_attn_varlen_forward(
     zero_tensors and num_splits are accepted for compatibility: every output row is written in any case, and the
     number of splits does not change the result.
     """
+    context.refuse_forward_mode("_flash_attn_varlen_forward")
     return calls.forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
@@ -118,6 +120,7 @@ def _flash_attn_backward(
     rng_state: Optional[Tensor] = None,
 ) -> Tensor:
     """Dense backward into the given dq, dk, dv, of any strides -> softmax_d (b, h, round_up(sq, 128))."""
+    context.refuse_forward_mode("_flash_attn_backward")
     return calls.backward_into(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, alibi_slopes, 0, 0, dropout_p, softmax_scale,
         causal, window_size_left, window_size_right, softcap, deterministic, rng_state,
@@ -160,6 +163,7 @@ def _flash_attn_varlen_backward(
 
     zero_tensors is accepted for compatibility: rows that belong to no sequence are written as 0 in any case.
     """
+    context.refuse_forward_mode("_flash_attn_varlen_backward")
     return calls.backward_into(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic,

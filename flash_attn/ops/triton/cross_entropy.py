@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.ops import arguments
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, once_differentiable, power_of_two
 
 
@@ -50,7 +51,7 @@ def cross_entropy_loss(
         precomputed_lse: float32 (batch,), the log-sum-exp of the logits given, or None. Not differentiable; computed
             all the same if logit_scale is not 1 or label_smoothing not 0.
         label_smoothing: float in [0, 1], the weight given to all classes alike.
-        logit_scale: float, factor of the logits.
+        logit_scale: float, factor of the logits; gets no gradient.
         lse_square_scale: float, factor of the squared log-sum-exp that is added to the loss (z-loss).
         ignore_index: int. Rows with this label have loss and gradient 0, whatever their logits are.
         inplace_backward: bool. The kernel writes the gradient over the logits, which saves their memory; a second
@@ -61,8 +62,13 @@ def cross_entropy_loss(
         losses: (batch,) float32 (float64 for float64 logits), z-loss included.
         z_losses: like losses, the z-loss alone; not differentiable.
 
-    Raises RuntimeError naming the argument that does not fit. Not twice differentiable.
+    Raises RuntimeError or TypeError naming the argument that does not fit. Not twice differentiable.
     """
+    label_smoothing = arguments.number("label_smoothing", label_smoothing)
+    logit_scale = arguments.number("logit_scale", logit_scale)
+    lse_square_scale = arguments.number("lse_square_scale", lse_square_scale)
+    ignore_index = arguments.integer("ignore_index", ignore_index)
+    inplace_backward = arguments.flag("inplace_backward", inplace_backward)
     return CrossEntropyLoss.apply(
         logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
         process_group,
@@ -111,6 +117,8 @@ class CrossEntropyLoss(torch.autograd.Function):
 
 
 def _check_shapes(logits, labels, lse, smoothing):
+    arguments.check_tensors(("logits", "labels"), (logits, labels))
+    arguments.check_optional_tensors(("precomputed_lse",), (lse,))
     if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise RuntimeError(
             "logits: expected a floating point tensor (batch, classes) with at least one class, "

@@ -6,10 +6,16 @@ from functools import cache
 
 import torch
 
+from flash_attn.ops import context
+
 
 def kernel_serves(x):
-    """Whether a Triton kernel takes x: on CUDA, of at most 32 bits, and not compiled, for Inductor fuses PyTorch."""
-    return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
+    """Whether a Triton kernel takes x: a plain tensor on CUDA, of at most 32 bits, in eager execution alone.
+
+    Inductor fuses PyTorch's operations; traces and derivatives of any kind need to see them.
+    """
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return x.is_cuda and plain and x.dtype != torch.float64 and not context.decomposes() and _has_triton()
 
 
 def device_of(x):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import kernel_serves
 from flash_attn.ops.triton.layer_norm_launch import MAX_COLUMNS, FusedNorm
 
@@ -69,7 +70,8 @@ def layer_norm_fn(
         is_rms_norm: bool. RMS norm: subtract no mean.
         return_dropout_mask: bool. Also return the dropout masks.
         out_dtype: dtype of the outputs. Default: x's.
-        out, residual_out: like x, of any floating point dtype, or None: tensors to write the output and the sum into.
+        out, residual_out: like x, of any floating point dtype, or None: tensors to write the output and the sum into,
+            for autograd an operation in place. A copy where gradients are recorded.
 
     Returns out, or a tuple of those that apply:
         out: like x.
@@ -80,20 +82,23 @@ def layer_norm_fn(
 
     Raises RuntimeError naming the argument that does not fit. Not twice differentiable on CUDA.
     """
+    eps, dropout_p = arguments.number("eps", eps), arguments.number("dropout_p", dropout_p)
     _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: expected a torch.dtype or None, got {arguments.shown(out_dtype)}")
+    context.check_writable(("out", "residual_out"), (out, residual_out))
     out_dtype = out.dtype if out is not None else out_dtype or x.dtype
     sum_dtype = next((t.dtype for t in (residual_out, residual) if t is not None), None)
     sum_dtype = sum_dtype or (torch.float32 if residual_in_fp32 else x.dtype)
     altered = any(t is not None for t in (residual_out, residual, x1, rowscale)) or dropout_p > 0.0
     options = NormOptions(
-        float(eps), float(dropout_p), bool(prenorm), bool(zero_centered_weight), bool(is_rms_norm),
-        bool(return_dropout_mask), out_dtype, sum_dtype, altered or sum_dtype != x.dtype,
+        eps, dropout_p, bool(prenorm), arguments.flag("zero_centered_weight", zero_centered_weight),
+        arguments.flag("is_rms_norm", is_rms_norm), bool(return_dropout_mask), out_dtype, sum_dtype,
+        altered or sum_dtype != x.dtype,
     )  # fmt: skip
     tensors = (x, weight, bias, residual, x1, weight1, bias1, rowscale)
-    if kernel_serves(x) and x.shape[-1] <= MAX_COLUMNS:
-        results = FusedNorm.apply(*tensors, (out, residual_out), options)
-    else:
-        results = _compose(*tensors, (out, residual_out), options)
+    compute = _fused if kernel_serves(x) and x.shape[-1] <= MAX_COLUMNS else _compose
+    results = compute(*tensors, (out, residual_out), options)
     wanted = (True, weight1 is not None, prenorm, return_dropout_mask, return_dropout_mask)
     results = tuple(result for result, want in zip(results, wanted) if want)
     return results if len(results) > 1 else results[0]
@@ -281,6 +286,22 @@ def _affine(normed, weight, bias, zero_centered_weight):
     return out if bias is None else out + bias
 
 
+def _fused(*inputs):
+    """What `_compose` computes, by a kernel. It writes into the targets itself where no gradient is recorded."""
+    *tensors, targets, options = inputs
+    recorded = any(t is not None and t.requires_grad for t in (*tensors, *targets)) and torch.is_grad_enabled()
+    if not recorded or targets == (None, None):
+        return FusedNorm.apply(*tensors, targets, options)
+    options = options._replace(prenorm=options.prenorm or targets[1] is not None)
+    out, out1, total, *masks = FusedNorm.apply(*tensors, (None, None), options)
+    out, total = _into_targets(targets, (out, total))
+    return out, out1, total, *masks
+
+
+def _into_targets(targets, values):
+    return [value if target is None else target.copy_(value) for target, value in zip(targets, values)]
+
+
 def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options):
     """What `FusedNorm` computes, by differentiable PyTorch operations."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -301,22 +322,25 @@ def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, o
     if weight1 is not None:
         out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype)
     total = total.to(options.sum_dtype) if options.sum_differs else x
-    out, total = (value if target is None else target.copy_(value) for target, value in zip(targets, (out, total)))
+    out, total = _into_targets(targets, (out, total))
     return out, out1, total, mask, mask1
 
 
 def _check(x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, out, residual_out):
+    arguments.check_tensors(("x",), (x,))
     if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
         raise RuntimeError(
             f"x: expected a floating point tensor (..., features), got {str(x.dtype)[6:]} {list(x.shape)}"
         )
     like_x = {"residual": residual, "x1": x1, "out": out, "residual_out": residual_out}
     like_weight = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
+    given = {**like_x, **like_weight, "rowscale": rowscale}
+    arguments.check_optional_tensors(tuple(given), given.values())
     for tensors, shape in ((like_x, x.shape), (like_weight, x.shape[-1:])):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != shape:
                 raise RuntimeError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-    for name, tensor in {**like_x, **like_weight, "rowscale": rowscale}.items():
+    for name, tensor in given.items():
         if tensor is not None and tensor.device != x.device:
             raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {tensor.device}")
     if weight is None:

@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from flash_attn.ops import context
 from flash_attn.ops.triton.dispatch import device_of, once_differentiable, power_of_two
 
 MAX_COLUMNS = 32768  # a row is one tile
@@ -12,11 +13,14 @@ MAX_COLUMNS = 32768  # a row is one tile
 class FusedNorm(torch.autograd.Function):
     """(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options) -> (out, out1, sum, mask, mask1).
 
-    targets: tensors to write (out, sum) into, or None each. options: `layer_norm.NormOptions`.
+    targets: tensors to write (out, sum) into, or None each, where no gradient is recorded. options:
+    `layer_norm.NormOptions`.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, options):
+        for name, target in zip(("out", "residual_out"), targets):
+            context.check_distinct(name, target)
         out, total = targets
         out = torch.empty(x.shape, dtype=options.out_dtype, device=x.device) if out is None else out
         out1 = None if weight1 is None else torch.empty(x.shape, dtype=out.dtype, device=x.device)
@@ -28,14 +32,16 @@ class FusedNorm(torch.autograd.Function):
         ]
         seed = torch.randint(2**62, (1,), device=x.device) if options.dropout_p > 0 else None
         inputs = [_rows(t) for t in (x, residual, x1)]
-        # Detached, for a saved view of an output would keep this node alive through its base.
+        # Detached, for a saved view of an output would keep this node alive through its base; and a saved view of an
+        # input does not name the write in place that spoils it.
         outputs = [None if t is None else _rows(t.detach()) for t in (out, out1, total)]
         parameters = [None if t is None else t.contiguous() for t in (weight, bias, weight1, bias1, rowscale)]
         launch_forward(inputs, parameters, seed, outputs, masks, options)
         for target, written in zip((out, total), (outputs[0], outputs[2])):
             if target is not None and target.data_ptr() != written.data_ptr():
                 target.copy_(written.view(target.shape))
-        normalised = inputs[0] if total is None else outputs[2]
+        context.written(targets)
+        normalised = inputs[0].detach() if total is None else outputs[2]
         ctx.save_for_backward(normalised, parameters[0], parameters[2], parameters[4], seed)
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, x1, weight, bias, weight1, bias1)]
         ctx.shape, ctx.options = x.shape, options

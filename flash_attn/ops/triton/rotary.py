@@ -5,6 +5,7 @@ Importing this module needs neither triton nor a GPU.
 
 import torch
 
+from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, power_of_two
 
 
@@ -19,7 +20,9 @@ def apply_rotary(
     inplace=False,
     conjugate=False,
 ):
-    """Rotate the first rotary_dim features of every head by the angle of its row's position. No gradients on CUDA.
+    """Rotate the first rotary_dim features of every head by the angle of its row's position.
+
+    Where x requires a gradient, by PyTorch operations; `flash_attn.layers.rotary` has the kernel's gradient.
 
     Arguments:
         x: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens. Any floating point dtype.
@@ -35,15 +38,23 @@ def apply_rotary(
         conjugate: rotate by the negative angle (the gradient of the rotation).
 
     Returns a tensor like x. Sums are taken in float32 (float64 for float64 x).
-    Raises RuntimeError naming the argument that does not fit.
+    Raises RuntimeError or TypeError naming the argument that does not fit.
     """
-    _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    seqlen_offsets = _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    interleaved, conjugate = arguments.flag("interleaved", interleaved), arguments.flag("conjugate", conjugate)
+    inplace = arguments.flag("inplace", inplace)
     rotary_dim = 2 * cos.shape[1]
-    if kernel_serves(x):
+    if inplace:
+        context.check_writable(("x",), (x,))
+    if kernel_serves(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        if inplace:
+            context.check_distinct("x", x)
         out = x if inplace else torch.empty_like(x)
         if not inplace and rotary_dim < x.shape[-1]:
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
         _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
+        if inplace:
+            context.written((x,))
         return out
     rotated = rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
     if inplace:
@@ -88,10 +99,16 @@ def _rows_of_tables(x, cos, sin, seqlen_offsets, cu_seqlens):
 
 
 def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
+    """-> seqlen_offsets, an int or a tensor."""
+    arguments.check_tensors(("x", "cos", "sin"), (x, cos, sin))
+    arguments.check_optional_tensors(("cu_seqlens",), (cu_seqlens,))
     dims = 4 if cu_seqlens is None else 3
     axes = "(batch, seqlen, heads, head_dim)" if cu_seqlens is None else "(total, heads, head_dim)"
     if x.dim() != dims:
         raise RuntimeError(f"x: expected {dims} dimensions {axes}, got {x.dim()}")
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        if not tensor.is_floating_point():
+            raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(tensor)}")
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         expected = f"(seqlen_rotary, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
         raise RuntimeError(f"cos: expected shape {expected}, got {list(cos.shape)}")
@@ -100,16 +117,32 @@ def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
     for name, tensor in (("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
         if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
             raise RuntimeError(f"{name}: expected a tensor on x's device ({x.device}), got one on {tensor.device}")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or not _is_integral(cu_seqlens)):
+        raise RuntimeError(f"cu_seqlens: expected integers of shape [batch + 1], got {arguments.shown(cu_seqlens)}")
+    return _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen)
+
+
+def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, torch.Tensor):
+        if not _is_integral(seqlen_offsets):
+            got = arguments.shown(seqlen_offsets)
+            raise TypeError(f"seqlen_offsets: expected an int or an integer tensor, got {got}")
         if tuple(seqlen_offsets.shape) != (batch,):
             raise RuntimeError(f"seqlen_offsets: expected shape [{batch}], got {list(seqlen_offsets.shape)}")
-        return
-    if seqlen_offsets < 0:
-        raise RuntimeError(f"seqlen_offsets: expected a value >= 0, got {seqlen_offsets}")
-    longest = x.shape[1] if cu_seqlens is None else (max_seqlen or 0)
+        return seqlen_offsets
+    expected = "an int or an integer tensor"
+    seqlen_offsets = arguments.integer("seqlen_offsets", seqlen_offsets, least=0, expected=expected)
+    longest = x.shape[1]
+    if cu_seqlens is not None:
+        longest = 0 if max_seqlen is None else arguments.integer("max_seqlen", max_seqlen)
     if longest + seqlen_offsets > cos.shape[0]:
         raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
+    return seqlen_offsets
+
+
+def _is_integral(tensor):
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
@@ -138,6 +171,6 @@ def _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate
             out4, x4, cos.contiguous(), sin.contiguous(), cu_seqlens.contiguous() if varlen else None,
             seqlen_offsets.contiguous() if shifted else None, batches * seqlen, seqlen, heads, half, batch,
             cos.shape[0], 0 if shifted else seqlen_offsets, *out4.stride()[:3], *x4.stride()[:3], IS_VARLEN=varlen,
-            HAS_OFFSETS=shifted, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=bool(interleaved),
-            CONJUGATE=bool(conjugate), BLOCK_ROWS=block_rows, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
+            HAS_OFFSETS=shifted, SEARCH_STEPS=batch.bit_length(), INTERLEAVED=interleaved,
+            CONJUGATE=conjugate, BLOCK_ROWS=block_rows, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
         )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Who looks on at a call, and what its tensors carry besides numbers: the reasons not to go straight to a kernel.
+
+A kernel reads and writes memory behind PyTorch's back. Whatever must see the call, take part in it or be told of its
+writes is asked for here, and nowhere else.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.utils._device import DeviceContext
+
+_is_compiling = torch.compiler.is_compiling
+is_tracing = torch._C._is_tracing
+_in_inference_mode = torch.is_inference_mode_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+
+def survey(names, tensors):
+    """(needs_dispatch, differentiating) of a call with these tensors, of which some may be None.
+
+    needs_dispatch: something other than eager execution on plain tensors must see the operator: torch.compile,
+    torch.jit.trace, a tensor subclass, a mode. differentiating: gradients are recorded.
+    Raises NotImplementedError for a tensor with a forward-mode tangent, which no operator here carries on.
+    """
+    plain, requires_grad = True, False
+    for x in tensors:
+        if x is not None:
+            plain = plain and type(x) is Tensor
+            requires_grad = requires_grad or x.requires_grad
+    needs_dispatch = (
+        not plain
+        or _is_compiling()
+        or is_tracing()
+        or _dispatch_modes() > 0
+        or (_function_modes() > 0 and _a_mode_watches())
+    )
+    if forward_ad._current_level >= 0:
+        refuse_tangents(names, tensors)
+    return needs_dispatch, requires_grad and torch.is_grad_enabled()
+
+
+def _a_mode_watches():
+    """Whether a function mode is active that is not a default device, which only redirects factory functions."""
+    return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def transformed():
+    """Whether a torch.func transform is active, whose tensors no backend can read."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def decomposes():
+    """Whether a function with a PyTorch composition beside its kernel must use it, so that each operation is seen."""
+    return _is_compiling() or is_tracing() or transformed() or forward_ad._current_level >= 0
+
+
+_NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
+
+
+def refuse_tangents(names, tensors):
+    """Raise NotImplementedError for a tensor with a forward-mode tangent, which would be lost."""
+    if forward_ad._current_level < 0:
+        return
+    nested = torch._functorch.eager_transforms.JVP_NESTING > 1  # tangents of an outer transform are out of sight
+    for name, x in zip(names, tensors):
+        if x is None:
+            continue
+        hidden = nested and torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if hidden or forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
+
+
+def refuse_forward_mode(operator):
+    """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
+
+
+def check_writable(names, tensors):
+    """Raise RuntimeError for one (some None) that torch's in-place operations refuse here, whatever its gradient."""
+    if _is_compiling() or _in_inference_mode():
+        return
+    for i, x in enumerate(tensors):
+        if x is not None and x.is_inference():
+            raise RuntimeError(
+                f"{names[i]}: expected a tensor that may be written in place, got one made in inference mode, "
+                "outside of it"
+            )
+
+
+def check_distinct(name, x):
+    """Raise RuntimeError for a tensor (or None) to be written of which several elements share their memory."""
+    if x is not None and torch._debug_has_internal_overlap(x) == 1:
+        raise RuntimeError(
+            f"{name}: expected elements that share no memory, got strides {list(x.stride())} for shape {list(x.shape)}"
+        )
+
+
+def overwrite(name, x):
+    """Record that x loses its history to a write, as an in-place operation without a derivative.
+
+    Only where gradients are recorded and x requires one. A backward through x then raises. Raises RuntimeError where
+    autograd forbids the write: a leaf, a view of a leaf, one of the views that a function returned together.
+    """
+    if x is None or not x.requires_grad or not torch.is_grad_enabled():
+        return
+    try:
+        _Overwritten.apply(x, name)
+    except RuntimeError as error:
+        message = f"{name}: expected a tensor that may be written in place, got one that may not: {error}"
+        raise RuntimeError(message) from error
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.mark_dirty(x)
+        ctx.name = name
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(f"{ctx.name}: expected no backward through a tensor that was written in place, got one")
+
+
+def written(tensors):
+    """Tell autograd of writes through a pointer: a backward that saved one of these (some None) raises its error."""
+    given = [x for x in tensors if x is not None]
+    if _VERSIONS_IN_ONE_CALL:
+        increment_version(given)
+    else:
+        for x in given:
+            increment_version(x)
+
+
+def _versions_in_one_call():
+    """Whether torch (2.6 and newer) takes several tensors at once."""
+    try:
+        increment_version([])
+    except TypeError:
+        return False
+    return True
+
+
+_VERSIONS_IN_ONE_CALL = _versions_in_one_call()

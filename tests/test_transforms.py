@@ -1,0 +1,238 @@
+"""Whoever looks on at a call gets to see it: torch.jit.trace, forward-mode differentiation, modes of torch."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from flash_attn import (
+    KvCachePlan,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn import flash_attn_interface as interface
+from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_
+from flash_attn.ops import library
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+HEADS, HEAD_DIM, CAPACITY = 2, 16, 24
+
+
+def randn(device, *shape):
+    return torch.randn(*shape, device=device, dtype=torch.float32 if device == "cpu" else torch.float16)
+
+
+def ints(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def heads(device, *rows):
+    return randn(device, *rows, HEADS, HEAD_DIM)
+
+
+def decode(q, cache, lengths, **options):
+    cache = cache.clone()
+    out = flash_attn_with_kvcache(q, cache, cache, k=q * 1, v=q * 2, cache_seqlens=lengths, causal=True, **options)
+    return out, cache
+
+
+def decode_into(q, cache, lengths):
+    out = torch.empty_like(q)
+    flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, out=out)
+    return out
+
+
+def decode_with_plan(q, cache, lengths):
+    plan = KvCachePlan(lengths, q.shape[1], HEADS, HEADS, HEAD_DIM, CAPACITY)
+    return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, plan=plan)
+
+
+def rotated(device, in_place):
+    cos, sin = torch.randn(2, CAPACITY, HEAD_DIM // 2, device=device)
+    return lambda x: apply_rotary_emb(x * 1, cos, sin, inplace=in_place)
+
+
+def rotated_qkv(device):
+    cos, sin = torch.randn(2, CAPACITY, HEAD_DIM // 2, device=device)
+    return lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin)
+
+
+def normed(device):
+    weight = torch.randn(HEAD_DIM, device=device)
+    return lambda x: layer_norm_fn(x, weight, None, residual=x * 1, prenorm=True)
+
+
+def traced_calls(device):
+    """name -> (function, its arguments in the trace, other arguments)."""
+
+    def cache_arguments(*lengths):
+        return heads(device, 2, 3), heads(device, 2, CAPACITY), ints(device, *lengths)
+
+    dense = [(heads(device, batch, rows),) for batch, rows in ((2, 5), (3, 9))]
+    varlen = [(heads(device, n[-1]), ints(device, *n)) for n in ((0, 4, 9), (0, 2, 3, 11))]
+    packed = [(randn(device, batch, rows, 3, HEADS, HEAD_DIM),) for batch, rows in ((2, 5), (3, 9))]
+    lengths = [cache_arguments(3, 9), cache_arguments(11, 0)]
+    parts = [(heads(device, n, 2, 4).float(), torch.randn(n, 2, 4, HEADS, device=device)) for n in (3, 2)]
+    logits = [(randn(device, n, 40), torch.randint(40, (n,), device=device)) for n in (6, 3)]
+    return {
+        "dense": (lambda q: flash_attn_func(q, q, q, causal=True), *dense),
+        "dense with lse": (lambda q: flash_attn_func(q, q, q, return_attn_probs=True)[:2], *dense),
+        "packed": (flash_attn_qkvpacked_func, *packed),
+        "varlen": (lambda q, cu: flash_attn_varlen_func(q, q, q, cu, cu, 5, 5), *varlen),
+        "varlen, tensor lengths": (
+            lambda q, cu: flash_attn_varlen_func(q, q, q, cu, cu, cu.diff().max(), cu.diff().max()),
+            *varlen,
+        ),
+        "cache": (decode, *lengths),
+        "cache, one length": (lambda q, cache, _: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7), *lengths),
+        "cache into out": (decode_into, *lengths),
+        "cache with plan": (decode_with_plan, *lengths),
+        "combine": (flash_attn_combine, *parts),
+        "rotary": (rotated(device, False), *dense),
+        "rotary in place": (rotated(device, True), *dense),
+        "rotary of qkv": (rotated_qkv(device), *packed),
+        "layer norm": (normed(device), *dense),
+        "cross entropy": (cross_entropy_loss, *logits),
+    }
+
+
+@pytest.mark.parametrize("name", traced_calls("cpu"))
+def test_trace_serves_other_inputs(device, name):
+    function, first, second = traced_calls(device)[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that the trace keeps, such as the head dim
+        traced = torch.jit.trace(function, first, check_trace=False)
+    for arguments in (second, first):
+        results = [call(*arguments) for call in (traced, function)]
+        results = [result if isinstance(result, tuple) else (result,) for result in results]
+        for actual, expected in zip(*results):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_trace_records_the_operator_and_its_gradient(device):
+    q = heads(device, 2, 5).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda q: flash_attn_func(q, q, q, causal=True), (q,), check_trace=False)
+    assert [node.kind() for node in traced.graph.nodes() if "flash_attn" in node.kind()] == ["flash_attn_core::fwd"]
+    other = heads(device, 1, 9).requires_grad_()
+    (actual,) = torch.autograd.grad(traced(other).sum(), other)
+    (expected,) = torch.autograd.grad(flash_attn_func(other, other, other, causal=True).sum(), other)
+    assert torch.equal(actual, expected)
+
+
+def refusing_calls(device):
+    """name -> (function of one tensor, the tensor, the argument that is named)."""
+    cu, cache, lse = ints(device, 0, 4, 9), heads(device, 2, CAPACITY), torch.randn(3, 2, 4, HEADS, device=device)
+    lengths, x = ints(device, 3, 5), heads(device, 2, 4)
+    raw = (0.0, 0.3, False, -1, -1, 0.0, None)
+    cu_raw = (cu, cu, 5, 5, *raw[:3])
+
+    out, softmax_lse, _, rng_state = interface._flash_attn_forward(x, x, x, *raw, False)
+
+    def raw_backward(dout):
+        dq = torch.zeros_like(x)
+        interface._flash_attn_backward(dout, x, x, x, out, softmax_lse, dq, None, None, *raw, False, rng_state)
+        return dq
+
+    return {
+        "q": (lambda q: flash_attn_func(q, x, x), x, "q"),
+        "k": (lambda k: flash_attn_func(x, k, x), x, "k"),
+        "v": (lambda v: flash_attn_varlen_func(v[0], v[0], v[0], cu, cu, 5, 5), heads(device, 1, 9), "q"),
+        "sinks": (lambda s: flash_attn_func(x, x, x, sinks=s), torch.randn(HEADS, device=device), "sinks"),
+        "cache query": (lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths), x, "q"),
+        "cache": (lambda c: flash_attn_with_kvcache(x, c, cache, cache_seqlens=lengths), cache, "k_cache"),
+        "new keys": (lambda k: decode(x, cache, lengths)[0] + flash_attn_with_kvcache(
+            x, cache.clone(), cache.clone(), k=k, v=x, cache_seqlens=lengths), x, "k"),
+        "combine": (lambda p: flash_attn_combine(p, lse)[0], heads(device, 3, 2, 4), "out_partial"),
+        "operator": (lambda q: interface._flash_attn_forward(q, x, x, *raw, False)[0], x, "_flash_attn_forward"),
+        "varlen operator": (lambda q: interface._flash_attn_varlen_forward(q, q, q, *cu_raw)[0], heads(device, 9),
+                            "_flash_attn_varlen_forward"),
+        "backward operator": (raw_backward, x, "_flash_attn_backward"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("grad_mode", (True, False))
+@pytest.mark.parametrize("name", refusing_calls("cpu"))
+def test_forward_mode_tangents_are_refused(device, name, grad_mode):
+    function, x, argument = refusing_calls(device)[name]
+    message = f"^{argument}: expected .*forward-mode"
+    with torch.set_grad_enabled(grad_mode):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+            function(forward_ad.make_dual(x, torch.ones_like(x)))
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("name", ("q", "cache query", "combine"))
+def test_tangents_of_an_outer_transform_are_refused(device, name):
+    function, x, _ = refusing_calls(device)[name]
+    one = torch.ones((), device=device)
+
+    def outer(x):
+        return torch.func.jvp(lambda y: function(x) * y, (one,), (one,))[0]
+
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(outer, (x,), (torch.ones_like(x),))
+
+
+def test_constants_under_forward_mode(device):
+    """Tensors without a tangent are served where others have one."""
+    q = heads(device, 2, 5)
+    expected = flash_attn_func(q, q, q)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones_like(q), torch.full_like(q, 2.0))
+        out = forward_ad.unpack_dual(x * flash_attn_func(q, q, q))
+    assert torch.equal(out.primal, expected) and torch.equal(out.tangent, expected * 2)
+    assert torch.equal(torch.func.jvp(lambda x: x * flash_attn_func(q, q, q), (q,), (q,))[1], q * expected)
+
+
+@pytest.mark.parametrize("name", ("rotary", "rotary in place", "rotary of qkv", "layer norm"))
+def test_forward_mode_of_the_layers_is_right(device, name):
+    function, (x,), _ = traced_calls(device)[name]
+    x = x.float()
+    direction = torch.randn_like(x)
+
+    def call(x):
+        result = function(x)
+        return result[0] if isinstance(result, tuple) else result
+
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(x, direction))).tangent
+    leaf = x.clone().requires_grad_()
+    weight = torch.randn_like(tangent)
+    (gradient,) = torch.autograd.grad(call(leaf), leaf, weight)
+    torch.testing.assert_close((tangent * weight).sum(), (gradient * direction).sum(), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(torch.func.jvp(call, (x,), (direction,))[1], tangent)
+
+
+def test_function_modes_see_the_operator(device):
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    q = heads(device, 2, 5)
+    expected = flash_attn_func(q, q, q)
+    with Recorder() as recorder:
+        out = flash_attn_func(q, q, q)
+    assert library._forward_op in recorder.seen and torch.equal(out, expected)
+
+
+def test_a_default_device_costs_no_dispatch(device, monkeypatch):
+    """It is a function mode too, but one that only redirects factory functions."""
+    monkeypatch.setattr(library, "_forward_op", None)
+    q = heads(device, 2, 5)
+    with torch.device(device):
+        assert flash_attn_func(q, q, q).shape == q.shape
