@@ -38,9 +38,9 @@ def heads(device, *rows):
 
 
 def decode(q, cache, lengths, **options):
-    cache = cache.clone()
-    out = flash_attn_with_kvcache(q, cache, cache, k=q * 1, v=q * 2, cache_seqlens=lengths, causal=True, **options)
-    return out, cache
+    k_cache, v_cache = cache.clone(), cache.clone()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k=q * 1, v=q * 2, cache_seqlens=lengths, causal=True, **options)
+    return out, k_cache, v_cache
 
 
 def decode_into(q, cache, lengths):
