@@ -161,7 +161,7 @@ def test_lengths_beyond_the_storage_are_clamped(device, page_size):
         problem.block_table.fill_(0)
         limit = torch.full_like(problem.seqused_k, capacity)
     else:
-        limit = problem.cu_seqlens_k.diff()
+        limit = len(k) - problem.cu_seqlens_k[:-1]
     clamped = backend_varlen_forward(problem, k=k, v=v, seqused_k=huge)
     exact = backend_varlen_forward(problem, k=k, v=v, seqused_k=limit)
     assert torch.equal(clamped[0], exact[0]) and torch.equal(clamped[1], exact[1])

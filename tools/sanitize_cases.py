@@ -135,7 +135,7 @@ class NanOutputs:
 class NanOutputBackends:
     """Takes the place of flash_attn.backends in the calls."""
 
-    of = staticmethod(lambda tensor: NanOutputs(flash_attn.backends.of(tensor)))
+    of = staticmethod(lambda tensor, *name: NanOutputs(flash_attn.backends.of(tensor, *name)))
 
 
 def on_cpu(problem):

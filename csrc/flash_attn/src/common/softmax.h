@@ -87,7 +87,13 @@ struct Softmax {
       row_max[mi] = reference;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction;
-      large |= !(fabsf(reference * scale) <= kLargeLog2);
+      // A row that met nothing counts as large wherever edges may go ahead. They never do where conditions are bools:
+      // there it would only change the rounding of the warp's other rows, unless its product overflows.
+      if constexpr (std::is_same_v<Flag, bool>) {
+        large |= (reference > kLowest || scale > 1.0f) && fabsf(reference * scale) > kLargeLog2;
+      } else {
+        large |= !(fabsf(reference * scale) <= kLargeLog2);
+      }
       correct(mi, correction);
     }
     is_large = __any_sync(0xffffffffu, large);

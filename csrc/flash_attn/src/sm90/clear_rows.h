@@ -12,7 +12,8 @@ namespace sm90 {
 // the bulk copy; swizzling moves nothing out of its row.
 template <int kTileRows, int kChunks, int kChunkCols, class Element>
 __device__ __forceinline__ void clear_rows(Element* tile, int rows) {
-  constexpr int kRowVectors = kChunkCols * static_cast<int>(sizeof(Element) / sizeof(uint4));
+  constexpr int kRowVectors = kChunkCols * static_cast<int>(sizeof(Element)) / static_cast<int>(sizeof(uint4));
+  static_assert(kRowVectors > 0, "a row of a chunk holds whole vectors");
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     uint4* const vectors = reinterpret_cast<uint4*>(tile + chunk * kTileRows * kChunkCols);
