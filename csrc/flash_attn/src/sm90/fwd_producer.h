@@ -115,7 +115,6 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     if (!is_first) return;
     is_first = false;
     if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
-    __syncwarp();  // the barrier wants whole warps, and nothing else makes the lanes meet behind the choice
     begin_together<Config>();
   };
   for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {

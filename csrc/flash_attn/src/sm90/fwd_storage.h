@@ -16,9 +16,12 @@ namespace sm90 {
 // Named barrier of all warps of a thread block: behind it the barriers below are initialised.
 constexpr uint32_t kBeginBarrier = 0;
 
+// Not NamedBarrier::sync(): the roles come here by instructions of their own, which synccheck takes for divergence where
+// the barrier is an aligned one of the whole thread block.
 template <class Config>
 __device__ __forceinline__ void begin_together() {
-  cutlass::arch::NamedBarrier::sync(Config::kThreads, kBeginBarrier);
+  constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
+  asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
 }
 
 // Read 16 bytes at a time.
