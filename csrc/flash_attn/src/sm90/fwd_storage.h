@@ -16,8 +16,8 @@ namespace sm90 {
 // Named barrier of all warps of a thread block: behind it the barriers below are initialised.
 constexpr uint32_t kBeginBarrier = 0;
 
-// Not NamedBarrier::sync(): the roles come here by instructions of their own, which synccheck takes for divergence where
-// the barrier is an aligned one of the whole thread block.
+// Not NamedBarrier::sync(): the roles come here by instructions of their own, which synccheck takes for divergence
+// where the barrier is an aligned one of the whole thread block.
 template <class Config>
 __device__ __forceinline__ void begin_together() {
   constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
