@@ -27,7 +27,7 @@ def pytest_addoption(parser):
 
 
 class FailureNames:
-    """Names every failed test at once: a run that meets a time limit never comes to its report."""
+    """Names every failed test at once, with its reason: a run that meets a time limit never comes to its report."""
 
     def __init__(self, config):
         self.config = config
@@ -36,7 +36,9 @@ class FailureNames:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             seed = f"{SEED_VARIABLE}={self.config.attn_seed}"
-            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}; {seed})")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message.splitlines()[0] if crash and crash.message else ""
+            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}; {seed}) {reason}".rstrip())
 
 
 def pytest_configure(config):
