@@ -92,6 +92,15 @@ def gather_pages(pages, table_row, length) -> torch.Tensor:
     return pages[used].flatten(0, 1)[:length]
 
 
+def sequence_bounds(cu_seqlens, total) -> list[int]:
+    """What cu_seqlens (ints, of any contents) mean: their running maximum, within the rows that exist."""
+    bounds, reached = [], 0
+    for value in cu_seqlens:
+        reached = max(reached, min(max(value, 0), total))
+        bounds.append(reached)
+    return bounds
+
+
 @dataclass
 class Varlen:
     """How a concatenated batch is laid out: Python ints, so that nothing has to be read back from a device."""

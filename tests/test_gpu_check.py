@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import sanitize_cases
 import sanitize_kvcache
 import sanitize_varlen
+from reference import sequence_bounds
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DIMS = {(32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)}
@@ -67,7 +68,7 @@ def test_cases_run(only, nan_outputs, capsys, monkeypatch):
 
 
 def test_bounds_are_the_running_maximum():
-    assert sanitize_varlen.bounds((5, 3, -7, 9, 2**31 - 1, 0), 20) == [5, 5, 5, 9, 20, 20]
+    assert sequence_bounds((5, 3, -7, 9, 2**31 - 1, 0), 20) == [5, 5, 5, 9, 20, 20]
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

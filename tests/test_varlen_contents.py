@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import Case
 from harness import Problem, check_forward, check_gradients, run
-from reference import Varlen
+from reference import Varlen, sequence_bounds
 
 from flash_attn import flash_attn_varlen_func
 
@@ -54,17 +54,9 @@ def one_step_back(total, count):
 CONTENTS = (lengths_instead_of_sums, descending, unsorted, extremes, any_int32, one_step_back)
 
 
-def running_bounds(values, total):
-    bounds, reached = [], 0
-    for value in values:
-        reached = max(reached, min(max(value, 0), total))
-        bounds.append(reached)
-    return bounds
-
-
 def layout_of(cu_q, cu_k, seqused=None, leftpad=None, total_q=TOTAL_Q, total_k=TOTAL_K):
     """What docs/semantics.md says of such vectors."""
-    bounds_q, bounds_k = running_bounds(cu_q, total_q), running_bounds(cu_k, total_k)
+    bounds_q, bounds_k = sequence_bounds(cu_q, total_q), sequence_bounds(cu_k, total_k)
     batch = len(cu_q) - 1
     starts = list(bounds_k[:-1])
     lens = [b - a for a, b in zip(bounds_k, bounds_k[1:])]

@@ -11,7 +11,7 @@ import functools
 import torch
 from cases import Case
 from harness import Problem
-from reference import Varlen
+from reference import Varlen, sequence_bounds
 
 TOTAL_Q, TOTAL_K = 170, 260
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -33,17 +33,9 @@ VARIANTS = (
 )
 
 
-def bounds(cu_seqlens, total):
-    """What cu_seqlens mean."""
-    reached = [0]
-    for value in cu_seqlens:
-        reached.append(max(reached[-1], min(max(value, 0), total)))
-    return reached[1:]
-
-
 def make_problem(cu_q, cu_k, head_dim, dtype, features, device):
     case = Case(len(cu_q) - 1, 0, 0, 4, 2, head_dim, dtype, kind="packed", **features)
-    bounds_q, bounds_k = bounds(cu_q, TOTAL_Q), bounds(cu_k, TOTAL_K)
+    bounds_q, bounds_k = sequence_bounds(cu_q, TOTAL_Q), sequence_bounds(cu_k, TOTAL_K)
     lens_q, lens_k = ([b - a for a, b in zip(x, x[1:])] for x in (bounds_q, bounds_k))
     like = {"device": device, "dtype": getattr(torch, dtype)}
     q = torch.randn(TOTAL_Q, case.nheads, head_dim, **like)
