@@ -1,4 +1,4 @@
-"""What a sweep found: scores, the effect of each choice, and the table in docs/tuning/sweeps.md. Plain data, no torch."""
+"""What a sweep found: scores, the effect of each choice, and the table in docs/tuning/sweeps.md. Plain data."""
 
 from __future__ import annotations
 
