@@ -153,10 +153,8 @@ struct Softmax {
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;
-    float offset[kRows];  // of the exponents
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    if (is_large) subtract_reference(scores, offset);
+    float offset[kRows];
+    set_offsets(scores, scale, offset);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
@@ -165,6 +163,14 @@ struct Softmax {
         row_sum[mi][0] += scores(mi, ni);
       }
     }
+  }
+
+  // What exponents take off: the reference of each row, which large ones have taken off before.
+  template <class Scores>
+  __device__ __forceinline__ void set_offsets(Scores& scores, float scale, float (&offset)[kRows]) const {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
+    if (is_large) subtract_reference(scores, offset);
   }
 
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
@@ -268,53 +274,66 @@ struct Softmax {
 
   // update() as if no reference had to rise, which it sees only afterwards, by the sums of the probabilities: their
   // maxima need not be looked for. Returns whether that was right for the whole warp. If not, the scores are lost, and
-  // nothing else has changed. before_check() is called in between. Where may_go_ahead().
-  template <class Scores, class BeforeCheck>
-  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const BeforeCheck& before_check) {
+  // nothing else has changed. Where may_go_ahead().
+  template <class Scores>
+  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale) {
     float offset[kRows];
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    return exponentiate_ahead(scores, scale, [&](int mi, int) { return offset[mi]; }, before_check);
+    return exponentiate_ahead(scores, scale, [&](int mi, int) { return offset[mi]; });
   }
 
   // The same of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
   // for references of biased scores. `distance`: of the diagonal of the tile's first row from its first column.
-  template <class Scores, class Coords, class BeforeCheck>
+  template <class Scores, class Coords>
   __device__ __forceinline__ bool exponentiate_biased_ahead(Scores& scores, const Coords& coords, float scale,
-                                                            float gradient, int distance,
-                                                            const BeforeCheck& before_check) {
+                                                            float gradient, int distance) {
     float offset[kRows];  // the reference, less the bias of the thread's first column
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
     }
-    const auto offset_of = [&](int mi, int ni) {
+    return exponentiate_ahead(scores, scale, [&](int mi, int ni) {
       return offset[mi] - gradient * static_cast<float>(coords.col(ni) - coords.col(0));
-    };
-    return exponentiate_ahead(scores, scale, offset_of, before_check);
+    });
   }
 
-  template <class Scores, class OffsetOf, class BeforeCheck>
-  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const OffsetOf& offset_of,
-                                                     const BeforeCheck& before_check) {
+  template <class Scores, class OffsetOf>
+  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const OffsetOf& offset_of) {
+    float sums[kRows];
+    exponentiate_apart(scores, scale, offset_of, sums);
+    if (!is_moderate(sums)) return false;
+    add(sums);
+    return true;
+  }
+
+  // The first half of exponentiate_ahead(): sums of this block alone.
+  template <class Scores, class OffsetOf>
+  __device__ __forceinline__ static void exponentiate_apart(Scores& scores, float scale, const OffsetOf& offset_of,
+                                                            float (&sums)[kRows]) {
     using namespace cute;
-    float sums[kRows] = {};
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
+      sums[mi] = 0.0f;
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset_of(mi, ni));
         sums[mi] += scores(mi, ni);
       }
     }
-    before_check();
+  }
+
+  // Whether the warp was right to go ahead.
+  __device__ __forceinline__ static bool is_moderate(const float (&sums)[kRows]) {
     bool is_right = true;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMostAhead;  // not if it is NaN
-    if (!__all_sync(0xffffffffu, is_right)) return false;
+    return __all_sync(0xffffffffu, is_right);
+  }
+
+  __device__ __forceinline__ void add(const float (&sums)[kRows]) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
-    return true;
   }
 
   // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is

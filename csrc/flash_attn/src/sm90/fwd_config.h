@@ -101,8 +101,6 @@ struct FwdConfig {
   // What holds conditions of a warp (Softmax). For all score modifiers but ALiBi alone ptxas has the better loops with
   // a bool (docs/tuning.md).
   using Flag = std::conditional_t<kHasScoreMod && kModifiers != Modifiers::kAlibi, bool, int>;
-  // References that rise wait for P V and rescale the output there and then, on a way that the loops do not take.
-  static constexpr bool kRescalesAtOnce = kHasScoreMod;
   // Sums of a row, so that a step of the softcap does not end with adding up; wide heads have no registers for four.
   static constexpr int kSums = kModifiers != Modifiers::kSoftcap ? 1 : kHeadDim <= 128 ? 4 : 2;
 

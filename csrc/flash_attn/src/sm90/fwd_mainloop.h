@@ -155,16 +155,12 @@ struct FwdMainloop {
 
   template <class Scores>
   __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, const Tile& tile, int key) {
-    const auto before_check = [] {
-      if constexpr (Config::kChecksBehindPv) cute::warpgroup_wait<0>();
-    };
     if constexpr (Config::kModifiers == Modifiers::kAlibi) {
       const int distance = diagonal_distance(tile, key);
       return softmax.exponentiate_biased_ahead(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
-                                               is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance,
-                                               before_check);
+                                               is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance);
     } else {
-      return softmax.exponentiate_ahead(scores, params.softmax_scale_log2, before_check);
+      return softmax.exponentiate_ahead(scores, params.softmax_scale_log2);
     }
   }
 
@@ -275,14 +271,38 @@ struct FwdMainloop {
       }
       modify_scores<kEdge>(scores, tile, key);
     }
+    return update_softmax(scores, correction);
+  }
+
+  // The same of an unmasked block, with the wait for P V between the exponentials and the look at their sums. All warps
+  // wait there, those that may not go ahead too: wgmma.wait_group is one instruction of the whole warpgroup.
+  __device__ __forceinline__ Flag exponentiate_around_pv(const Tile& tile, int key, int q_stage,
+                                                         float (&correction)[kRows]) {
+    auto scores = row_col_view(acc_s);
+    float offset[kRows], sums[kRows];
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = softmax.row_max[mi] * params.softmax_scale_log2;
+    Flag raised = false;
+    const bool ahead = may_go_ahead(tile, key);
+    if (!ahead) {
+      raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+      softmax.set_offsets(scores, params.softmax_scale_log2, offset);
+    }
+    softmax.exponentiate_apart(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
+    cute::warpgroup_wait<0>();
+    if (ahead && !softmax.is_moderate(sums)) {
+      multiply_qk_again(q_stage);
+      return update_softmax(scores, correction);
+    }
+    softmax.add(sums);
+    return raised;
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ Flag update_softmax(Scores& scores, float (&correction)[kRows]) {
     const Flag raised =
         softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
     softmax.exponentiate(scores, params.softmax_scale_log2);
-    if (!Config::kRescalesAtOnce || !raised) return raised;
-    wait_for<0>(acc_o);  // by the warps whose references rose, which each waits for its own rows' products
-    rescale_output(correction);
-    cute::warpgroup_fence_operand(acc_o);
-    return false;
+    return raised;
   }
 
   __device__ __forceinline__ void rescale_output(const float (&correction)[kRows]) {
@@ -357,7 +377,12 @@ struct FwdMainloop {
     if constexpr (!Config::kDrawsInPv) read_col_words();
     if constexpr (!kGoesAhead<kEdge>) release_key();
     float correction[kRows];
-    const Flag raised = exponentiate<kEdge>(tile, key, q_stage, correction);
+    Flag raised;
+    if constexpr (Config::kChecksBehindPv && !kEdge) {
+      raised = exponentiate_around_pv(tile, key, q_stage, correction);
+    } else {
+      raised = exponentiate<kEdge>(tile, key, q_stage, correction);
+    }
     if constexpr (kGoesAhead<kEdge>) release_key();
     if constexpr (Config::kFinishesExponentials) finish_exponentials();
     cute::warpgroup_fence_operand(acc_s);
