@@ -2,8 +2,8 @@
 
 The convention, for docs/**/*.md, README.md and examples/**/README.md:
 - a code span or a word of it that looks like a path (it has a slash or a source file's suffix) is a path of the tree,
-  counted from the document, the root, csrc/flash_attn, csrc/flash_attn/src or flash_attn; a bare file name is that of
-  some file of the tree. What a build makes stands under build/ and is not checked;
+  counted from the document, the root, csrc/flash_attn, csrc/flash_attn/kernels or flash_attn; a bare file name is
+  that of some file of the tree. What a build makes stands under build/ and is not checked;
 - `a_{b,c}` stands for two names or paths;
 - `name()` is something that the sources define or call by this name, `Type::member` two names;
 - any other code span that is one identifier with an underscore or a capital letter occurs in the sources as a word;
@@ -27,7 +27,7 @@ TUNING = ROOT / "docs" / "tuning"
 LOG = TUNING / "log"
 TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "triton")
 COLUMNS = ["version", "change", "predicted", "measured, worst", "verdict", "commit, GPU"]
-BASES = ("", "csrc/flash_attn", "csrc/flash_attn/src", "flash_attn")
+BASES = ("", "csrc/flash_attn", "csrc/flash_attn/kernels", "flash_attn")
 SOURCE_FOLDERS = ("csrc", "flash_attn", "tests", "benchmarks", "examples", "tools", ".ci")
 SOURCE_FILES = ("setup.py", "pyproject.toml", "Makefile")
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".sh", ".md", ".toml", ".ninja")
@@ -163,12 +163,12 @@ def test_documents_name_what_exists(document):
     [
         ("`docs/nowhere.md` and `README.md`", ["docs/nowhere.md"]),
         ("`python tools/no_tool.py --fix`", ["tools/no_tool.py"]),
-        ("`plan/tiles.h`, `src/flash.h`, `fwd_mainloop.h`, `build/anything.py`", []),
+        ("`plan/tiles.h`, `params/flash.h`, `fwd_mainloop.h`, `build/anything.py`", []),
         ("`no_such_function()`, `flash_attn_func(q, k, v)`, `torch.compile()`", ["no_such_function"]),
         ("`tests/{cases,no_cases}.py`, `flash_attn_{func,funk}`", ["tests/no_cases.py", "flash_attn_funk"]),
         ("`Window::middle_side`, `Window::left`", ["middle_side"]),
         ("`NO_SUCH_KNOB=1`, `MAX_JOBS`, `FwdTail`, `FwdTile`, `q`, `causal=True`", ["NO_SUCH_KNOB", "FwdTail"]),
-        ("```\nrun_nothing() in src/sm80/nothing.h\n```", ["src/sm80/nothing.h", "run_nothing"]),
+        ("```\nrun_nothing() in kernels/sm80/nothing.h\n```", ["kernels/sm80/nothing.h", "run_nothing"]),
     ],
 )
 def test_the_convention_is_enforced(text, missing):

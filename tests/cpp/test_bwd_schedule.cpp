@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
+#include "core/bwd_schedule.h"
 #include "plan/grid.h"
-#include "src/common/bwd_schedule.h"
 
 namespace {
 

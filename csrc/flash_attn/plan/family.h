@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "grid.h"
-#include "tiles.h"
+#include "plan/grid.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace plan {

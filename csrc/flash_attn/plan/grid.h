@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <numeric>
 
-#include "common/block_range.h"
-#include "common/bwd_schedule.h"
-#include "tiles.h"
+#include "core/block_range.h"
+#include "core/bwd_schedule.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace plan {

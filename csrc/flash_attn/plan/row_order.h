@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "common/block_range.h"
-#include "common/bwd_schedule.h"
-#include "common/fast_div.h"
+#include "core/block_range.h"
+#include "core/bwd_schedule.h"
+#include "core/fast_div.h"
 
 namespace flash {
 namespace plan {
