@@ -180,6 +180,11 @@ def test_broken_links_are_found():
     assert broken_links(text, ROOT / "README.md") == ["docs/design.md#nothing", "gone.md"]
 
 
+def test_sources_name_documents_that_exist():
+    named = set(re.findall(r"\bdocs/[\w/]+\.md\b", sources()))
+    assert named and [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_documents_are_found():
     paths = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
     assert paths >= {"docs/how_it_works.md", "docs/design.md", "docs/tuning/findings.md", "README.md"}
