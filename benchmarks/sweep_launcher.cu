@@ -6,7 +6,7 @@
 
 #define SWEEP_EXPORT extern "C" __attribute__((visibility("default")))
 
-using SweepConfig = flash::FwdConfig<flash::Dtype::kBf16, SWEEP_HEAD_DIM, flash::FwdVariant::kPlain>;
+using SweepConfig = flash::sm80::FwdConfig<flash::Dtype::kBf16, SWEEP_HEAD_DIM, flash::plan::FwdVariant::kPlain>;
 
 // block_m, block_n, warps, blocks_per_sm, bytes of shared memory.
 SWEEP_EXPORT void sweep_tile(int* fields) {
@@ -50,5 +50,5 @@ SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void
   if (const cudaError_t status = cudaGetDevice(&params.device); status != cudaSuccess) return status;
   params.dropout.rng_state = rng_state();
   if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
-  return flash::run_flash_fwd<SweepConfig>(params, static_cast<cudaStream_t>(stream));
+  return flash::sm80::run_flash_fwd<SweepConfig>(params, static_cast<cudaStream_t>(stream));
 }

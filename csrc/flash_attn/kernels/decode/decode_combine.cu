@@ -13,6 +13,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatchedLoads = plan::kCombinedParts;

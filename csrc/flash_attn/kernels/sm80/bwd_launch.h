@@ -7,6 +7,7 @@
 #include "plan/grid.h"
 
 namespace flash {
+namespace sm80 {
 
 // Two buffers of Q and dO where shared memory has room for them.
 inline cudaError_t choose_stages(const plan::BwdTile& tile, int device, int& stages) {
@@ -52,4 +53,5 @@ cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, cudaStream_t stream
   return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(params, stream) : status;
 }
 
+}  // namespace sm80
 }  // namespace flash

@@ -8,6 +8,7 @@
 #include "plan/grid.h"
 
 namespace flash {
+namespace sm80 {
 
 template <class Config>
 int64_t fwd_blocks(const Flash_fwd_params& params) {
@@ -32,4 +33,5 @@ cudaError_t run_mha_fwd_sm80(const Flash_fwd_params& params, cudaStream_t stream
   return run_flash_fwd<Plain>(params, stream);
 }
 
+}  // namespace sm80
 }  // namespace flash
