@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import compile_commands
 import kernel_build
 import kernel_manifest
 import machine
@@ -289,6 +290,32 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
     kernel, stub, text = printed.split(" ", 2)
     assert (kernel, stub) == ("0", "801")
     assert json.loads(text) == info
+
+
+@needs_ninja
+@needs_compiler
+def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
+    stand_in()
+    database = tmp_path / "out" / compile_commands.NAME
+    entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}
+    assert set(entries) == {"flash_fwd_hdim64_fp16_sm80.cu", "kernel_manifest.cpp"}
+    entry = entries["flash_fwd_hdim64_fp16_sm80.cu"]
+    assert Path(entry["directory"]) == tmp_path / "out"
+    arguments = entry["arguments"]
+    assert arguments[0] == str(tmp_path / "bin" / "nvcc")
+    assert {"-std=c++17", f"-I{tmp_path / 'source with space' / 'src'}"} <= set(arguments)
+    assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
+
+
+def test_a_file_of_several_builds_has_the_flags_of_the_newest(tmp_path):
+    databases = []
+    for age, flag in enumerate(("-Dnew", "-Dold")):
+        databases.append(tmp_path / f"{flag}.json")
+        entry = {"directory": "/d", "file": "a.cu", "arguments": ["nvcc", flag]}
+        databases[-1].write_text(json.dumps([entry, {**entry, "file": f"{flag}.cu"}]))
+        os.utime(databases[-1], (1000 - age, 1000 - age))
+    found = {entry["file"]: entry["arguments"][1] for entry in compile_commands.merged(databases)}
+    assert found == {"a.cu": "-Dnew", "-Dnew.cu": "-Dnew", "-Dold.cu": "-Dold"}
 
 
 @needs_ninja
