@@ -139,7 +139,10 @@ def test_plots_are_png(result_path, tmp_path):
 
 def test_figures_of_flash_attention_3_are_rows_of_ours():
     """The recorded figures can be compared with: python benchmarks/compare.py NEW OLD --group decode --peer ..."""
-    recorded = json.loads((ROOT / "benchmarks" / "results" / "h200_decode_fa3.json").read_text())
+    path = ROOT / "benchmarks" / "results" / "h200_decode_fa3.json"
+    if not path.exists():
+        pytest.skip("a source distribution has no results")
+    recorded = json.loads(path.read_text())
     ids = {row.id for row in rows.select(("decode",), False, "cuda", "bfloat16")}
     assert {row["id"] for row in recorded["rows"]} == ids and "NVIDIA H200" in report.environment_line(recorded)
 

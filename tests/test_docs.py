@@ -1,6 +1,6 @@
 """What the documents name exists: files, functions, types, macros, knobs, links.
 
-The convention, for docs/*.md, README.md and examples/**/README.md:
+The convention, for docs/*.md, README.md, CONTRIBUTING.md, SECURITY.md and examples/**/README.md:
 - a code span or a word of it that looks like a path (it has a slash or a source file's suffix) is a path of the tree,
   counted from the document, the root, csrc/flash_attn, csrc/flash_attn/src or flash_attn; a bare file name is that of
   some file of the tree. What a build makes stands under build/ and is not checked;
@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
+ROOT_DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT_DOCUMENTS, *(ROOT / "examples").rglob("README.md")])
 BASES = ("", "csrc/flash_attn", "csrc/flash_attn/src", "flash_attn")
 SOURCE_FOLDERS = ("csrc", "flash_attn", "tests", "benchmarks", "examples", "tools", ".ci")
 SOURCE_FILES = ("setup.py", "pyproject.toml", "Makefile")
@@ -60,7 +61,15 @@ def is_path(word):
     )
 
 
+@cache
+def has_results():
+    """A source distribution has no results of benchmarks."""
+    return (ROOT / "benchmarks" / "results").is_dir()
+
+
 def path_exists(word, document):
+    if word.startswith("benchmarks/results") and not has_results():
+        return True
     if word.startswith(GENERATED) or word in EXTERNAL:
         return True
     if "/" not in word and any(path.name == word for path in tree()):
@@ -134,6 +143,8 @@ def broken_links(text, document):
         path = document.parent / place if place else document
         is_document = path.is_file() and path.suffix == ".md"
         headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE) if is_document else []
+        if "benchmarks/results" in target and not has_results():
+            continue
         if not path.exists() or (fragment and fragment not in map(anchor, headings)):
             found.append(target)
     return found
