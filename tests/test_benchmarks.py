@@ -23,8 +23,8 @@ import check
 import implementations
 import measure
 import plots
-import progress
 import rows
+import shared
 import timing
 import torch_peers
 
@@ -475,10 +475,11 @@ def test_plots_are_png(result_path, tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
-def test_progress_bar():
-    assert progress.bar(0, 4, cells=8) == "[........]"
-    assert progress.bar(3, 4, cells=8) == "[######..]"
-    assert progress.bar(4, 4, cells=8) == "[########]"
+def test_every_row_is_told_where_no_bar_is_drawn(capsys):
+    with shared.row_bar(2) as done:
+        done("first row")
+        done("second row")
+    assert capsys.readouterr().err.splitlines() == ["1/2 first row", "2/2 second row"]
 
 
 # The Triton comparator. Triton's interpreter has no bfloat16.

@@ -35,6 +35,7 @@ NEEDED = {
     "einops": "einops",
     "numpy": "numpy",
     "pytest": "pytest>=7",
+    "tqdm": "tqdm",
 }
 KNOBS = (*KERNEL_KNOBS, "FLASH_ATTN_KERNEL_ARCHIVE")
 
