@@ -41,8 +41,9 @@ from environment import describe_device, describe_versions, git_state
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
 from over_cache import read_ceiling
-from report import OURS, PLAIN, full_report, plot_lines, speed
+from report import full_report, plot_lines
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
+from scores import OURS, PLAIN, speed
 from shared import ROOT, row_bar
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 

@@ -24,6 +24,7 @@ import kvcache_plots
 import measure
 import over_cache
 import rows
+import scores
 
 SPEC = importlib.util.spec_from_file_location("benchmarks_report", ROOT / "benchmarks" / "report.py")
 report = importlib.util.module_from_spec(SPEC)  # tools/ has a module report too
@@ -121,12 +122,12 @@ def test_report_shows_the_bandwidth(result_path):
     assert "-- decode (GB/s of keys and values)" in lines and "-- prefill_cache" in lines
     row = next(row for row in result["rows"] if row["group"] == "decode")
     row["results"]["ours"]["ms"] = row["bytes"] / 1e6 / 2000.0
-    assert report.speed(row, "ours") == "2000"
+    assert scores.speed(row, "ours") == "2000"
     result["read_ceiling"] = {"gbs": 4000.0, "method": "torch.sum"}
-    shares = report.ceiling_lines(result)
+    shares = scores.ceiling_lines(result)
     assert shares[1] == f"  50.0% decode            {row['label']}"
     result["host_overhead_cache"] = {"ours": {"median": 12.34}}
-    assert "host time of one eager call (cache, b1 k1024 h32/8 d128), us: ours 12.3" in report.overhead_lines(result)
+    assert "host time of one eager call (cache, b1 k1024 h32/8 d128), us: ours 12.3" in scores.overhead_lines(result)
 
 
 def test_plots_are_png(result_path, tmp_path):
@@ -144,7 +145,7 @@ def test_figures_of_flash_attention_3_are_rows_of_ours():
         pytest.skip("a source distribution has no results")
     recorded = json.loads(path.read_text())
     ids = {row.id for row in rows.select(("decode",), False, "cuda", "bfloat16")}
-    assert {row["id"] for row in recorded["rows"]} == ids and "NVIDIA H200" in report.environment_line(recorded)
+    assert {row["id"] for row in recorded["rows"]} == ids and "NVIDIA H200" in scores.environment_line(recorded)
 
 
 @pytest.mark.devices("cuda")
