@@ -386,7 +386,7 @@ def make_on(monkeypatch):
         installed = []
         answer = subprocess.CompletedProcess([], 0, f"{cuda}\n", "")
         monkeypatch.setattr(setup_env.subprocess, "run", lambda *arguments, **options: answer)
-        monkeypatch.setattr(setup_env, "pip_install", lambda python, packages, help_text: installed.extend(packages))
+        monkeypatch.setattr(setup_env, "pip_install", lambda python, packages: installed.extend(packages))
         monkeypatch.setattr(setup_env, "find_toolkit", lambda site_dirs: None)
         monkeypatch.setattr(kernel_build, "visible_gpu_archs", lambda: list(gpus))
         environment = setup_env.build_environment("python", {"site_dirs": []})
@@ -405,5 +405,4 @@ def test_make_installs_nvcc_where_it_is_needed(make_on):
     assert make_on(["90"], FLASH_ATTN_KERNEL_ARCHIVE="kernels.a") == ([], False)
     assert make_on(["90"], FLASH_ATTN_CPU_ONLY="1") == ([], True)
     assert make_on(["90"], cuda="") == ([], False)
-    with pytest.raises(BuildError, match="nvcc: .*\n  conda install -c nvidia cuda-toolkit=12.8 "):
-        make_on(["90"], cuda="12.8")
+    assert make_on(["90"], cuda="12.8") == ([], False), "no pip package of nvcc: the install says what to do"
