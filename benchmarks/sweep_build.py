@@ -46,7 +46,7 @@ def table_tile(head_dim):
     )
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "tile")
-        command = ["g++", "-std=c++17", f"-I{CSRC}", f"-I{CSRC / 'src'}", "-x", "c++", "-", "-o", str(binary)]
+        command = ["g++", "-std=c++17", f"-I{CSRC}", "-x", "c++", "-", "-o", str(binary)]
         built = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
         if built.returncode != 0:
             raise BuildError(f"plan/tiles.h: {built.stderr}")
@@ -55,7 +55,7 @@ def table_tile(head_dim):
 
 
 def compile_command(head_dim, tile, arch, library, toolkit, cutlass):
-    includes = [f"-I{CSRC / 'src'}", f"-I{CSRC}", f"-I{cutlass.include}"]
+    includes = [f"-I{CSRC}", f"-I{cutlass.include}"]
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     options = [gencode, *includes, f"-DSWEEP_HEAD_DIM={head_dim}", *tile.defines]
     return [str(toolkit.nvcc), *COMPILE_FLAGS, *options, "-shared", str(LAUNCHER), "-o", str(library)]

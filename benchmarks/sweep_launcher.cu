@@ -2,7 +2,7 @@
 // for another tile than that of plan/tiles.h, FLASH_ATTN_SWEEP_M, _N, _WARPS and _BLOCKS_PER_SM.
 #include <cmath>
 
-#include "sm80/fwd_launch.h"
+#include "kernels/sm80/fwd_launch.h"
 
 #define SWEEP_EXPORT extern "C" __attribute__((visibility("default")))
 

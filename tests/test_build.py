@@ -226,12 +226,13 @@ def test_unknown_subset():
 def stand_in(tmp_path, monkeypatch):
     """A source tree of two kernel files and a stand-in nvcc. Returns a function that builds the fp16 one."""
     source = tmp_path / "source with space"
-    instantiations = source / "src" / "instantiations"
+    instantiations = source / "instantiations"
     instantiations.mkdir(parents=True)
-    (source / "src" / "flash.h").write_text(FLASH_H)
+    (source / "params").mkdir()
+    (source / "params" / "flash.h").write_text(FLASH_H)
     for name, dtype in kernel_manifest.DTYPES.items():
         (instantiations / f"flash_fwd_hdim64_{name}_sm80.cu").write_text(
-            f'#include "flash.h"\ntemplate <>\n'
+            f'#include "params/flash.h"\ntemplate <>\n'
             f"int flash::run_mha_fwd_<flash::Dtype::{dtype}, 64>(const Flash_fwd_params&, void*) {{ return 0; }}\n"
         )
     cutlass = tmp_path / "cutlass" / "include" / "cutlass"
@@ -278,13 +279,13 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
 
     user = tmp_path / "user.cpp"
     user.write_text(
-        '#include <cstdio>\n#include "flash.h"\nusing namespace flash;\nint main() {\n'
+        '#include <cstdio>\n#include "params/flash.h"\nusing namespace flash;\nint main() {\n'
         "  const int kernel = run_mha_fwd_<Dtype::kFp16, 64>({}, nullptr);\n"
         "  const int stub = run_mha_fwd_<Dtype::kBf16, 64>({}, nullptr);\n"
         '  std::printf("%d %d %s\\n", kernel, stub, kernel_build_info());\n}\n'
     )
     program = tmp_path / "user"
-    include = tmp_path / "source with space" / "src"
+    include = tmp_path / "source with space"
     subprocess.run(["g++", "-std=c++17", f"-I{include}", user, archive, "-o", program], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     kernel, stub, text = printed.split(" ", 2)
@@ -303,7 +304,7 @@ def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", f"-I{tmp_path / 'source with space' / 'src'}"} <= set(arguments)
+    assert {"-std=c++17", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
     assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
 
 
@@ -323,7 +324,7 @@ def test_a_file_of_several_builds_has_the_flags_of_the_newest(tmp_path):
 def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
     stand_in()
     assert kernel_compilations(tmp_path) == 1
-    header = tmp_path / "source with space" / "src" / "flash.h"
+    header = tmp_path / "source with space" / "params" / "flash.h"
     os.utime(header, (2**31, 2**31 - 60))
     stand_in()
     assert kernel_compilations(tmp_path) == 1
@@ -353,7 +354,7 @@ def test_bad_kernels_are_refused_every_time(stand_in, tmp_path, log, message):
 @needs_ninja
 @needs_compiler
 def test_compile_errors_are_shown(stand_in, tmp_path):
-    (tmp_path / "source with space" / "src" / "flash.h").write_text("#error broken header\n")
+    (tmp_path / "source with space" / "params" / "flash.h").write_text("#error broken header\n")
     with pytest.raises(BuildError, match="broken header"):
         stand_in()
 
@@ -376,7 +377,7 @@ def test_archives_of_another_interface_are_refused(stand_in, tmp_path):
     """Else the binding would hand the kernels a struct of another layout."""
     stand_in()
     source = tmp_path / "source with space"
-    (source / "src" / "flash.h").write_text(
+    (source / "params" / "flash.h").write_text(
         FLASH_H.replace("struct Flash_fwd_params {}", "struct Flash_fwd_params { int b; }")
     )
     message = "FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, .* build it again"
@@ -397,7 +398,7 @@ def sources(tmp_path):
 
 def compiler_dependencies(files):
     """What the host's preprocessor reads of csrc/flash_attn for `files`; headers that it does not find are skipped."""
-    include = [f"-I{CSRC / 'src'}", f"-I{CSRC}"]
+    include = [f"-I{CSRC}"]
     command = ["g++", "-x", "c++", "-std=c++17", "-MM", "-MG", *include, *map(str, files)]
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     paths = {Path(word).resolve() for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
@@ -412,12 +413,12 @@ def test_the_digest_covers_what_the_compiler_reads():
     read = compiler_dependencies(files)
     assert CSRC / "plan" / "grid.h" in read
     assert read <= covered
-    assert not [path for path in covered if path.parent == CSRC], "headers of the binding alone"
+    assert not [path for path in covered if CSRC / "api" in path.parents], "headers of the binding alone"
 
 
 def test_every_header_of_a_kernel_changes_the_digest(sources):
     found = kernel_manifest.shared_sources(sources)
-    assert {"src/flash.h", "src/kvcache.h", "plan/grid.h", "src/common/kv_schedule.h", "src/sm90/gemm.h"} <= {
+    assert {"params/flash.h", "params/kvcache.h", "plan/grid.h", "core/kv_schedule.h", "kernels/sm90/gemm.h"} <= {
         path.relative_to(sources).as_posix() for path in found
     }
     digests = {kernel_manifest.interface_digest(sources)}
@@ -432,29 +433,29 @@ def test_every_header_of_a_kernel_changes_the_digest(sources):
 @pytest.mark.parametrize(
     "line, place",
     [
-        ('#include "new.h"', "src/new.h"),
-        ('#include "new.h"', "src/instantiations/new.h"),
+        ('#include "new.h"', "instantiations/new.h"),
+        ('#include "params/new.h"', "params/new.h"),
         ('  #  include "plan/new.h"', "plan/new.h"),
-        ('#include "../../plan/new.h"', "plan/new.h"),
-        ("#include <common/new.h>", "src/common/new.h"),
+        ('#include "../plan/new.h"', "plan/new.h"),
+        ("#include <kernels/common/new.h>", "kernels/common/new.h"),
     ],
 )
 def test_new_headers_change_the_digest(sources, line, place):
     """Whatever the form of their include, through another header too."""
-    kernel = sorted((sources / "src" / "instantiations").glob("*.cu"))[0]
+    kernel = sorted((sources / "instantiations").glob("*.cu"))[0]
     kernel.write_text(f"{line}\n{kernel.read_text()}")
-    (sources / place).write_text('#include "src/newer.h"\n')
-    (sources / "src" / "newer.h").write_text("constexpr int kRows = 64;\n")
+    (sources / place).write_text('#include "core/newer.h"\n')
+    (sources / "core" / "newer.h").write_text("constexpr int kRows = 64;\n")
     before = kernel_manifest.interface_digest(sources)
-    assert {sources / place, sources / "src" / "newer.h"} <= set(kernel_manifest.shared_sources(sources))
-    (sources / "src" / "newer.h").write_text("constexpr int kRows = 96;\n")
+    assert {sources / place, sources / "core" / "newer.h"} <= set(kernel_manifest.shared_sources(sources))
+    (sources / "core" / "newer.h").write_text("constexpr int kRows = 96;\n")
     assert kernel_manifest.interface_digest(sources) != before
 
 
 def test_the_digest_needs_neither_the_place_of_the_tree_nor_the_binding(sources, tmp_path):
     before = kernel_manifest.interface_digest(sources)
     (sources / "flash_api.cpp").write_text((sources / "flash_api.cpp").read_text() + "// changed\n")
-    (sources / "checks.h").write_text((sources / "checks.h").read_text() + "// changed\n")
+    (sources / "api" / "checks.h").write_text((sources / "api" / "checks.h").read_text() + "// changed\n")
     (tmp_path / "link").symlink_to(sources)
     assert kernel_manifest.interface_digest(tmp_path / "link") == before
     assert kernel_manifest.interface_digest(CSRC) == before

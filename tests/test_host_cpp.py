@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
-INCLUDES = [f"-I{ROOT / 'csrc' / 'flash_attn'}", f"-I{ROOT / 'csrc' / 'flash_attn' / 'src'}"]
+INCLUDES = [f"-I{ROOT / 'csrc' / 'flash_attn'}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 

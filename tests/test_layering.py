@@ -10,16 +10,32 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc" / "flash_attn"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
 
-# folder or file below csrc/flash_attn -> what no include of it may match
-FORBIDDEN_INCLUDES = {
-    "src": r"^(torch|ATen|c10|pybind11|Python\.h)\b",
-    "plan": r"^(torch|ATen|c10|pybind11|Python\.h|cute|cutlass)\b|(^|/)(sm80|sm90|passes)/",
-    "src/common": r"(^|/)(sm80|sm90|passes|instantiations)/",
-    "src/sm80": r"(^|/)(sm90|instantiations)/|(^|/)flash_api",
-    "src/sm90": r"(^|/)(sm80|instantiations)/|(^|/)flash_api",
-    "src/flash.h": r"^(cute|cutlass)\b|(^|/)(sm80|sm90)/",
-    "flash_api.cpp": r"^(cute|cutlass)\b|(^|/)(sm80|sm90|passes|instantiations)/|^torch/extension\.h|CUDAContext\.h",
-    "checks.h": r"^(cute|cutlass)\b|(^|/)(sm80|sm90|passes|instantiations)/|^torch/extension\.h",
+# layer of csrc/flash_attn -> the layers that it may include beside itself
+LAYERS = {
+    "core": [],
+    "params": ["core"],
+    "plan": ["core", "params"],
+    "kernels/common": ["core", "params", "plan"],
+    "kernels/tma": ["core", "params", "kernels/common"],
+    "kernels/sm80": ["core", "params", "plan", "kernels/common"],
+    "kernels/sm90": ["core", "params", "plan", "kernels/common", "kernels/tma"],
+    "kernels/decode": ["core", "params", "plan", "kernels/common", "kernels/sm80"],
+    "kernels/passes": ["core", "params", "plan", "kernels/common"],
+    "instantiations": ["kernels/sm80", "kernels/sm90", "kernels/decode"],
+    "api": ["core", "params", "plan"],
+    "flash_api.cpp": ["core", "params", "plan", "api"],
+}
+TORCH = r"^(torch|ATen|c10|pybind11|Python\.h)\b"
+CUTE = r"^(cute|cutlass)\b"
+# layer -> headers of others that it may not include
+FORBIDDEN_HEADERS = {
+    "core": rf"{TORCH}|{CUTE}|^cuda",
+    "params": rf"{TORCH}|{CUTE}",
+    "plan": rf"{TORCH}|{CUTE}|^cuda",
+    "kernels": TORCH,
+    "instantiations": TORCH,
+    "api": rf"{CUTE}|^torch/extension\.h|CUDAContext\.h",
+    "flash_api.cpp": rf"{CUTE}|^torch/extension\.h|CUDAContext\.h",
 }
 
 
@@ -28,39 +44,70 @@ def includes(path):
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def resolved_layer(path, include):
-    """An include as a path below csrc/flash_attn if it is one of ours, so that "../sm80/x.h" is recognised."""
-    for base in (path.parent, CSRC / "src", CSRC):
+def own_path(path, include):
+    """An include as a path below csrc/flash_attn, or None if it is not one of ours."""
+    for base in (path.parent, CSRC):
         target = (base / include).resolve()
         if target.is_file() and target.is_relative_to(CSRC):
             return target.relative_to(CSRC).as_posix()
-    return include
+    return None
+
+
+def layer_of(name):
+    """The layer of a path below csrc/flash_attn."""
+    found = [layer for layer in LAYERS if name == layer or name.startswith(layer + "/")]
+    assert len(found) == 1, f"{name} belongs to no layer"
+    return found[0]
 
 
 def test_sources_are_found():
     assert any(p.suffix == ".cu" for p in SOURCES)
     assert CSRC / "flash_api.cpp" in SOURCES
+    assert {layer_of(p.relative_to(CSRC).as_posix()) for p in SOURCES} == set(LAYERS)
 
 
-@pytest.mark.parametrize("layer", FORBIDDEN_INCLUDES)
+def test_no_layer_knows_what_is_above_it():
+    """An order exists: each layer includes only those before it."""
+    for i, (layer, below) in enumerate(LAYERS.items()):
+        assert set(below) <= set(list(LAYERS)[:i]), layer
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_includes(layer):
-    pattern = re.compile(FORBIDDEN_INCLUDES[layer])
-    place = CSRC / layer
-    files = [p for p in SOURCES if p == place or place in p.parents]
-    wrong = [
-        f"{path.relative_to(ROOT)} includes {name}"
-        for path in files
-        for name in includes(path)
-        if pattern.search(name) or pattern.search(resolved_layer(path, name))
-    ]
+    wrong = []
+    for path in SOURCES:
+        if layer_of(path.relative_to(CSRC).as_posix()) != layer:
+            continue
+        own = {name: own_path(path, name) for name in includes(path)}
+        wrong += [
+            f"{path.relative_to(ROOT)} includes {name}"
+            for name, target in own.items()
+            if target and layer_of(target) not in (layer, *LAYERS[layer])
+        ]
+        # One way to write each include, from csrc/flash_attn, so that a reader sees the layer.
+        wrong += [
+            f"{path.relative_to(ROOT)}: {name} is {target}"
+            for name, target in own.items()
+            if target not in (None, name)
+        ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN_HEADERS)
+def test_headers_of_others(layer):
+    pattern = re.compile(FORBIDDEN_HEADERS[layer])
+    files = [p for p in SOURCES if f"{p.relative_to(CSRC).as_posix()}/".startswith(f"{layer}/")]
+    assert files
+    assert [
+        f"{p.relative_to(ROOT)} includes {name}" for p in files for name in includes(p) if pattern.search(name)
+    ] == []
 
 
 @pytest.mark.parametrize("namespace", ["torch", "at", "c10"])
 def test_kernels_never_name_torch(namespace):
-    """Nothing of torch below src/ and plan/, not even by a forward declaration."""
+    """Nothing of torch but in the binding, not even by a forward declaration."""
     use = re.compile(rf"(?<![\w:]){namespace}::|\bnamespace {namespace}\b")
-    kernels = [p for p in SOURCES if CSRC / "src" in p.parents or CSRC / "plan" in p.parents]
+    kernels = [p for p in SOURCES if CSRC / "api" not in p.parents and p.name != "flash_api.cpp"]
     assert [str(p.relative_to(ROOT)) for p in kernels if use.search(p.read_text(encoding="utf-8"))] == []
 
 
@@ -75,7 +122,7 @@ def test_environment_is_read_under_the_gil():
     readers = {
         p.relative_to(CSRC).as_posix(): len(re.findall(r"getenv", p.read_text(encoding="utf-8"))) for p in SOURCES
     }
-    assert {name: count for name, count in readers.items() if count} == {"forward_family.h": 1}
+    assert {name: count for name, count in readers.items() if count} == {"api/run_fwd.h": 1}
     binding = (CSRC / "flash_api.cpp").read_text(encoding="utf-8")
     assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
     guard = re.search(r"struct CallGuard \{(.*?)\};", binding, re.DOTALL).group(1)

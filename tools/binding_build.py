@@ -38,7 +38,6 @@ def compile_command(torch: TargetTorch, source_dir: Path, cuda_includes: list[Pa
         "-fPIC",
         "-fvisibility=hidden",
         *(f"-D{name}={value}" if value else f"-D{name}" for name, value in defines.items()),
-        f"-I{source_dir / 'src'}",
         f"-I{source_dir}",
         *(f"-isystem{path}" for path in system),
     ]

@@ -109,7 +109,7 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
     its only architecture, or None."""
     tools = Path(__file__).resolve().parent
     source_dir = build.source_dir.resolve()
-    includes = [f"-I{source_dir / 'src'}", f"-I{source_dir}"]
+    includes = [f"-I{source_dir}"]
     nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *includes, f"-I{cutlass_include}"]
     script = tools / "compile_kernel.py"
     compiler = [sys.executable, str(script), "--source", "$in", "--object", "$out", "--depfile", "$depfile"]
@@ -126,7 +126,7 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
         f"  depfile = {s.stem}.o.d\n  gencode = {shell(gencode_flags(build.archs, only_arch))}"
         for s, only_arch in sources.items()
     ]
-    edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'src' / 'flash.h')}")
+    edges.append(f"build kernel_manifest.o: host kernel_manifest.cpp | {escaped(source_dir / 'params' / 'flash.h')}")
     objects = " ".join([f"{s.stem}.o" for s in sources] + ["kernel_manifest.o"])
     edges.append(f"build {ARCHIVE}: archive {objects}\ndefault {ARCHIVE}")
     return "\n".join(["ninja_required_version = 1.8", *rules, *edges]) + "\n"

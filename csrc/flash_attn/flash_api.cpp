@@ -13,19 +13,19 @@
 #include <string>
 #include <utility>
 
-#include "allocate.h"
-#include "checks.h"
-#include "combine_api.h"
-#include "describe.h"
-#include "forward_family.h"
-#include "kvcache_api.h"
-#include "launch_check.h"
-#include "overlap.h"
+#include "api/allocate.h"
+#include "api/checks.h"
+#include "api/combine.h"
+#include "api/kvcache.h"
+#include "api/launch_check.h"
+#include "api/overlap.h"
+#include "api/prepare.h"
+#include "api/run_fwd.h"
+#include "api/set_params.h"
+#include "core/static_switch.h"
+#include "params/flash.h"
 #include "plan/grid.h"
 #include "plan/tiles.h"
-#include "prepare.h"
-#include "src/flash.h"
-#include "src/static_switch.h"
 
 namespace flash {
 namespace {

@@ -1,7 +1,7 @@
 """What a call writes must be memory of its own: no element twice, and none that the call reads.
 
 Address ranges do not tell: those of dq, dk and dv in one packed buffer interleave. Two indices with one address are
-looked for instead, as csrc/flash_attn/strides.h does.
+looked for instead, as csrc/flash_attn/api/strides.h does.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 #include <iostream>
 #include <string>
 
-#include "src/common/dropout_mask.h"
+#include "core/dropout_mask.h"
 
 int main(int argc, char** argv) {
   if (argc != 10) return 2;

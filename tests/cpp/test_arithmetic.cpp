@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "check.h"
-#include "src/common/dropout_mask.h"
-#include "src/common/fast_div.h"
+#include "core/dropout_mask.h"
+#include "core/fast_div.h"
 
 namespace {
 

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "check.h"
-#include "src/common/block_range.h"
-#include "src/common/hidden_steps.h"
-#include "src/common/seen.h"
+#include "core/block_range.h"
+#include "core/hidden_steps.h"
+#include "core/seen.h"
 
 namespace {
 

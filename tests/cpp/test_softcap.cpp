@@ -3,7 +3,7 @@
 #include <initializer_list>
 
 #include "check.h"
-#include "common/softcap_series.h"
+#include "core/softcap_series.h"
 
 namespace {
 

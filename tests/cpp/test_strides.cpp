@@ -4,8 +4,8 @@
 #include <set>
 #include <vector>
 
+#include "api/strides.h"
 #include "check.h"
-#include "strides.h"
 
 namespace {
 

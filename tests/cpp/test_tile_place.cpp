@@ -3,7 +3,7 @@
 #include <set>
 
 #include "check.h"
-#include "sm90/tile_place.h"
+#include "kernels/tma/swizzle.h"
 
 namespace {
 

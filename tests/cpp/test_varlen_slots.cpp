@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "check.h"
+#include "core/block_range.h"
 #include "plan/grid.h"
-#include "src/common/block_range.h"
 
 namespace {
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "common/kv_schedule.h"
-#include "grid.h"
-#include "tiles.h"
+#include "core/kv_schedule.h"
+#include "plan/grid.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace plan {
@@ -56,7 +56,7 @@ struct KvPlan {
   int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
   bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
-  bool in_pairs;        // better launched in pairs, where the kernel can (common/block_pair.h)
+  bool in_pairs;        // better launched in pairs, where the kernel can (kernels/decode/block_pair.h)
   bool merges_one_row;  // by a thread block of the merge, whose warps add up parts each
   int64_t least_share;  // key blocks of a thread block
   KvCuts cuts;

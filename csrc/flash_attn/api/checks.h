@@ -1,0 +1,308 @@
+// Argument checks of the binding: each rule once. A message names the argument, what was expected and what came.
+// flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
+#pragma once
+
+#include <ATen/core/DimVector.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <optional>
+#include <string>
+
+#include "params/flash.h"
+
+namespace flash {
+namespace checks {
+
+// As Python prints it, without "torch.".
+inline std::string dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    case at::kByte: return "uint8";
+    case at::kChar: return "int8";
+    case at::kShort: return "int16";
+    case at::kInt: return "int32";
+    case at::kLong: return "int64";
+    case at::kBool: return "bool";
+    case at::kComplexHalf: return "complex32";
+    case at::kComplexFloat: return "complex64";
+    case at::kComplexDouble: return "complex128";
+    case at::kFloat8_e4m3fn: return "float8_e4m3fn";
+    case at::kFloat8_e5m2: return "float8_e5m2";
+    default: break;
+  }
+  std::string name = c10::toString(type);
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name;
+}
+
+// Message parts as text, without streams: their number formatting breaks where a toolchain links libstdc++ statically
+// into a module of a process that has it as a shared library.
+inline std::string text(const char* part) { return part; }
+inline std::string text(const std::string& part) { return part; }
+inline std::string text(const c10::Device& part) { return part.str(); }
+inline std::string text(int64_t part) { return std::to_string(part); }
+inline std::string text(double part) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", part);
+  return buffer;
+}
+inline std::string text(at::IntArrayRef part) {
+  std::string result = "[";
+  for (size_t i = 0; i < part.size(); ++i) result += (i ? ", " : "") + std::to_string(part[i]);
+  return result + "]";
+}
+
+template <class... Parts>
+[[noreturn]] void fail(const char* name, const Parts&... parts) {
+  throw c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, name + (": " + ... + text(parts)));
+}
+
+// Elements in memory at strides: what a pointer and strides describe.
+inline void strided(const char* name, const at::Tensor& tensor) {
+  auto refuse = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
+  if (!tensor.defined()) refuse("an undefined one");
+  if (tensor.is_nested()) refuse("a nested one");
+  if (tensor.layout() == at::kStrided) {
+    if (!tensor.has_storage()) refuse("one without storage");
+    return;
+  }
+  const bool is_sparse = tensor.layout() == at::kSparse || tensor.is_sparse_csr() ||
+                         tensor.layout() == at::kSparseCsc || tensor.layout() == at::kSparseBsr ||
+                         tensor.layout() == at::kSparseBsc;
+  refuse(is_sparse ? "a sparse one" : "one of another layout");
+}
+
+inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
+  if (tensor.defined() && tensor.device() != q.device()) {
+    fail(name, "expected a tensor on q's device (", q.device(), "), got one on ", tensor.device());
+  }
+  strided(name, tensor);
+}
+
+inline void rank(const char* name, const at::Tensor& tensor, int64_t expected, const char* axes) {
+  if (tensor.dim() != expected) fail(name, "expected ", expected, " dimensions (", axes, "), got ", tensor.dim());
+}
+
+inline void shape(const char* name, const at::Tensor& tensor, at::IntArrayRef expected) {
+  if (tensor.sizes() != expected) {
+    fail(name, "expected shape ", expected, ", got ", tensor.sizes());
+  }
+}
+
+inline void last_stride(const char* name, const at::Tensor& tensor) {
+  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+    fail(name, "expected a contiguous last dimension (stride 1), got stride ", tensor.stride(-1));
+  }
+}
+
+inline void dtype_of_q(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
+  if (tensor.scalar_type() != q.scalar_type()) {
+    fail(name, "expected the dtype of q (", dtype_name(q.scalar_type()), "), got ", dtype_name(tensor.scalar_type()));
+  }
+}
+
+inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) {
+  if (tensor.scalar_type() != expected) {
+    fail(name, "expected dtype ", dtype_name(expected), ", got ", dtype_name(tensor.scalar_type()));
+  }
+}
+
+// Every size that a kernel keeps as an int; expanded tensors have such sizes without the memory.
+inline void at_most(const char* name, int64_t value, const char* what) {
+  if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " ", what, ", got ", value);
+}
+
+// Sequences or pages (of four dimensions), rows and heads.
+inline void sizes(const char* name, const at::Tensor& tensor, const char* first) {
+  if (tensor.dim() == 4) at_most(name, tensor.size(0), first);
+  at_most(name, tensor.size(-3), "rows");
+  at_most(name, tensor.size(-2), "heads");
+}
+
+inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
+  if (q.defined() && !q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
+  strided("q", q);
+  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) {
+    fail("q", "expected dtype float16 or bfloat16, got ", dtype_name(q.scalar_type()));
+  }
+  rank("q", q, dims, axes);
+  last_stride("q", q);
+  const int64_t head_dim = q.size(-1);
+  if (head_dim > 256) fail("q", "expected a head dim of at most 256, got ", head_dim);
+  if (head_dim == 0) fail("q", "expected a head dim of at least 1, got 0");
+  sizes("q", q, "sequences");
+}
+
+// What the kernels of the forward and the backward need beyond query().
+inline void whole_chunks(const at::Tensor& q) {
+  if (q.size(-1) % 8 != 0) fail("q", "expected a head dim that is a multiple of 8, got ", q.size(-1));
+}
+
+inline void head_counts(const at::Tensor& q, const at::Tensor& k) {
+  const int64_t heads = q.size(-2), heads_k = k.size(-2);
+  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
+    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
+  }
+}
+
+// v follows k in all axes but the last.
+inline void value(const at::Tensor& v, const at::Tensor& k) {
+  at::DimVector expected(k.sizes().begin(), k.sizes().end());
+  if (v.dim() == k.dim() && !expected.empty()) expected.back() = v.size(-1);
+  shape("v", v, expected);
+  const int64_t head_dim = v.size(-1);
+  if (head_dim < 1 || head_dim > 256) fail("v", "expected a head dim from 1 to 256, got ", head_dim);
+}
+
+// `expected`: the shape of k, with -1 on the axes that k itself decides.
+inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
+                      const char* axes) {
+  at::DimVector expected(expected_.begin(), expected_.end());
+  device("k", k, q);
+  device("v", v, q);
+  dtype_of_q("k", k, q);
+  rank("k", k, static_cast<int64_t>(expected.size()), axes);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (expected[i] < 0) expected[i] = k.size(static_cast<int64_t>(i));
+  }
+  shape("k", k, expected);
+  last_stride("k", k);
+  sizes("k", k, "pages");
+  dtype_of_q("v", v, q);
+  if (v.sizes() != k.sizes()) value(v, k);
+  last_stride("v", v);
+  head_counts(q, k);
+}
+
+inline at::DimVector output_shape(const at::Tensor& q, const at::Tensor& v) {
+  at::DimVector result(q.sizes().begin(), q.sizes().end());
+  result.back() = v.size(-1);
+  return result;
+}
+
+inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at::IntArrayRef expected) {
+  if (!out.has_value()) return;
+  device("out", *out, q);
+  dtype_of_q("out", *out, q);
+  shape("out", *out, expected);
+  last_stride("out", *out);
+}
+
+// The kernels compute with floats: scale log2(e) has to be finite as such, and with a softcap scale / softcap as well,
+// times a head's sum of products.
+constexpr double kMaxScale = 2e38, kMaxSoftcap = 1e15, kMinSoftcap = 1e-15;
+
+inline void numbers(double p_dropout, double softmax_scale, double softcap) {
+  if (!(p_dropout >= 0.0 && p_dropout < 1.0)) fail("p_dropout", "expected a value in [0, 1), got ", p_dropout);
+  if (!std::isfinite(softmax_scale)) fail("softmax_scale", "expected a finite value, got ", softmax_scale);
+  if (!(softcap >= 0.0)) fail("softcap", "expected a value >= 0, got ", softcap);
+  if (softcap != 0.0 && !(kMinSoftcap <= softcap && softcap <= kMaxSoftcap)) {
+    fail("softcap", "expected 0 or a value from ", kMinSoftcap, " to ", kMaxSoftcap, ", got ", softcap);
+  }
+  const double most = softcap > 0.0 ? kMaxSoftcap : kMaxScale;
+  if (std::fabs(softmax_scale) > most) {
+    fail("softmax_scale", "expected a magnitude of at most ", most, softcap > 0.0 ? " with a softcap" : "", ", got ",
+         softmax_scale);
+  }
+}
+
+inline void alibi(const std::optional<at::Tensor>& slopes, const at::Tensor& q, int64_t batch) {
+  if (!slopes.has_value()) return;
+  const char* name = "alibi_slopes";
+  const int64_t heads = q.size(-2);
+  device(name, *slopes, q);
+  dtype(name, *slopes, at::kFloat);
+  if (slopes->sizes() != at::IntArrayRef({heads}) && slopes->sizes() != at::IntArrayRef({batch, heads})) {
+    fail(name, "expected shape [", heads, "] or [", batch, ", ", heads, "], got ", slopes->sizes());
+  }
+  last_stride(name, *slopes);
+}
+
+inline void sinks(const std::optional<at::Tensor>& tensor, const at::Tensor& q) {
+  if (!tensor.has_value()) return;
+  device("sinks", *tensor, q);
+  dtype("sinks", *tensor, at::kFloat);
+  shape("sinks", *tensor, {q.size(-2)});
+  last_stride("sinks", *tensor);
+}
+
+// An int32 vector of lengths or offsets.
+inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
+  if (!tensor.has_value()) return;
+  device(name, *tensor, q);
+  dtype(name, *tensor, at::kInt);
+  shape(name, *tensor, {size});
+  if (!tensor->is_contiguous()) {
+    fail(name, "expected a contiguous tensor, got strides ", tensor->strides());
+  }
+}
+
+// Returns the number of sequences.
+inline int64_t cu_seqlens(const at::Tensor& cu_q, const at::Tensor& cu_k, const at::Tensor& q) {
+  device("cu_seqlens_q", cu_q, q);
+  if (cu_q.dim() != 1 || cu_q.numel() < 1) {
+    fail("cu_seqlens_q", "expected shape [b + 1], got ", cu_q.sizes());
+  }
+  at_most("cu_seqlens_q", cu_q.numel() - 1, "sequences");
+  lengths("cu_seqlens_q", cu_q, q, cu_q.numel());
+  lengths("cu_seqlens_k", cu_k, q, cu_q.numel());
+  return cu_q.numel() - 1;
+}
+
+inline void block_table(const std::optional<at::Tensor>& table, const at::Tensor& q, int64_t batch) {
+  if (!table.has_value()) return;
+  const char* name = "block_table";
+  device(name, *table, q);
+  dtype(name, *table, at::kInt);
+  if (table->dim() != 2 || table->size(0) != batch) {
+    fail(name, "expected shape [", batch, ", max_blocks], got ", table->sizes());
+  }
+  last_stride(name, *table);
+  at_most(name, table->size(1), "columns");
+}
+
+inline void max_seqlen(const char* name, int64_t value) {
+  if (value < 0) fail(name, "expected a value >= 0, got ", value);
+}
+
+// A tensor of the backward that has q's dtype and the shape of a forward tensor; any strides.
+inline void like(const char* name, const at::Tensor& tensor, at::IntArrayRef expected, const at::Tensor& q) {
+  device(name, tensor, q);
+  dtype_of_q(name, tensor, q);
+  shape(name, tensor, expected);
+}
+
+// The LSE or its gradient.
+inline void lse(const char* name, const at::Tensor& tensor, const at::Tensor& q, at::IntArrayRef expected) {
+  device(name, tensor, q);
+  dtype(name, tensor, at::kFloat);
+  shape(name, tensor, expected);
+}
+
+inline void rng_state(const std::optional<at::Tensor>& state, double p_dropout, const at::Tensor& q) {
+  if (p_dropout == 0.0) return;
+  const char* expected = "expected the int64 (2,) state that the forward returned when p_dropout > 0, got ";
+  if (!state.has_value()) fail("rng_state", expected, "None");
+  device("rng_state", *state, q);
+  if (state->scalar_type() != at::kLong || state->sizes() != at::IntArrayRef({2}) || !state->is_contiguous()) {
+    fail("rng_state", expected, dtype_name(state->scalar_type()), " ", state->sizes());
+  }
+}
+
+inline void generator(const std::optional<at::Generator>& gen) {
+  if (gen.has_value() && gen->defined() && !gen->device().is_cuda()) {
+    fail("gen", "expected a CUDA generator, got one on ", gen->device());
+  }
+}
+
+}  // namespace checks
+}  // namespace flash

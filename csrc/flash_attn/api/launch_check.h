@@ -1,0 +1,77 @@
+// Is this GPU supported, and did a launch succeed? Errors name the kernel, its configuration and what to do.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <array>
+#include <atomic>
+#include <string>
+
+#include "api/checks.h"
+#include "params/flash.h"
+#include "plan/tiles.h"
+
+namespace flash {
+
+struct DeviceFacts {
+  std::atomic<int> capability{0};  // 10 * major + minor; 0 = not asked yet
+  std::atomic<int> multiprocessors{0};
+  std::atomic<int> smem_per_multiprocessor{0};  // bytes
+  std::atomic<int> smem_per_block{0};           // bytes that one thread block may ask for
+};
+
+inline const DeviceFacts& device_facts(int device) {
+  static std::array<DeviceFacts, 64> cache;
+  DeviceFacts& facts = cache[device % 64];
+  if (facts.capability == 0) {
+    int major = 0, minor = 0, multiprocessors = 0, smem_per_multiprocessor = 0, smem_per_block = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    C10_CUDA_CHECK(
+        cudaDeviceGetAttribute(&smem_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    facts.multiprocessors = multiprocessors;
+    facts.smem_per_multiprocessor = smem_per_multiprocessor;
+    facts.smem_per_block = smem_per_block;
+    facts.capability = 10 * major + minor;
+  }
+  return facts;
+}
+
+inline int compute_capability(int device) { return device_facts(device).capability; }
+inline int multiprocessor_count(int device) { return device_facts(device).multiprocessors; }
+
+inline void check_device_supported(const at::Tensor& q) {
+  const int64_t capability = compute_capability(q.device().index());
+  if (capability < 80) {
+    checks::fail("q", "expected a tensor on a GPU of compute capability 8.0 or higher, got one on ", q.device(),
+                 " of compute capability ", capability / 10, ".", capability % 10);
+  }
+}
+
+inline void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
+  const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
+  const std::string what =
+      std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
+  const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
+  if (status == cudaErrorNotSupported) {
+    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
+    checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
+                 tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16", build);
+  }
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
+    checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,
+                 ". Rebuild flash_attn with FLASH_ATTN_CUDA_ARCHS including ", capability, build);
+  }
+  if (status == cudaErrorInvalidConfiguration) {
+    checks::fail(what.c_str(), "this GPU (compute capability ", capability / 10, ".", capability % 10,
+                 ") has too little shared memory per block for this head dim, or the grid is too large");
+  }
+  checks::fail(what.c_str(), "launch failed: ", cudaGetErrorString(status));
+}
+
+}  // namespace flash

@@ -1,0 +1,137 @@
+// Tensors and options to the plain parameters of params/flash.h.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <optional>
+
+#include "api/checks.h"
+#include "api/launch_check.h"
+#include "params/flash.h"
+
+namespace flash {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalGenerator = std::optional<at::Generator>;
+
+// The kernels move 16-byte chunks. Strides of axes of size 1 do not matter.
+inline bool is_aligned(const at::Tensor& tensor) {
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
+  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
+    if (tensor.size(axis) > 1 && tensor.stride(axis) % 8 != 0) return false;
+  }
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+}
+
+inline at::Tensor aligned(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || is_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+// (batch or pages, rows, heads, d) or (rows, heads, d).
+inline MatrixStrides matrix_strides(const at::Tensor& tensor) {
+  MatrixStrides strides;
+  strides.batch = tensor.dim() == 4 ? tensor.stride(0) : 0;
+  strides.row = tensor.stride(-3);
+  strides.head = tensor.stride(-2);
+  return strides;
+}
+
+struct Scores {
+  double softmax_scale;
+  bool is_causal;
+  int64_t window_left, window_right;
+  double softcap;
+  const OptionalTensor& alibi_slopes;
+  const OptionalTensor& sinks;
+};
+
+inline Window make_window(const Scores& scores) {
+  auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
+  Window window{side(scores.window_left), side(scores.window_right)};
+  if (scores.is_causal) window.right = 0;
+  return window;
+}
+
+// The kernels take denormal numbers for 0, and then make NaN of a masked score of -inf: 0 is scaled before the mask.
+inline float normal_float(double value) {
+  const float rounded = static_cast<float>(value);
+  return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
+}
+
+inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
+  constexpr double kLog2e = 1.4426950408889634;
+  params.scale_softmax = normal_float(scores.softmax_scale);
+  params.softcap = static_cast<float>(scores.softcap);
+  params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
+  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
+  params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
+  params.window = make_window(scores);
+  if (scores.alibi_slopes.has_value()) {
+    params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
+    params.alibi_slopes_batch_stride = scores.alibi_slopes->dim() == 2 ? scores.alibi_slopes->stride(0) : 0;
+  }
+  if (scores.sinks.has_value()) params.sinks_ptr = scores.sinks->const_data_ptr<float>();
+}
+
+inline void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const at::Tensor& out, const at::Tensor& lse) {
+  params.q_ptr = q.const_data_ptr();
+  params.k_ptr = k.const_data_ptr();
+  params.v_ptr = v.const_data_ptr();
+  params.o_ptr = out.mutable_data_ptr();
+  params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
+  params.q_strides = matrix_strides(q);
+  params.k_strides = matrix_strides(k);
+  params.v_strides = matrix_strides(v);
+  params.o_strides = matrix_strides(out);
+  params.h = static_cast<int>(q.size(-2));
+  params.h_k = static_cast<int>(k.size(-2));
+  params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
+  params.d = static_cast<int>(q.size(-1));
+  params.d_v = static_cast<int>(v.size(-1));
+  params.seqlen_q = static_cast<int>(q.size(-3));
+  params.seqlen_k = static_cast<int>(k.size(-3));
+  params.device = q.device().index();
+  params.multiprocessors = multiprocessor_count(params.device);
+}
+
+// P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
+inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
+  if (p_dropout == 0.0) return;
+  constexpr double kRange = 4294967296.0;
+  const double threshold = std::min(std::nearbyint(p_dropout * kRange), kRange - 1.0);
+  params.has_dropout = true;
+  params.dropout.threshold = static_cast<uint32_t>(threshold);
+  params.dropout.keep_scale = static_cast<float>(kRange / (kRange - threshold));
+}
+
+// A new state from the generator; the kernel writes it to rng_state.
+inline void draw_philox_state(Flash_fwd_params& params, const OptionalGenerator& gen) {
+  auto* generator =
+      at::get_generator_or_default<at::CUDAGeneratorImpl>(gen, at::cuda::detail::getDefaultCUDAGenerator());
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  // The mask is keyed by the offset as a whole, so the least step that torch allows makes it new.
+  const at::PhiloxCudaState state = generator->philox_cuda_state(4);
+  PhiloxState& philox = params.dropout.state;
+  if (state.captured_) {
+    philox.seed_ptr = state.seed_.ptr;
+    philox.offset_ptr = state.offset_.ptr;
+    philox.offset = state.offset_intragraph_;
+  } else {
+    philox.seed = state.seed_.val;
+    philox.offset = state.offset_.val;
+  }
+}
+
+// The state that a forward left in rng_state.
+inline void reuse_philox_state(Flash_fwd_params& params, const at::Tensor& rng_state) {
+  params.dropout.state.seed_ptr = rng_state.const_data_ptr<int64_t>();
+  params.dropout.state.offset_ptr = rng_state.const_data_ptr<int64_t>() + 1;
+}
+
+}  // namespace flash

@@ -1,0 +1,137 @@
+// How the work on a KV cache is shared out. The key blocks of all tiles stand in one line: sequences, their row tiles,
+// the K/V heads of these, and the blocks of keys that the tile visits. Every thread block takes an equal stretch of the
+// line; a tile that a stretch cuts leaves partial results, which are merged afterwards. Lengths are only known on the
+// device, so the host decides the number of thread blocks and nothing else. tests/cpp checks the arithmetic by brute
+// force.
+#pragma once
+
+#include <cstdint>
+
+#include "core/block_range.h"
+#include "core/host_device.h"
+
+namespace flash {
+
+// Where a tile may be cut.
+enum class CutRule : int {
+  kAnywhere,  // between any two blocks, but tiles of at most `value` blocks stay whole
+  kParts,     // into at most `value` parts of equal size
+  kChunks,    // where the block index is a multiple of `value`
+  kWhole      // nowhere
+};
+
+struct KvCuts {
+  CutRule rule = CutRule::kWhole;
+  int value = 0;
+
+  // The first permitted cut at or after `offset` of a tile of `count` blocks whose first block is `first_block`.
+  FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
+    if (offset <= 0) return 0;
+    if (offset >= count || rule == CutRule::kWhole) return count;
+    if (rule == CutRule::kAnywhere) return count <= value ? count : offset;
+    if (rule == CutRule::kChunks) {
+      const int64_t block = static_cast<int64_t>(first_block) + offset;
+      const int64_t cut = (block + value - 1) / value * value - first_block;
+      return cut < count ? static_cast<int>(cut) : count;
+    }
+    const int part = (count - 1) / value + 1;  // count + value may pass 2^31
+    const int64_t cut = (static_cast<int64_t>(offset) + part - 1) / part * part;
+    return cut < count ? static_cast<int>(cut) : count;
+  }
+};
+
+// Blocks [from, to) of a tile, counted from its first one.
+struct KvSegment {
+  int from = 0;
+  int to = 0;
+
+  FLASH_HOST_DEVICE constexpr bool empty() const { return from >= to; }
+};
+
+FLASH_HOST_DEVICE constexpr int clamp_offset(int64_t offset, int count) {
+  return offset < 0 ? 0 : offset > count ? count : static_cast<int>(offset);
+}
+
+// What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
+FLASH_HOST_DEVICE constexpr KvSegment kv_segment(const KvCuts& cuts, int first_block, int count, int64_t tile_begin,
+                                                 int64_t share, int index) {
+  KvSegment segment;
+  segment.from = cuts.next(first_block, count, clamp_offset(index * share - tile_begin, count));
+  segment.to = cuts.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
+  return segment;
+}
+
+// kv_segment() where tiles of at most `whole_up_to` blocks stay whole and others are cut anywhere.
+FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(int whole_up_to, int count, int64_t tile_begin, int64_t share,
+                                                      int index) {
+  KvSegment segment;
+  segment.from = clamp_offset(index * share - tile_begin, count);
+  segment.to = clamp_offset((index + 1) * share - tile_begin, count);
+  if (count > whole_up_to) return segment;
+  return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+}
+
+// Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
+// where thread blocks are launched in pairs, these two merge it.
+FLASH_HOST_DEVICE constexpr bool kv_is_half(const KvSegment& segment, int count, int64_t share, int index) {
+  return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
+}
+
+// Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
+// leaves at most one other tile unfinished (slot 1).
+FLASH_HOST_DEVICE constexpr int kv_slot(int index, const KvSegment& segment) {
+  return 2 * index + (segment.from == 0 ? 1 : 0);
+}
+
+// Blocks of the line for each thread block.
+FLASH_HOST_DEVICE constexpr int64_t kv_share(int64_t total, int thread_blocks, int64_t least_share) {
+  const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
+  return share > least_share ? share : least_share;
+}
+
+// A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.
+struct KvHeader {
+  int64_t share = 1;
+  int64_t total = 0;
+};
+
+struct KvRecord {
+  int64_t item_begin = 0;  // place in the line of the item in which the stretch begins
+  int item = 0;            // sequence * row tiles + row tile; items that do not exist begin no stretch
+  int padding = 0;
+};
+
+// What a request's lengths say. Requests that do not fit have no keys.
+struct KvLengths {
+  int first_row = 0;  // of the cache, that counts as key 0
+  int seqlen_k = 0;   // keys, the new ones included
+  bool fits = false;
+};
+
+FLASH_HOST_DEVICE constexpr KvLengths kv_lengths(int cached, int leftpad, int seqlen_new, int capacity) {
+  KvLengths lengths;
+  lengths.fits = cached >= 0 && static_cast<int64_t>(cached) + seqlen_new <= capacity;
+  const int total = lengths.fits ? cached + seqlen_new : 0;
+  lengths.first_row = leftpad < 0 ? 0 : leftpad > total ? total : leftpad;
+  lengths.seqlen_k = total - lengths.first_row;
+  return lengths;
+}
+
+// Rows that the rotary tables need for a request: the new keys stand at the rows from `cached` on, and so do the
+// queries, one row each or, if `one_position`, all at the first.
+FLASH_HOST_DEVICE constexpr int64_t kv_rotary_rows(int64_t cached, int seqlen_q, int seqlen_new, bool one_position) {
+  const int positions = one_position && seqlen_q > 1 ? 1 : seqlen_q;
+  return cached + (positions > seqlen_new ? positions : seqlen_new);
+}
+
+// The query tokens [begin, end) of a tile of packed rows: row r is head r % group of token r / group.
+struct KvTokens {
+  int begin = 0;
+  int end = 0;
+};
+
+// The key blocks that a tile visits. A tile that sees no key still takes one place in the line: somebody has to write
+// its rows.
+FLASH_HOST_DEVICE constexpr int kv_count(const BlockRange& range) { return range.count() > 0 ? range.count() : 1; }
+
+}  // namespace flash

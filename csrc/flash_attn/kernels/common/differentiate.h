@@ -1,0 +1,116 @@
+// From raw scores and dP to P and dS, in accumulators: P = exp(S - LSE), dS = P (dP - softmax_d), with everything that
+// changes scores on the way. Views are row_col_views or transposed ones, with the coordinates that belong to them.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/dropout.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/common/sequence.h"
+
+namespace flash {
+
+// Where a tile of scores stands.
+struct ScorePlace {
+  int batch;
+  int head;
+  int row_begin;
+  int key_begin;
+};
+
+template <int kBlockM, int kBlockN, class Scores, class Coords>
+__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
+                                            const ScorePlace& place) {
+  const int row_end = min(place.row_begin + kBlockM, visibility.seqlen_q);
+  apply_mask(scores, coords, visibility, place.row_begin, row_end, place.key_begin, place.key_begin + kBlockN);
+}
+
+// Values of the rows of a thread, in registers.
+template <int kRows>
+struct RowArray {
+  const float (&values)[kRows];
+
+  __device__ __forceinline__ float2 pair(int mi) const { return {values[mi], values[mi + 1]}; }
+};
+
+// The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities
+// 0.
+__device__ __forceinline__ float keyed_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
+
+// Scores become probabilities. lse_log2.pair(mi): of the rows mi and mi + 1 of this thread, +inf where there is no row.
+template <class Scores, class RowValues>
+__device__ __forceinline__ void exponentiate_scores(Scores& scores, float scale_log2, const RowValues& lse_log2) {
+  using namespace cute;
+#pragma unroll
+  for (int mi = 0; mi < size<0>(scores); mi += 2) {
+    const float2 lse = lse_log2.pair(mi);
+#pragma unroll
+    for (int ni = 0; ni < size<1>(scores); ++ni) {
+      scores(mi, ni) = exp2f(scores(mi, ni) * scale_log2 - lse.x);
+      scores(mi + 1, ni) = exp2f(scores(mi + 1, ni) * scale_log2 - lse.y);
+    }
+  }
+}
+
+template <class Gradients, class RowValues>
+__device__ __forceinline__ void subtract_softmax_d(Gradients& dp, const RowValues& softmax_d) {
+  using namespace cute;
+#pragma unroll
+  for (int mi = 0; mi < size<0>(dp); mi += 2) {
+    const float2 delta = softmax_d.pair(mi);
+#pragma unroll
+    for (int ni = 0; ni < size<1>(dp); ++ni) {
+      dp(mi, ni) -= delta.x;
+      dp(mi + 1, ni) -= delta.y;
+    }
+  }
+}
+
+// dP becomes dS, up to the softmax scale.
+template <class Probabilities, class Gradients, class RowValues>
+__device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gradients& dp,
+                                                     const RowValues& softmax_d) {
+  subtract_softmax_d(dp, softmax_d);
+#pragma unroll
+  for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
+}
+
+// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
+// multiply dO (dropped ones 0), dp dS.
+template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Words, class RowValues, class Scores,
+          class Gradients>
+__device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
+                                                      const ScorePlace& place, const Coords& coords, const Words& words,
+                                                      const RowValues& lse_log2, const RowValues& softmax_d,
+                                                      Scores& scores, Gradients& dp) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
+  uint32_t dropped[(kRows * kCols + 31) / 32] = {};
+  if (kMayDrop && params.has_dropout) {
+    const float keep_scale = params.dropout.keep_scale;
+    for_each_draw<kRows, kCols>(params.dropout.threshold, words, coords, [&](int mi, int ni, bool kept) {
+      const int element = mi * kCols + ni;
+      dropped[element / 32] |= static_cast<uint32_t>(!kept) << (element % 32);
+      dp(mi, ni) = kept ? dp(mi, ni) * keep_scale : 0.0f;
+    });
+  }
+  subtract_softmax_d(dp, softmax_d);
+  if (params.has_score_mod) {
+    ScoreMod(params, place.batch, place.head)
+        .apply_with_derivative(scores, dp, coords, visibility.diagonal(place.row_begin), place.key_begin);
+  }
+  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, place);
+  exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      dp(mi, ni) *= scores(mi, ni);
+      const int element = mi * kCols + ni;
+      if (kMayDrop && ((dropped[element / 32] >> (element % 32)) & 1)) scores(mi, ni) = 0.0f;
+    }
+  }
+}
+
+}  // namespace flash

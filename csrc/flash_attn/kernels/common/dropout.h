@@ -1,0 +1,119 @@
+// Dropout of probabilities held in accumulators; the mask itself is defined in dropout_mask.h.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "core/dropout_mask.h"
+#include "params/flash.h"
+
+namespace flash {
+
+struct PhiloxSeed {
+  uint64_t seed;
+  uint64_t offset;
+
+  __device__ __forceinline__ explicit PhiloxSeed(const PhiloxState& state)
+      : seed(state.seed_ptr != nullptr ? static_cast<uint64_t>(*state.seed_ptr) : state.seed),
+        offset(state.offset + (state.offset_ptr != nullptr ? static_cast<uint64_t>(*state.offset_ptr) : 0)) {}
+};
+
+// One thread of the grid leaves the state for the backward and for flash_attn.dropout_mask; zeros without dropout.
+__device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  const PhiloxSeed state(dropout.state);
+  dropout.rng_state[0] = static_cast<int64_t>(state.seed);
+  dropout.rng_state[1] = static_cast<int64_t>(state.offset);
+}
+
+struct DropoutMask {
+  DropoutStream stream;
+  uint32_t threshold;
+
+  DropoutMask() = default;
+
+  __device__ __forceinline__ DropoutMask(const Dropout& dropout, int batch, int head) : threshold(dropout.threshold) {
+    const PhiloxSeed state(dropout.state);
+    stream = dropout_stream(state.seed, state.offset, batch, head);
+  }
+};
+
+// The words of the rows and columns of a tile, made by the thread that wants them.
+template <class Coords>
+struct TileWords {
+  const DropoutStream& stream;
+  const Coords& coords;
+  int row_begin, col_begin;
+
+  __device__ __forceinline__ DropoutWords row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
+  __device__ __forceinline__ DropoutWords column_pair(int ni) const {
+    return dropout_column_pair(stream, (col_begin >> 1) + (coords.col(ni) >> 1));  // one for both columns of a pair
+  }
+};
+
+// Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one. Columns are
+// counted from an even one.
+template <int kRows, int kCols, class Words, class Coords, class Visit>
+__device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
+                                              const Visit& visit) {
+  const bool draws_kept = dropout_draws_kept(threshold);
+  DropoutWords column_pairs[kCols];
+#pragma unroll
+  for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const DropoutWords row = words.row(mi);
+    const uint32_t limit = dropout_limit(row, threshold);
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      visit(mi, ni, dropout_keeps(dropout_uniforms(row, column_pairs[ni]), coords.col(ni), limit, draws_kept));
+    }
+  }
+}
+
+// Dropped probabilities become 0.
+template <class Probabilities, class Coords>
+__device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabilities& probabilities,
+                                              const Coords& coords, int row_begin, int col_begin) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
+  const TileWords<Coords> words{mask.stream, coords, row_begin, col_begin};
+  for_each_draw<kRows, kCols>(mask.threshold, words, coords, [&](int mi, int ni, bool kept) {
+    probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+  });
+}
+
+// What a lane's two rows draw.
+struct LaneRows {
+  DropoutWords rows[2];
+  uint32_t limits[2];  // in both halves
+  bool draws_kept;
+
+  LaneRows() = default;
+
+  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row)
+      : draws_kept(dropout_draws_kept(mask.threshold)) {
+#pragma unroll
+    for (int mi = 0; mi < 2; ++mi) {
+      rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
+      limits[mi] = dropout_limit(rows[mi], mask.threshold) * 0x10001u;
+    }
+  }
+
+  // All ones in the halves of a pair of columns that row mi keeps. One instruction compares both, as numbers of 16 bits
+  // without their signs, which are ordered as their bits are; what is a NaN is not below a limit.
+  __device__ __forceinline__ uint32_t draw(int mi, const DropoutWords& column_pair) const {
+    uint32_t kept;
+    asm("{\n\t"
+        ".reg .b32 magnitudes;\n\t"
+        ".reg .pred draws_kept;\n\t"
+        "setp.ne.u32 draws_kept, %3, 0;\n\t"
+        "abs.f16x2 magnitudes, %1;\n\t"
+        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, draws_kept;\n\t"
+        "}"
+        : "=r"(kept)
+        : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(draws_kept)));
+    return kept;
+  }
+};
+
+}  // namespace flash

@@ -1,0 +1,62 @@
+// Online softmax whose reference is the exact running maximum of each row: a row's result then depends on the row
+// alone, bit by bit, where softmax.h lets neighbouring rows decide when the reference is raised.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+
+namespace flash {
+
+template <int kRows>
+struct ExactSoftmax {
+  float row_max[kRows];  // of the raw scores; -inf while nothing visible was met
+  float row_sum[kRows];  // this thread's share of the columns
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      row_max[mi] = -INFINITY;
+      row_sum[mi] = 0.0f;
+    }
+  }
+
+  // Turns scores (rows, cols) into exp2(scale (score - maximum)) and rescales out (rows, head dim). The difference is
+  // taken first, so that large scores lose nothing. The warp's vote skips multiplications by one and decides nothing.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
+    using namespace cute;
+    static_assert(decltype(size<0>(scores))::value == kRows, "one running maximum per row");
+    float new_max[kRows];
+    bool raise = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      new_max[mi] = scores(mi, 0);
+#pragma unroll
+      for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
+      new_max[mi] = fmaxf(row_max[mi], quad_max(new_max[mi]));
+      raise |= new_max[mi] > row_max[mi];
+    }
+    if (__any_sync(0xffffffffu, raise)) {
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        const float correction = new_max[mi] == -INFINITY ? 1.0f : exp2f((row_max[mi] - new_max[mi]) * scale);
+        row_max[mi] = new_max[mi];
+        row_sum[mi] *= correction;
+#pragma unroll
+        for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
+      }
+    }
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float reference = row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ++ni) {
+        scores(mi, ni) = exp2f((scores(mi, ni) - reference) * scale);
+        row_sum[mi] += scores(mi, ni);
+      }
+    }
+  }
+};
+
+}  // namespace flash

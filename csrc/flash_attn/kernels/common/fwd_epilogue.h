@@ -1,0 +1,46 @@
+// The end of the forward's softmax, for all kernel families: output divided by the row sums, and the LSE.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/sequence.h"
+#include "kernels/common/softmax.h"
+
+namespace flash {
+
+// What the rows of the output, whose sink is row_sink(), are to be multiplied by. Before store_lse(), which needs the
+// sums of whole rows.
+template <int kRows, class Flag, int kSums>
+__device__ __forceinline__ void finish_rows(Softmax<kRows, Flag, kSums>& softmax, float (&factor)[kRows],
+                                            const Flash_fwd_params& params, float sink) {
+  softmax.finish(factor, params.dropout.keep_scale, params.softmax_scale_log2, sink);
+}
+
+template <int kRows, class Accumulator>
+__device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& acc_o, const Flash_fwd_params& params,
+                                          float sink) {
+  float factor[kRows];
+  finish_rows(softmax, factor, params, sink);
+  auto out = row_col_view(acc_o);
+  softmax.rescale(out, factor);
+}
+
+// `row_begin`: what the rows of `coords` count from. `offset`: of the LSE, for a share of the keys.
+template <int kRows, class Flag, int kSums, class Coords>
+__device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& softmax, const Flash_fwd_params& params,
+                                          const RowBlock& block, const Coords& coords, int row_begin, float sink,
+                                          int64_t offset = 0) {
+  if (threadIdx.x % 4 != 0) return;
+  float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);
+  float values[kRows];  // without branches: nothing hides what a row block ends with
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const int row = row_begin + coords.row(mi);
+    if (row < block.row_end) lse[row] = values[mi];
+  }
+}
+
+}  // namespace flash

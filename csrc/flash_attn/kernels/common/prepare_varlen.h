@@ -1,0 +1,76 @@
+// From the int32 vectors that describe a packed batch, whatever they hold, to segments that cover every row once.
+#pragma once
+
+#include "kernels/common/sequence.h"
+
+namespace flash {
+
+constexpr int kPrepareThreads = 1024;  // at most; of the thread block that calls prepare_varlen()
+
+// Inclusive maximum over the threads of a block. warp_max: one value for each warp.
+__device__ __forceinline__ int block_prefix_max(int value, int* warp_max) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value = max(value, below);
+  }
+  if (lane == 31) warp_max[warp] = value;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) value = max(value, warp_max[i]);
+  __syncthreads();  // before the next values
+  return value;
+}
+
+// The running maximum of cu_seqlens, clamped to [0, total]: sequences that would begin before the end of an earlier one
+// begin there, so that no two have a row in common.
+__device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, int total, int* segments) {
+  __shared__ int warp_max[kPrepareThreads / 32], carried;
+  if (threadIdx.x == 0) {
+    segments[0] = carried = 0;
+    segments[batch + 2] = total;
+  }
+  __syncthreads();
+  const int threads = blockDim.x;
+  for (int64_t first = 0; first <= batch; first += threads) {
+    const int64_t i = first + threadIdx.x;
+    const int begin = i <= batch ? clamp(cu_seqlens[i], 0, total) : 0;
+    const int running = max(block_prefix_max(begin, warp_max), carried);
+    if (i <= batch) segments[i + 1] = running;
+    __syncthreads();  // all have read what was carried
+    if (threadIdx.x == threads - 1) carried = running;
+    __syncthreads();
+  }
+}
+
+// seqused_k is the length of a sequence, of which cu_seqlens_k then gives the beginning alone; pages have neither a
+// beginning nor neighbours. Left padding counts in the length.
+__device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) {
+  const Varlen& varlen = params.varlen;
+  const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
+  const int pages_hold = static_cast<int>(min(table, int64_t{kMaxLength}));
+  for (int64_t i = threadIdx.x; i < params.b; i += blockDim.x) {
+    int begin = varlen.segments_k[i + 1], length = varlen.segments_k[i + 2] - begin;
+    if (params.is_paged()) begin = 0;
+    if (varlen.seqused_k != nullptr) {
+      if (!params.is_paged()) begin = clamp(varlen.cu_seqlens_k[i], 0, params.seqlen_k);
+      length = max(varlen.seqused_k[i], 0);
+    }
+    length = min(length, params.is_paged() ? pages_hold : params.seqlen_k - begin);
+    const int leftpad = varlen.leftpad_k != nullptr ? clamp(varlen.leftpad_k[i], 0, length) : 0;
+    varlen.key_ranges[2 * i] = begin + leftpad;
+    varlen.key_ranges[2 * i + 1] = length - leftpad;
+  }
+}
+
+// By all threads of a block, whole warps; on return all of them may read the results.
+__device__ __forceinline__ void prepare_varlen(const Flash_fwd_params& params) {
+  const Varlen& varlen = params.varlen;
+  fill_segments(varlen.cu_seqlens_q, params.b, params.seqlen_q, varlen.segments_q);
+  fill_segments(varlen.cu_seqlens_k, params.b, params.is_paged() ? kMaxLength : params.seqlen_k, varlen.segments_k);
+  __syncthreads();
+  fill_key_ranges(params);
+  __syncthreads();
+}
+
+}  // namespace flash

@@ -1,0 +1,38 @@
+// Rows of a staged shared tile to a strided matrix, in whole 16-byte chunks.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/convert.h"
+
+namespace flash {
+
+// All threads of the block together, thread places as in RowCopy; the tile must be visible to all of them. Rows
+// [0, rows) and columns [0, cols) are written.
+template <class Copy, class Element, class Smem>
+__device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {
+  const Copy place(cols);
+#pragma unroll
+  for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
+    const int row = place.row + i;
+#pragma unroll
+    for (int j = 0; j < Copy::kColPasses; ++j) {
+      const int col = place.col + j * Copy::kThreadsPerRow * Copy::kChunk;
+      if (row < rows && col < cols) {
+        *reinterpret_cast<uint4*>(base + row * stride + col) = *reinterpret_cast<const uint4*>(&tile(row, col));
+      }
+    }
+  }
+}
+
+// Accumulators to a swizzled shared tile as Elements. Fragments hold neighbouring columns in pairs.
+template <class Element, class Mma, class Accumulator, class Smem>
+__device__ __forceinline__ void stage_accumulator(const Mma& mma, const Accumulator& accumulator, Smem& tile) {
+  using namespace cute;
+  using Store = Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>;
+  const auto store = make_tiled_copy_C(Store{}, mma).get_thread_slice(threadIdx.x);
+  const auto values = convert<Element>(accumulator);
+  copy(Store{}, store.retile_S(values), store.partition_D(tile));
+}
+
+}  // namespace flash

@@ -1,0 +1,230 @@
+// From a thread block's index to its rows: which sequence, which head, which query rows, which keys.
+#pragma once
+
+#include "core/block_range.h"
+#include "core/bwd_schedule.h"
+#include "params/flash.h"
+#include "plan/grid.h"
+
+namespace flash {
+
+struct RowBlock {
+  int batch = 0;  // sequence index; 0 for rows that belong to no sequence, which have seqlen_k = 0
+  int head = 0;
+  int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
+  int seqlen_q = 0;
+  int k_begin = 0;  // first key row: in the packed tensor, or within the pages of the sequence
+  int seqlen_k = 0;
+  int row_begin = 0;  // of this block, within the sequence
+  int row_end = 0;    // <= seqlen_q; the block has no rows when row_end <= row_begin
+  int segment = 0;    // of a packed batch, see varlen_first_slot
+
+  __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
+};
+
+// Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
+// one.
+__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const RowBlock& block) {
+  return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
+}
+
+// The sink of the rows of a block, a natural logarithm; -inf: none.
+__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const RowBlock& block) {
+  return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
+}
+
+// The LSE of a row that sees no key: the sink, or +inf.
+__device__ __forceinline__ float keyless_lse(const Flash_fwd_params& params, const RowBlock& block) {
+  const float sink = row_sink(params, block);
+  return sink == -INFINITY ? INFINITY : sink;
+}
+
+__device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
+
+// The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
+// cost one memory latency. A row of the tensor counts as `packed` rows of a block.
+__device__ __forceinline__ int find_segment(const int* segments, int batch, int slot, int block_m, int packed = 1) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, count = batch + 2;
+  while (count > 1) {
+    const int stride = (count + 31) / 32;
+    const int probe = lane * stride;
+    const bool reached =
+        probe < count && varlen_first_slot(packed * segments[low + probe], low + probe, block_m) <= slot;
+    const int reached_probes = max(__popc(__ballot_sync(0xffffffffu, reached)), 1);
+    low += (reached_probes - 1) * stride;
+    count = min(stride, count - (reached_probes - 1) * stride);
+  }
+  return low;
+}
+
+__device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_params& params) {
+  block.k_begin = params.varlen.key_ranges[2 * block.batch];
+  block.seqlen_k = params.varlen.key_ranges[2 * block.batch + 1];
+}
+
+// The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
+// go first.
+__device__ __forceinline__ void set_rows(RowBlock& block, int block_m, int from_last) {
+  const int row_blocks = (block.seqlen_q + block_m - 1) / block_m;
+  block.row_begin = (row_blocks - 1 - from_last) * block_m;
+  block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
+}
+
+// A segment without rows of its own yet.
+__device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& params, int segment) {
+  const int* segments = params.varlen.segments_q;
+  RowBlock block;
+  block.segment = segment;
+  block.q_begin = segments[segment];
+  block.seqlen_q = segments[segment + 1] - block.q_begin;
+  if (in_sequence(params, block)) {
+    block.batch = segment - 1;
+    set_key_range(block, params);
+  }
+  return block;
+}
+
+__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
+  const int segment = find_segment(params.varlen.segments_q, params.b, slot, block_m);
+  RowBlock block = varlen_segment(params, segment);
+  block.head = head;
+  set_rows(block, block_m, slot - varlen_first_slot(block.q_begin, segment, block_m));
+  return block;
+}
+
+// `place`: of all row blocks of the head, the last of which is the first.
+__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m, int batch, int head,
+                                                    int place) {
+  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  RowBlock block;
+  block.head = head;
+  block.batch = batch;
+  block.seqlen_q = params.seqlen_q;
+  block.seqlen_k = params.seqlen_k;
+  if (params.varlen.key_ranges != nullptr) set_key_range(block, params);
+  block.row_begin = (row_blocks - 1 - place) * block_m;
+  block.row_end = min(block.row_begin + block_m, block.seqlen_q);
+  return block;
+}
+
+// Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each
+// the rows that see the most keys under a causal mask first.
+__device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params, int block_m, int index) {
+  if (params.is_varlen()) {
+    const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m), head = index / slots;
+    return varlen_row_block(params, block_m, head, index - head * slots);
+  }
+  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  const int batch_head = index / row_blocks, batch = batch_head / params.h;
+  return dense_row_block(params, block_m, batch, batch_head - batch * params.h, index - batch_head * row_blocks);
+}
+
+__device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
+  return row_block_at(params, block_m, blockIdx.x);
+}
+
+// For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
+// the L2 cache, come first before it, and last after it.
+__device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
+
+// The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
+struct KeyBlock {
+  int batch = 0;
+  int head_k = 0;
+  int q_begin = 0;
+  int seqlen_q = 0;  // 0 for keys that belong to no sequence: their gradients are 0
+  int k_begin = 0;
+  int seqlen_k = 0;
+  int n_block = 0;
+  int q_segment = 0;  // of the queries, for varlen_first_slot
+
+  __device__ __forceinline__ bool empty(int block_n) const { return n_block * block_n >= seqlen_k; }
+};
+
+__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, HeadBlock at) {
+  const int* segments_k = params.varlen.segments_k;
+  const int* segments_q = params.varlen.segments_q;
+  const int segment = find_segment(segments_k, params.b, at.block, block_n);
+  KeyBlock block;
+  block.head_k = at.head;
+  block.k_begin = segments_k[segment];
+  block.seqlen_k = segments_k[segment + 1] - block.k_begin;
+  block.n_block = at.block - varlen_first_slot(block.k_begin, segment, block_n);
+  if (segment >= 1 && segment <= params.b) {
+    block.batch = segment - 1;
+    block.q_segment = segment;
+    block.q_begin = segments_q[segment];
+    block.seqlen_q = segments_q[segment + 1] - block.q_begin;
+  }
+  return block;
+}
+
+// Key block `index` of plan::bwd_grid(), by all lanes of a warp together.
+__device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params, int block_n, int index,
+                                                 const BwdGrid& grid) {
+  const HeadBlock at = grid.order.at(index);
+  if (params.is_varlen()) return varlen_key_block(params, block_n, at);
+  KeyBlock block;
+  block.n_block = at.block;
+  block.batch = grid.heads_k.divide(at.head);
+  block.head_k = at.head - block.batch * params.h_k;
+  block.seqlen_q = params.seqlen_q;
+  block.seqlen_k = params.seqlen_k;
+  return block;
+}
+
+// The row blocks and query heads that the thread block of `block` walks.
+__device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, const KeyBlock& block, int block_m,
+                                            int block_n) {
+  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+  return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
+          params.h_h_k_ratio};
+}
+
+// Element offset of a packed row's sequence and head in a tensor of the given strides.
+__device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
+                                                 int head) {
+  return (is_varlen ? 0 : batch * strides.batch) + row * strides.row + head * strides.head;
+}
+
+// First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
+__device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
+                                                 int q_segment, int block_m) {
+  if (params.is_varlen()) {
+    return static_cast<int64_t>(head) * varlen_slot_count(params.seqlen_q, params.b, block_m) +
+           varlen_first_slot(q_begin, q_segment, block_m);
+  }
+  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  return (static_cast<int64_t>(batch) * params.h + head) * row_blocks;
+}
+
+// The dQ tile of a step of a key block.
+__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const KeyBlock& block,
+                                                 const RowStep& at, int block_m) {
+  return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, block_m) + at.row_block;
+}
+
+// Element offset of (sequence, head) in Q or O. Packed tensors have a batch stride of 0.
+__device__ __forceinline__ int64_t q_offset(const RowBlock& block, const MatrixStrides& strides) {
+  const int64_t batch = strides.batch == 0 ? 0 : block.batch * strides.batch;
+  return batch + block.q_begin * strides.row + block.head * strides.head;
+}
+
+// Rows of (sequence, head) in the LSE: (b, h, seqlen_q) or (h, total_q).
+__device__ __forceinline__ int64_t lse_offset(const Flash_fwd_params& params, int batch, int head, int q_begin) {
+  const int64_t matrix = params.is_varlen() ? head : static_cast<int64_t>(batch) * params.h + head;
+  return matrix * params.seqlen_q + q_begin;
+}
+
+// And in softmax_d, whose rows are those of plan::softmax_d_rows().
+__device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& params, int batch, int head, int q_begin) {
+  if (!params.is_varlen()) return (static_cast<int64_t>(batch) * params.h + head) * params.d_rows;
+  return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;
+}
+
+__device__ __forceinline__ int64_t lse_offset(const RowBlock& block, const Flash_fwd_params& params) {
+  return lse_offset(params, block.batch, block.head, block.q_begin);
+}
+
+}  // namespace flash

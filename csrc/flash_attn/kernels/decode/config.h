@@ -1,0 +1,69 @@
+// Everything the KV-cache kernel derives from (dtype, head dim, tile size).
+#pragma once
+
+#include "kernels/sm80/operand_layouts.h"
+#include "params/kvcache.h"
+#include "plan/tiles.h"
+
+namespace flash {
+
+// Rows of kHeadDim elements in shared memory, their 16-byte chunks permuted so that neither ldmatrix nor cp.async meets
+// bank conflicts. `place` of a lane is chunk ^ key(row); chunks at a constant distance are found by next().
+template <int kHeadDim>
+struct ChunkSwizzle {
+  static constexpr int kChunks = kHeadDim / 8;
+  static constexpr bool kWide = kChunks % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
+  static constexpr int kMask = kWide ? 7 : 3;
+
+  __host__ __device__ static constexpr int key(int row) { return kWide ? row & 7 : (row >> 1) & 3; }
+
+  // The place of chunk + distance, given that of `chunk`; the two have no bits in common.
+  __host__ __device__ static constexpr int next(int place, int distance) {
+    return (place ^ (distance & kMask)) + (distance & ~kMask);
+  }
+};
+
+// kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
+// memory at the first use: score modifiers, rotary queries, pages that a step may straddle, rows that 16-byte accesses
+// do not suit or that are padded, cuts at given places.
+enum class KvVariant { kAll, kPlain };
+
+template <Dtype kDtype, int kHeadDim_, int kSize, KvVariant kVariant>
+struct KvConfig {
+  using Element = ElementOf<kDtype>;
+  static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize);
+  static constexpr bool kPlain = kVariant == KvVariant::kPlain;
+  static constexpr bool kMayPair = kPlain && kSize == 0;  // larger tiles are bound by their arithmetic
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kStep = kTile.step;
+  static constexpr int kRowTiles = kTile.row_tiles;
+  static constexpr int kRowWarps = kTile.row_warps;
+  static constexpr int kRows = kTile.rows();
+  static constexpr int kGroups = plan::kKvGroups;
+  static constexpr int kGroupThreads = 32 * kRowWarps;
+  static constexpr int kThreads = plan::kv_threads(kTile);
+  static constexpr int kBlockN = plan::kv_block_n(kTile);
+  static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
+
+  using Swizzle = ChunkSwizzle<kHeadDim>;
+  // Loads of K and V: lanes stand kLanesPerRow to a row, each with a 16-byte chunk.
+  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kChunks == 24 ? 8 : Swizzle::kChunks) : 4;
+  static constexpr int kRowsPerPass = 32 / kLanesPerRow;
+  static constexpr int kWarpRows = kStep / kRowWarps;  // of a step, loaded by one warp
+  static constexpr int kRowPasses = kWarpRows / kRowsPerPass;
+  static constexpr int kColPasses = Swizzle::kChunks / kLanesPerRow;
+  static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
+
+  // Shared memory: Q, statistics, scratch of the scheduler, parts of tiles and the stages of each group. Offsets in
+  // bytes.
+  static constexpr int kStatsAt = kRows * kHeadDim * static_cast<int>(sizeof(Element));
+  static constexpr int kScratchAt = kStatsAt + plan::kKvStatBytes;
+  static constexpr int kPartsAt = kScratchAt + plan::kKvScratchBytes;
+  static constexpr int kStagesAt = plan::kv_smem_bytes(kTile, 0);
+  static_assert(kStagesAt == kPartsAt + plan::kKvPartBytes && kStagesAt % 128 == 0, "plan and kernel agree");
+  static constexpr int kStageElements = 2 * kStep * kHeadDim;  // of one group: K, then V
+  static_assert(kStageElements * sizeof(Element) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
+};
+
+}  // namespace flash

@@ -1,0 +1,460 @@
+// Merges the partial results of the tiles that the KV-cache kernel cut. A few thread blocks, each with its rows, for
+// every place where a tile may have been cut; they find out by themselves whether there is something to do, while the
+// attention still runs.
+#include <atomic>
+
+#include "kernels/common/launch.h"
+#include "kernels/common/pdl.h"
+#include "kernels/decode/output.h"
+#include "kernels/decode/start.h"
+#include "params/kvcache.h"
+#include "plan/kvcache.h"
+
+namespace flash {
+namespace {
+
+constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
+constexpr int kWarps = kThreads / 32;
+constexpr int kBatchedLoads = plan::kMergedParts;
+
+// A tile of which several partial results exist.
+struct CutTile {
+  KvQueries queries;
+  int head = 0;
+  int first_row = 0;  // packed
+  int rows = 0;       // 0: nothing to merge
+  BlockRange range;
+  int64_t tile_begin = 0, share = 1;
+  int64_t tile = 0;         // index of the tile, of its runs' slots
+  int first = 0, last = 0;  // thread blocks, or runs, that left a partial result; some thread blocks may have none
+};
+
+// Where thread block `index` left its part of the tile; -1: it has none.
+__device__ int slot_of_part(const Flash_kvcache_params& params, const CutTile& tile, int index) {
+  const KvSegment segment =
+      kv_segment(params.cuts, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
+  return segment.empty() ? -1 : kv_slot(index, segment);
+}
+
+__device__ void set_item(const Flash_kvcache_params& params, int item, CutTile& tile) {
+  KvItem at;
+  if (params.is_varlen()) {
+    at = packed_item(params, item);
+  } else {
+    at = {kv_request(params, item / params.row_tiles), item % params.row_tiles};
+  }
+  tile.queries = kv_queries<true>(params, at.request.index);
+  tile.range = kv_range(params, tile.queries, at.row_tile, at.request.seqlen_k);
+  tile.first_row = at.row_tile * params.tile_rows;
+}
+
+__device__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile) {
+  return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
+}
+
+// The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
+__device__ void find_parts(const Flash_kvcache_params& params, int first, CutTile& tile) {
+  const int count = kv_count(tile.range);
+  const int64_t last = (tile.tile_begin + count - 1) / tile.share;
+  tile.first = first;
+  tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
+  const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, first);
+  const bool has_pair = params.in_pairs && kv_is_half(segment, count, tile.share, first);
+  if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
+}
+
+// The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
+__device__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  CutTile tile;
+  KvStart start = find_kv_start(params, index, scratch);
+  if (start.item >= kv_items(params)) return tile;
+  set_item(params, start.item, tile);
+  const int count = kv_count(tile.range);
+  if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
+  if (start.item >= kv_items(params)) return tile;
+  const KvPlace place = kv_place(start, index, count);
+  tile.share = start.share;
+  tile.tile_begin = place.tile_begin;
+  tile.head = place.head;
+  const bool first_inside = index * start.share > place.tile_begin && (index - 1) * start.share <= place.tile_begin;
+  if (place.head < params.h_k && first_inside) find_parts(params, index - 1, tile);
+  return tile;
+}
+
+// Tile `index` of all; the threads add up the work before it.
+__device__ CutTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  CutTile tile;
+  const int items = kv_items(params), item = index / params.h_k;
+  set_item(params, item, tile);
+  const int count = kv_count(tile.range);
+  tile.head = index - item * params.h_k;
+  int64_t total = static_cast<int64_t>(params.h_k) * count, item_begin = 0;
+  if (items > 1) {
+    const KvItems own(items, threadIdx.x, kThreads);
+    int64_t before = 0, work = 0;
+    for (int i = own.begin; i < own.end; ++i) {
+      if (i == item) before = work;
+      work += kv_item_work(params, i);
+    }
+    const int64_t end = block_prefix_sum(work, scratch, total);
+    if (own.begin <= item && item < own.end) scratch[kWarps] = end - work + before;
+    __syncthreads();
+    item_begin = scratch[kWarps];
+  }
+  tile.share = params.schedule != nullptr ? max(params.schedule->share, int64_t{1})
+                                          : kv_share(total, params.thread_blocks, params.least_share);
+  tile.tile_begin = item_begin + static_cast<int64_t>(tile.head) * count;
+  const int64_t first = tile.tile_begin / tile.share;
+  if (first < params.thread_blocks) find_parts(params, static_cast<int>(first), tile);
+  return tile;
+}
+
+__device__ CutTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
+  CutTile tile;
+  set_item(params, static_cast<int>(index / params.h_k), tile);
+  tile.tile = index;
+  tile.head = static_cast<int>(index % params.h_k);
+  if (tile.range.count() <= 0) return tile;
+  tile.first = tile.range.begin / params.run_blocks;
+  tile.last = (tile.range.end - 1) / params.run_blocks;
+  if (tile.last > tile.first) tile.rows = tile_rows(params, tile);
+  return tile;
+}
+
+// A row of a partial result, spread over the lanes of a warp, kQuads float4 to a lane.
+template <int kQuads>
+struct RowValue {
+  float4 quads[kQuads];
+
+  __device__ void clear() {
+    for (float4& quad : quads) quad = float4{};
+  }
+};
+
+__device__ RowStats load_stats(const Flash_kvcache_params& params, int64_t slot, int row) {
+  const float2 pair = *reinterpret_cast<const float2*>(params.partial_stats + 2 * (slot * params.slot_rows + row));
+  return {pair.x, pair.y};
+}
+
+template <int kQuads>
+__device__ void load_row(const Flash_kvcache_params& params, int64_t slot, int row, RowValue<kQuads>& value) {
+  const float* const from = params.partial_o + (slot * params.slot_rows + row) * params.padded_dim;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int col = (threadIdx.x % 32 + 32 * i) * 4;
+    value.quads[i] = col < params.padded_dim ? *reinterpret_cast<const float4*>(from + col) : float4{};
+  }
+}
+
+__device__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  return value;
+}
+
+__device__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+// The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
+struct PartsOfLane {
+  int index;
+  int slot;
+
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile)
+      : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
+    look_up(params, tile);
+  }
+
+  __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
+    index += 32;
+    look_up(params, tile);
+  }
+
+ private:
+  __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
+    slot = index <= tile.last ? slot_of_part(params, tile, index) : -1;
+  }
+};
+
+// The warps that share a row, and which of them this one is: each adds up a stretch of every 32 parts.
+struct RowWarps {
+  int count;
+  int index;
+
+  __device__ int parts() const { return 32 / count; }
+  __device__ int first_part() const { return parts() * index; }
+};
+
+// Where the statistics of each lane's part lie, and a row of the parts from `first_part` on: for the first ones known
+// before the attention has ended, so that nothing but loads stands between its end and theirs. A part that does not
+// exist, which weighs nothing, is read as the one of lane 0, which does.
+template <int kQuads>
+struct RowLoads {
+  const float2* stats;
+  const float4* rows;
+  int stats_at;
+  int row_at[kBatchedLoads];
+  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not written
+
+  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_part)
+      : stats(reinterpret_cast<const float2*>(params.partial_stats)),
+        rows(reinterpret_cast<const float4*>(params.partial_o)) {
+    const int present = max(__shfl_sync(0xffffffffu, slot, 0), 0);
+    stats_at = (slot >= 0 ? slot : present) * params.slot_rows + row;
+    const int quads = params.padded_dim / 4;
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+      const int other = __shfl_sync(0xffffffffu, slot, first_part + i);
+      row_at[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const int quad = threadIdx.x % 32 + 32 * i;
+      quad_at[i] = quad < quads ? quad : 0;
+    }
+  }
+
+  // Keeps the compiler from putting the arithmetic off until the loads.
+  __device__ void settle() {
+    asm volatile("" : "+r"(stats_at));
+#pragma unroll
+    for (int& at : row_at) asm volatile("" : "+r"(at));
+  }
+
+  __device__ RowStats load_stats() const {
+    const float2 pair = stats[stats_at];
+    return {pair.x, pair.y};
+  }
+
+  __device__ void load_rows(RowValue<kQuads> (&values)[kBatchedLoads]) const {
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) values[i].quads[quad] = rows[row_at[i] + quad_at[quad]];
+    }
+  }
+};
+
+// Sum of the partial results that a warp has read so far, of 32 parts at a time. `weight` is that of the lane's part.
+template <int kQuads>
+__device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
+                         const RowValue<kQuads> (&values)[kBatchedLoads]) {
+#pragma unroll
+  for (int i = 0; i < kBatchedLoads; ++i) {
+    const float row_weight = __shfl_sync(0xffffffffu, weight, first_part + i);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
+    }
+  }
+}
+
+// This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
+// row works out for itself.
+template <int kQuads>
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
+                              PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
+  const float scale = params.softmax_scale_log2;
+  RowStats stats{-INFINITY, 0.0f};
+  bool refused = false;
+  sum.clear();
+  RowValue<kQuads> values[kBatchedLoads];
+#pragma unroll 1
+  for (int left = tile.last - tile.first + 1;;) {
+    RowStats own = loads.load_stats();
+    loads.load_rows(values);
+    if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
+    refused |= own.refused();
+    const float top = fmaxf(stats.max, warp_max(own.max));
+    const float weight = partial_weight(own.max, top, scale);
+    const float correction = partial_weight(stats.max, top, scale);
+    stats.sum = stats.sum * correction + warp_sum(weight * own.sum);
+    stats.max = top;
+#pragma unroll
+    for (float4& quad : sum.quads) quad = scaled(correction, quad);
+    const int end = min(warps.first_part() + warps.parts(), left);
+#pragma unroll 1
+    for (int j = warps.first_part();;) {
+      add_rows(sum, weight, j, values);
+      j += kBatchedLoads;
+      if (j >= end) break;
+      RowLoads<kQuads>(params, parts.slot, row, j).load_rows(values);
+    }
+    left -= 32;
+    if (left <= 0) break;
+    parts.next(params, tile);
+    loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
+  }
+  if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
+  return stats;
+}
+
+// All runs of a row in the order of their keys, as KvEpilogue carries them.
+template <int kQuads>
+__device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile& tile, int row, RowValue<kQuads>& sum) {
+  RowStats stats{};
+  for (int base = tile.first; base <= tile.last; base += kBatchedLoads) {
+    RowValue<kQuads> values[kBatchedLoads];
+    RowStats run_stats[kBatchedLoads];
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+      if (base + i > tile.last) break;
+      const int64_t slot = tile.tile * params.max_runs + base + i;
+      run_stats[i] = load_stats(params, slot, row);
+      load_row(params, slot, row, values[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatchedLoads; ++i) {
+      if (base + i > tile.last) break;
+      if (base + i == tile.first) {
+        stats = run_stats[i];
+        sum = values[i];
+        continue;
+      }
+      RowStats merged = stats;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        merged = stats;
+        merge_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
+      }
+      stats = merged;
+    }
+  }
+  return stats;
+}
+
+// Where a row of the result goes.
+template <class Element, int kQuads>
+struct RowPlace {
+  OutputPlace<Element> quads[kQuads];
+
+  __device__ RowPlace(const Flash_kvcache_params& params, const CutTile& tile, int row) {
+    const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      quads[i] = output_place<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
+    }
+  }
+
+  __device__ void store(const Flash_kvcache_params& params, const RowStats& stats,
+                        const RowValue<kQuads>& value) const {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) store_output(quads[i], params.softmax_scale_log2, stats, value.quads[i]);
+  }
+};
+
+// Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
+__host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
+  return params.merges_one_row ? 1 : kWarps;
+}
+
+__host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
+  return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
+}
+
+// Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
+__host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
+  return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
+}
+
+// All warps have a share of one row; on return the first one has the sum.
+template <int kQuads>
+__device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp > 0) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) shared[((warp - 1) * kQuads + i) * 32 + lane] = sum.quads[i];
+  }
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 0; other < kWarps - 1; ++other) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      sum.quads[i] = add_scaled(sum.quads[i], 1.0f, shared[(other * kQuads + i) * 32 + lane]);
+    }
+  }
+}
+
+// Tiles that were cut anywhere.
+template <class Element, int kQuads>
+__global__ void __launch_bounds__(kThreads, 4)
+    kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  allow_next_kernel();  // the attention of the next layer, which waits for this kernel
+  extern __shared__ __align__(16) char smem[];
+  const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
+  const int index = static_cast<int>(blockIdx.x) / blocks;
+  int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
+  const CutTile tile =
+      merges_by_tile(params) ? tile_at(params, index, scratch) : tile_cut_before(params, index + 1, scratch);
+  const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
+  const bool idle = begin >= end;
+  // The first thread block waits in any case, so that this kernel never ends before the attention has.
+  if (idle && blockIdx.x > 0) return;
+  const int warp = threadIdx.x / 32;
+  const bool shares_row = rows == 1;
+  const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
+  const int row = min(shares_row ? begin : begin + warp, max(end - 1, 0));
+  const bool writes = warps.index == 0 && (shares_row || begin + warp < end);
+  const PartsOfLane parts(params, tile);
+  RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
+  loads.settle();
+  const RowPlace<Element, kQuads> place(params, tile, row);
+  if (shares_row) __syncthreads();  // the scratch is done with
+  wait_for_previous_kernel();
+  if (idle) return;
+  RowValue<kQuads> sum;
+  const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
+  if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
+  if (writes) place.store(params, stats, sum);
+}
+
+// Tiles that were cut between their runs.
+template <class Element, int kQuads>
+__global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const CutTile tile = tile_of_runs(params, blockIdx.x);
+  if (tile.rows == 0 && blockIdx.x > 0) return;
+  wait_for_previous_kernel();
+  for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
+    RowValue<kQuads> sum;
+    const RowStats stats = fold_runs(params, tile, row, sum);
+    RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
+  }
+}
+
+template <class Element, int kQuads>
+cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
+  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
+  if (params.cuts.rule == CutRule::kChunks) {
+    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
+                            configured_devices);
+  }
+  const int64_t places = merges_by_tile(params) ? tiles : params.thread_blocks - 1;
+  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads, kSmemBytes,
+                          params, params.device, stream, configured_devices);
+}
+
+template <class Element>
+cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
+  return params.padded_dim <= 128 ? run<Element, 1>(params, stream) : run<Element, 2>(params, stream);
+}
+
+}  // namespace
+
+template <>
+cudaError_t run_kvcache_merge_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+  return run<ElementOf<Dtype::kFp16>>(params, stream);
+}
+
+template <>
+cudaError_t run_kvcache_merge_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+  return run<ElementOf<Dtype::kBf16>>(params, stream);
+}
+
+}  // namespace flash

@@ -1,0 +1,108 @@
+// The schedule of attention against a KV cache, made once for all layers of a step (kv_schedule.h).
+#include <atomic>
+
+#include "kernels/common/launch.h"
+#include "kernels/common/prepare_varlen.h"
+#include "kernels/decode/start.h"
+#include "params/kvcache.h"
+
+namespace flash {
+namespace {
+
+constexpr int kThreads = 512;
+static_assert(kThreads <= kPrepareThreads, "prepare_varlen() has room for them");
+
+struct PlanArguments {
+  Flash_kvcache_params params;
+  KvHeader* schedule;
+};
+
+// What the threads add up: items, or the segments of a packed batch.
+__device__ int units(const Flash_kvcache_params& params) { return params.is_varlen() ? params.b + 2 : params.items; }
+
+__device__ int segment_tiles(const Flash_kvcache_params& params, const KvQueries& queries) {
+  return (kv_rows(params, queries) + params.tile_rows - 1) / params.tile_rows;
+}
+
+__device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
+  if (!params.is_varlen()) return kv_item_work(params, unit);
+  const KvQueries queries = kv_queries<true>(params, unit - 1);
+  const KvRequest request = packed_request(params, unit);
+  int64_t work = 0;
+  for (int tile = 0; tile < segment_tiles(params, queries); ++tile) {
+    work += kv_work(params, queries, tile, request.seqlen_k);
+  }
+  return work;
+}
+
+// The item of a unit, which begins at record.item_begin, that holds `target`.
+__device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, KvRecord& record) {
+  record.item = unit;
+  if (!params.is_varlen()) return;
+  const KvQueries queries = kv_queries<true>(params, unit - 1);
+  const KvRequest request = packed_request(params, unit);
+  int tile = 0;
+  for (; tile + 1 < segment_tiles(params, queries); ++tile) {
+    const int64_t next = record.item_begin + kv_work(params, queries, tile, request.seqlen_k);
+    if (next > target) break;
+    record.item_begin = next;
+  }
+  record.item = packed_first_item(params, queries, unit) + tile;
+}
+
+// The item at `target` of the line: first the thread whose units hold it, then the unit among those.
+__device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
+  int low = 0, high = kThreads - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (ends[middle] > target) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  KvRecord record;
+  record.item_begin = low > 0 ? ends[low - 1] : 0;
+  const KvItems own(units(params), low, kThreads);
+  int unit = own.begin;
+  for (; unit + 1 < own.end; ++unit) {
+    const int64_t next = record.item_begin + unit_work(params, unit);
+    if (next > target) break;
+    record.item_begin = next;
+  }
+  set_item(params, unit, target, record);
+  return record;
+}
+
+__global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
+  extern __shared__ __align__(16) char smem[];
+  const Flash_kvcache_params& params = arguments.params;
+  int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
+  if (params.is_varlen()) prepare_varlen(params);
+  const KvItems own(units(params), threadIdx.x, kThreads);
+  int64_t work = 0;
+  for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);
+  int64_t total = 0;
+  ends[threadIdx.x] = block_prefix_sum(work, ends + kThreads, total);
+  __syncthreads();
+  const int64_t share = kv_share(total, params.thread_blocks, params.least_share);
+  if (threadIdx.x == 0) *arguments.schedule = KvHeader{share, total};
+  KvRecord* const records = reinterpret_cast<KvRecord*>(arguments.schedule + 1);
+  for (int i = threadIdx.x; i < params.thread_blocks; i += kThreads) {
+    KvRecord record;
+    record.item = params.items;
+    if (i * share < total) record = record_at(params, ends, i * share);
+    records[i] = record;
+  }
+}
+
+}  // namespace
+
+cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const PlanArguments arguments{params, schedule};
+  constexpr int kSmemBytes = (kThreads + kThreads / 32) * sizeof(int64_t);
+  return launch(kvcache_plan_kernel, 1, kThreads, kSmemBytes, arguments, params.device, stream, configured_devices);
+}
+
+}  // namespace flash

@@ -1,0 +1,168 @@
+// The end of a run of key blocks: the groups' results are merged through the spare stages of their rings and become
+// output rows, a partial result in the workspace, a sum that is carried to the tile's next run, or one of two halves
+// that a pair of thread blocks merges.
+#pragma once
+
+#include "kernels/common/partial.h"
+#include "kernels/decode/block_pair.h"
+#include "kernels/decode/mainloop.h"
+#include "kernels/decode/output.h"
+
+namespace flash {
+
+// What becomes of a run.
+enum class RunEnd { kOutput, kPartial, kCarry, kHalf };
+
+template <class Config>
+struct KvEpilogue {
+  using Element = typename Config::Element;
+  using Mainloop = KvMainloop<Config>;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kQuads = kHeadDim / 4;  // float4 of a row
+  static constexpr int kKeyMask = Config::Swizzle::kMask;
+
+  const Flash_kvcache_params& params;
+  const KvPart& part;
+  const KvRing<Config>& ring;
+  RowStats* const stats;  // shared: (kGroups + 1, 16), the last ones of what is carried
+
+  // All threads together. slot: of the workspace, for partial results and what is carried; carries_in: an earlier run
+  // of the tile left a sum there.
+  __device__ __forceinline__ void finish(Mainloop& mainloop, RunEnd end, int64_t slot, bool carries_in) const {
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
+#pragma unroll
+    for (int row_warp = 0; row_warp < Config::kRowWarps; ++row_warp) {
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+        const int first = (row_warp * Config::kRowTiles + mi) * 16;
+        if (first >= rows) break;
+        if (row_warp == ring.row_warp()) show(mainloop, mi, rows - first);
+        if (carries_in && threadIdx.x < min(rows - first, 16)) {
+          stats[Config::kGroups * 16 + threadIdx.x] = carried_stats(slot, first + threadIdx.x);
+        }
+        __syncthreads();
+        merge(queries, first, min(rows - first, 16), end, slot, carries_in);
+        __syncthreads();
+      }
+    }
+  }
+
+  // The tile of at most 16 rows that a pair of thread blocks has shown to each other. Each finishes every other
+  // kThreads pieces of it.
+  __device__ __forceinline__ void merge_halves() const {
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
+    for (int i = BlockPair::rank() * Config::kThreads + threadIdx.x; i < rows * kQuads; i += 2 * Config::kThreads) {
+      const int row = i / kQuads, col = i % kQuads * 4;
+      RowStats total = BlockPair::at(half_stats(), 0)[row];
+      float4 value = *BlockPair::at(half(row, col), 0);
+      merge_partials(total, value, BlockPair::at(half_stats(), 1)[row], *BlockPair::at(half(row, col), 1),
+                     params.softmax_scale_log2);
+      write_output(queries, row, col, total, value);
+    }
+  }
+
+ private:
+  // A row's 8-column groups are permuted, against bank conflicts.
+  __device__ __forceinline__ static int place(int row, int col) {
+    return row * kHeadDim + (col / 8 ^ (row & kKeyMask)) * 8 + col % 8;
+  }
+
+  // MMA tile mi of this warp to its group's spare stage, as far as it has rows.
+  __device__ __forceinline__ void show(Mainloop& mainloop, int mi, int rows) const {
+    const int lane = threadIdx.x % 32;
+    float* const to = ring.spare_stage(ring.group());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (8 * half >= rows) break;
+      const int row = lane / 4 + 8 * half;
+#pragma unroll
+      for (int ni = 0; ni < kHeadDim / 8; ++ni) {
+        const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
+        *reinterpret_cast<float2*>(to + place(row, ni * 8 + lane % 4 * 2)) = pair;
+      }
+      const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
+      if (lane % 4 == 0) {
+        stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
+                                          mainloop.misses_pages ? RowStats::kRefused : sum};
+      }
+    }
+  }
+
+  __device__ __forceinline__ void merge(const KvQueries& queries, int first, int rows, RunEnd end, int64_t slot,
+                                        bool carries_in) const {
+    const float scale = params.softmax_scale_log2;
+    for (int i = threadIdx.x; i < rows * kQuads; i += Config::kThreads) {
+      const int row = i / kQuads, col = i % kQuads * 4;
+      RowStats total;
+      float4 value = merged_groups(row, col, scale, total);
+      if (carries_in) {
+        RowStats sum = stats[Config::kGroups * 16 + row];
+        float4 carried = *reinterpret_cast<const float4*>(partial_row(slot, first + row) + col);
+        merge_partials(sum, carried, total, value, scale);
+        total = sum;
+        value = carried;
+      }
+      if (end == RunEnd::kOutput) {
+        write_output(queries, first + row, col, total, value);
+      } else if (Config::kMayPair && end == RunEnd::kHalf) {
+        *half(row, col) = value;
+        if (col == 0) half_stats()[row] = total;
+      } else {
+        *reinterpret_cast<float4*>(partial_row(slot, first + row) + col) = value;
+        if (col == 0) {
+          *reinterpret_cast<float2*>(params.partial_stats + 2 * (slot * params.slot_rows + first + row)) = {total.max,
+                                                                                                            total.sum};
+        }
+      }
+    }
+  }
+
+  // What this thread block shows to the other one of its pair lies in a stage: after the only part of its stretch all
+  // of them are free, or hold at this place what this thread has just read.
+  __device__ __forceinline__ float4* half(int row, int col) const {
+    return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + place(row, col));
+  }
+  __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
+
+  __device__ __forceinline__ float4 merged_groups(int row, int col, float scale, RowStats& total) const {
+    RowStats group[Config::kGroups];
+    total.max = -INFINITY;
+    bool refused = false;
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g) {
+      group[g] = stats[g * 16 + row];
+      total.max = fmaxf(total.max, group[g].max);
+      refused |= group[g].refused();
+    }
+    float4 value{};
+    total.sum = 0.0f;
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g) {
+      const float weight = partial_weight(group[g].max, total.max, scale);
+      const float4 part = *reinterpret_cast<const float4*>(ring.spare_stage(g) + place(row, col));
+      value = add_scaled(value, weight, part);
+      total.sum = __fmaf_rn(weight, group[g].sum, total.sum);
+    }
+    if (refused) total.sum = RowStats::kRefused;
+    return value;
+  }
+
+  __device__ __forceinline__ float* partial_row(int64_t slot, int row) const {
+    return params.partial_o + (slot * params.slot_rows + row) * kHeadDim;
+  }
+
+  __device__ __forceinline__ RowStats carried_stats(int64_t slot, int row) const {
+    const float2 pair = *reinterpret_cast<const float2*>(params.partial_stats + 2 * (slot * params.slot_rows + row));
+    return {pair.x, pair.y};
+  }
+
+  __device__ __forceinline__ void write_output(const KvQueries& queries, int row, int col, const RowStats& total,
+                                               const float4& value) const {
+    const PackedRow at = packed_row(params, part.head, part.row_tile * Config::kRows + row);
+    write_output_row<Element>(params, queries, at, col, total, value);
+  }
+};
+
+}  // namespace flash

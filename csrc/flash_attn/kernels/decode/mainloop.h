@@ -1,0 +1,148 @@
+// The tile loop of the KV-cache kernel: S = Q K^T, online softmax, O += P V, one step of keys a warp at a time. Groups
+// of warps walk the same blocks of keys, each its own part of them, and meet only when a run of blocks is merged.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/convert.h"
+#include "kernels/common/exact_softmax.h"
+#include "kernels/common/mask.h"
+#include "kernels/decode/packed_rows.h"
+#include "kernels/decode/ring.h"
+
+namespace flash {
+
+template <class Config>
+struct KvMainloop {
+  using Element = typename Config::Element;
+  using Swizzle = typename Config::Swizzle;
+  static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
+  static constexpr int kSlices = Config::kHeadDim / 16;
+  template <int kCols>
+  using Accumulator = decltype(cute::make_tensor<float>(
+      cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
+
+  const Flash_kvcache_params& params;
+  const KvRing<Config>& ring;
+  const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
+
+  Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
+  ExactSoftmax<kRows> softmax;
+  bool misses_pages = false;  // some key so far lies in a page outside of the pool
+
+  KvPart part;
+  KvTokens tokens;
+  // Keys [full_begin, full_end) are visible to every row of the tile.
+  Visibility visibility;
+  int full_begin = 0, full_end = 0;
+
+  __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
+                                        const Element* q_rows_)
+      : params(params_), ring(ring_), q_rows(q_rows_) {}
+
+  __device__ __forceinline__ void enter_tile(const KvPart& part_) {
+    part = part_;
+    const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
+    tokens = kv_tokens(params, queries, part.row_tile);
+    visibility = Visibility{queries.count, part.request.seqlen_k, params.window};
+    full_begin = visibility.key_begin(tokens.end - 1);
+    full_end = visibility.key_end(tokens.begin);
+    misses_pages = part.request.refused;
+  }
+
+  __device__ __forceinline__ void begin_run() {
+    cute::clear(acc_o);
+    softmax.clear();
+  }
+
+  // The step of the ring that has landed, of key block `block`.
+  __device__ __forceinline__ void step(int block) {
+    using namespace cute;
+    Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
+    clear(acc_s);
+    multiply_q_k(acc_s);
+    auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    const int key = block * Config::kBlockN + ring.group() * Config::kStep;
+    const PackedCoords coords{params.group, part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
+                              tokens.begin};
+    if (!Config::kPlain && params.has_score_mod) {
+      modify_packed_scores(scores, params, coords, part.request.fits ? part.request.index : 0, part.head,
+                           visibility.diagonal(tokens.begin), key);
+    }
+    if (key < full_begin || key + Config::kStep > full_end) {
+      apply_mask(scores, coords, visibility, tokens.begin, tokens.end, key, key + Config::kStep);
+    }
+    auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
+    softmax.update(scores, out, params.softmax_scale_log2);
+    multiply_p_v(acc_s);
+    misses_pages |= ring.step_misses_pages();
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+
+  template <class Acc>
+  __device__ __forceinline__ static float (&square(Acc& acc, int mi, int ni))[4] {
+    return reinterpret_cast<float (&)[4]>(acc(0, mi, ni));
+  }
+
+  template <class Acc>
+  __device__ __forceinline__ void multiply_q_k(Acc& acc_s) const {
+    const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
+    const int q_place = lane() / 16 ^ Swizzle::key(lane() % 16);
+    const int k_row = lane() % 8 + lane() / 16 * 8;
+    const int k_place = lane() / 8 % 2 ^ Swizzle::key(k_row);
+    const Element* const q = q_rows + q_row * Config::kHeadDim;
+    const Element* const k = ring.k_stage() + k_row * Config::kHeadDim;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      uint32_t a[Config::kRowTiles][4];
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_place, 2 * slice) * 8);
+      }
+#pragma unroll
+      for (int pair = 0; pair < Config::kStep / 16; ++pair) {
+        uint32_t b[4];
+        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_place, 2 * slice) * 8);
+#pragma unroll
+        for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+          multiply(square(acc_s, mi, 2 * pair), a[mi], b[0], b[1], Element{});
+          multiply(square(acc_s, mi, 2 * pair + 1), a[mi], b[2], b[3], Element{});
+        }
+      }
+    }
+  }
+
+  template <class Acc>
+  __device__ __forceinline__ void multiply_p_v(const Acc& acc_s) {
+    const int v_row = lane() % 16;
+    const int v_place = lane() / 16 ^ Swizzle::key(v_row);
+    const Element* const v = ring.v_stage() + v_row * Config::kHeadDim;
+#pragma unroll
+    for (int slice = 0; slice < Config::kStep / 16; ++slice) {
+      uint32_t a[Config::kRowTiles][4];
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = 2 * (i % 2), square = 2 * slice + i / 2;
+          a[mi][i] = pack_pair(acc_s(row, mi, square), acc_s(row + 1, mi, square), Element{});
+        }
+      }
+#pragma unroll
+      for (int pair = 0; pair < kSlices; ++pair) {
+        uint32_t b[4];
+        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_place, 2 * pair) * 8);
+#pragma unroll
+        for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+          multiply(square(acc_o, mi, 2 * pair), a[mi], b[0], b[1], Element{});
+          multiply(square(acc_o, mi, 2 * pair + 1), a[mi], b[2], b[3], Element{});
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flash

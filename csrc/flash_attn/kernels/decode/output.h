@@ -1,0 +1,63 @@
+// Finished rows of attention against a KV cache: normalised, converted and written, with their LSE.
+#pragma once
+
+#include "kernels/common/convert.h"
+#include "kernels/common/partial.h"
+#include "kernels/decode/packed_rows.h"
+#include "kernels/decode/request.h"
+
+namespace flash {
+
+// Where four columns of a row go. Worked out apart from the result, which a kernel may have to wait for.
+template <class Element>
+struct OutputPlace {
+  Element* to = nullptr;
+  float* lse = nullptr;  // of the thread of column 0
+  int cols = 0;          // of the four that exist
+  bool vector = false;   // written in one piece
+};
+
+template <class Element>
+__device__ __forceinline__ OutputPlace<Element> output_place(const Flash_kvcache_params& params,
+                                                             const KvQueries& queries, const PackedRow& row, int col) {
+  OutputPlace<Element> place;
+  const int token = queries.first + row.token;
+  place.to = static_cast<Element*>(params.o_ptr) + queries.batch * params.o_strides.batch +
+             token * params.o_strides.row + row.head * params.o_strides.head + col;
+  place.cols = min(params.d - col, 4);
+  place.vector = params.o_vectors && place.cols > 0;
+  if (col == 0) {
+    place.lse =
+        params.softmax_lse_ptr + (static_cast<int64_t>(queries.batch) * params.h + row.head) * params.seqlen_q + token;
+  }
+  return place;
+}
+
+template <class Element>
+__device__ __forceinline__ void store_output(const OutputPlace<Element>& place, float scale_log2, const RowStats& stats,
+                                             const float4& value) {
+  const float factor = output_factor(stats);
+  // A row that counts as unseen is 0 even where its sum is not a number.
+  const float4 result = factor == 0.0f ? float4{} : scaled(factor, value);
+  const uint2 packed{pack_pair(result.x, result.y, Element{}), pack_pair(result.z, result.w, Element{})};
+  if (place.vector) {
+    *reinterpret_cast<uint2*>(place.to) = packed;
+  } else {
+    const Element* const elements = reinterpret_cast<const Element*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < place.cols) place.to[i] = elements[i];
+    }
+  }
+  if (place.lse != nullptr) *place.lse = natural_lse(stats, scale_log2);
+}
+
+// Four columns of a row; the thread of column 0 also writes the LSE.
+template <class Element>
+__device__ __forceinline__ void write_output_row(const Flash_kvcache_params& params, const KvQueries& queries,
+                                                 const PackedRow& row, int col, const RowStats& stats,
+                                                 const float4& value) {
+  store_output(output_place<Element>(params, queries, row, col), params.softmax_scale_log2, stats, value);
+}
+
+}  // namespace flash

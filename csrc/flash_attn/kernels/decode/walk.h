@@ -1,0 +1,135 @@
+// The parts of tiles in a thread block's stretch of the line of work, one after the other.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/decode/start.h"
+
+namespace flash {
+
+// A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
+struct alignas(16) KvPart {
+  KvRequest request;
+  int row_tile = 0;
+  int head = 0;  // K/V head
+  KvSegment segment;
+  int first_block = 0, end_block = 0;  // key blocks of the whole tile; none where the second is not larger
+
+  __device__ __forceinline__ bool empty() const { return end_block <= first_block; }
+  __device__ __forceinline__ int count() const { return empty() ? 1 : end_block - first_block; }
+  __device__ __forceinline__ bool whole() const { return segment.from == 0 && segment.to == count(); }
+
+  // Key blocks of the part. A tile without keys takes one step like any other, over nothing but zeros.
+  __device__ __forceinline__ int block_begin() const { return first_block + segment.from; }
+  __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
+};
+
+// kPlain: of a dense batch whose line is shorter than kMostPlainPlaces, and tiles are cut anywhere or nowhere.
+constexpr int kMostPlainPlaces = 1 << 30;
+
+template <bool kPlain>
+struct KvWalk {
+  using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
+
+  const Flash_kvcache_params& params;
+  const int index;  // of the thread block
+  Place share;      // 0: to be found from the only item
+  Place tile_begin;
+  int item;
+  int cached;
+  KvPart part;
+  bool begun = false;
+
+  __device__ __forceinline__ KvWalk(const Flash_kvcache_params& params_, int index_, const KvStart& start)
+      : params(params_),
+        index(index_),
+        share(static_cast<Place>(start.share)),
+        tile_begin(static_cast<Place>(start.item_begin)),
+        item(start.item),
+        cached(start.cached) {}
+
+  __device__ __forceinline__ bool done() const { return item >= kv_items(params); }
+
+  // To the next part, at the first call to the first one. There is one copy of this code in a kernel: most of its time
+  // is spent on fetching instructions.
+  __device__ __forceinline__ void next() {
+    do {
+      bool enters_item = !begun;
+      if (begun) {
+        tile_begin += part.count();
+        if (++part.head == params.h_k) {
+          part.head = 0;
+          ++item;
+          enters_item = true;
+        }
+        if (tile_begin >= (index + 1) * share) item = kv_items(params);
+      }
+      if (done()) return;
+      if (enters_item) load_item();
+      if (done()) return;
+      if (!begun) find_place();
+      if (done()) return;
+      begun = true;
+      part.segment = find_segment();
+    } while (part.segment.empty());
+  }
+
+ private:
+  __device__ __forceinline__ KvSegment find_segment() const {
+    if constexpr (kPlain) {
+      // As kv_segment() says.
+      const int count = part.count(), first = index * share - tile_begin;
+      const KvSegment segment{min(max(first, 0), count), min(max(first + share, 0), count)};
+      if (params.cuts.rule == CutRule::kAnywhere && count > params.cuts.value) return segment;
+      return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+    } else {
+      return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, share, index);
+    }
+  }
+
+  __device__ __forceinline__ void load_item() {
+    if (!kPlain && params.is_varlen()) {
+      load_packed_item();
+      if (done()) return;
+    } else {
+      const int request = params.row_tiles == 1 ? item : item / params.row_tiles;
+      part.request = kv_request<!kPlain>(params, request, share == 0 ? cached : kv_cached(params, request));
+      part.row_tile = item - part.request.index * params.row_tiles;
+    }
+    const KvQueries queries = kv_queries<!kPlain>(params, part.request.index);
+    const BlockRange range = kv_range(params, queries, part.row_tile, part.request.seqlen_k);
+    part.first_block = range.begin;
+    part.end_block = range.end;
+  }
+
+  // The next one that has rows.
+  __device__ __forceinline__ void load_packed_item() {
+    for (; !done(); ++item) {
+      const KvItem found = packed_item(params, item);
+      part.request = found.request;
+      part.row_tile = found.row_tile;
+      const int rows = kv_rows(params, kv_queries<true>(params, part.request.index));
+      if (part.row_tile * params.tile_rows < rows) return;
+    }
+  }
+
+  // The share of the only item, the tile in which the stretch begins.
+  __device__ __forceinline__ void find_place() {
+    if (share == 0) {
+      const Place work = static_cast<Place>(params.h_k) * part.count();
+      share =
+          max(divided(work + params.thread_blocks - 1, params.thread_blocks), static_cast<Place>(params.least_share));
+      if (index * share >= work) item = 1;
+    }
+    const Place head = divided(max(index * share - tile_begin, Place{0}), part.count());
+    part.head = static_cast<int>(min(head, static_cast<Place>(params.h_k - 1)));
+    tile_begin += head * part.count();
+  }
+
+  __device__ __forceinline__ static Place divided(Place value, int divisor) {
+    using Unsigned = std::make_unsigned_t<Place>;
+    return static_cast<Place>(static_cast<Unsigned>(value) / static_cast<unsigned>(divisor));
+  }
+};
+
+}  // namespace flash

@@ -1,0 +1,137 @@
+// S_dmask: the probabilities of a finished forward with the dropout pattern in their sign. A diagnostic output, so a
+// plain kernel on fp32 units that serves every head dim and feature; the forward kernels stay free of it.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <atomic>
+
+#include "kernels/common/dropout.h"
+#include "kernels/common/launch.h"
+#include "kernels/common/paged_kv.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/common/sequence.h"
+#include "params/flash.h"
+
+namespace flash {
+namespace {
+
+constexpr int kTile = 32;      // rows and columns per thread block
+constexpr int kThreads = 256;  // each computes 4 rows of one column
+constexpr int kRowsPerThread = kTile * kTile / kThreads;
+
+__device__ float to_float(__half value) { return __half2float(value); }
+__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ void from_float(float value, __half& result) { result = __float2half_rn(value); }
+__device__ void from_float(float value, __nv_bfloat16& result) { result = __float2bfloat16_rn(value); }
+
+// The negative value nearest to zero: a dropped probability that underflows keeps its sign.
+__device__ void make_dropped(__half& value) {
+  value = __float2half_rn(0.0f) == value ? __ushort_as_half(0x8001) : __hneg(value);
+}
+__device__ void make_dropped(__nv_bfloat16& value) {
+  value = __float2bfloat16_rn(0.0f) == value ? __ushort_as_bfloat16(0x8001) : __hneg(value);
+}
+
+// A whole sequence as one row block.
+__device__ RowBlock whole_sequence(const Flash_fwd_params& params, int batch, int head) {
+  RowBlock block;
+  block.batch = batch;
+  if (params.is_varlen()) {
+    block = varlen_segment(params, batch + 1);
+  } else {
+    block.seqlen_q = params.seqlen_q;
+    block.seqlen_k = params.seqlen_k;
+  }
+  block.head = head;
+  return block;
+}
+
+// The key row `key` of a sequence, or null where no page holds it.
+template <class Element>
+__device__ const Element* key_row(const Flash_fwd_params& params, const RowBlock& block, int key) {
+  const Element* base =
+      static_cast<const Element*>(params.k_ptr) + (block.head / params.h_h_k_ratio) * params.k_strides.head;
+  const int row = block.k_begin + key;
+  if (!params.is_paged()) {
+    const int64_t batch = params.is_varlen() ? 0 : block.batch * params.k_strides.batch;
+    return base + batch + row * params.k_strides.row;
+  }
+  const int* table = params.paged.block_table + block.batch * params.paged.block_table_stride;
+  const PageRow at = page_row(params.paged, table, row, true);
+  return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
+}
+
+// The base-2 logit of a raw score.
+__device__ float logit(const ScoreMod& score_mod, float score, int diagonal, int col) {
+  return (score_mod.softcapped ? score_mod.cap(score) : score * score_mod.scale_log2) + score_mod.bias(diagonal, col);
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_constant__ Flash_fwd_params params) {
+  __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
+  __shared__ float k_tile[kTile][kTile + 1];  // (col, d)
+  const int col_tiles = params.p_cols / kTile, row_tiles = params.p_rows / kTile;
+  const int tile = blockIdx.x % (col_tiles * row_tiles);
+  const int batch_head = blockIdx.x / (col_tiles * row_tiles);
+  const int row0 = tile / col_tiles * kTile, col0 = tile % col_tiles * kTile;
+  const RowBlock block = whole_sequence(params, batch_head / params.h, batch_head % params.h);
+  const int lane = threadIdx.x % kTile, band = threadIdx.x / kTile * kRowsPerThread;
+
+  const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides);
+  float score[kRowsPerThread] = {};
+  for (int d0 = 0; d0 < params.d; d0 += kTile) {
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = row0 + band + i, col = col0 + band + i, d = d0 + lane;
+      const Element* k = col < block.seqlen_k ? key_row<Element>(params, block, col) : nullptr;
+      q_tile[band + i][lane] =
+          row < block.seqlen_q && d < params.d ? to_float(q[row * params.q_strides.row + d]) : 0.0f;
+      k_tile[band + i][lane] = k != nullptr && d < params.d ? to_float(k[d]) : 0.0f;
+    }
+    __syncthreads();
+    for (int d = 0; d < kTile; ++d) {
+      for (int i = 0; i < kRowsPerThread; ++i) score[i] += q_tile[band + i][d] * k_tile[lane][d];
+    }
+    __syncthreads();
+  }
+
+  const ScoreMod score_mod(params, block.batch, block.head);
+  const DropoutMask mask(params.dropout, block.batch, block.head);
+  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+  const float* lse = params.softmax_lse_ptr + lse_offset(block, params);
+  const int col = col0 + lane;
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = row0 + band + i;
+    Element result;
+    from_float(0.0f, result);
+    if (row < block.seqlen_q && col < block.seqlen_k) {
+      const bool visible = col >= visibility.key_begin(row) && col < visibility.key_end(row);
+      const float log2_sum = lse[row] * ScoreMod::kLog2e;
+      if (visible) from_float(exp2f(logit(score_mod, score[i], visibility.diagonal(row), col) - log2_sum), result);
+      if (!dropout_keeps(mask.stream, row, col, mask.threshold)) make_dropped(result);
+    }
+    static_cast<Element*>(
+        params.p_ptr)[(static_cast<int64_t>(batch_head) * params.p_rows + row) * params.p_cols + col] = result;
+  }
+}
+
+template <class Element>
+cudaError_t run(const Flash_fwd_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const int64_t tiles = static_cast<int64_t>(params.p_rows / kTile) * (params.p_cols / kTile);
+  return launch(dropout_probs_kernel<Element>, tiles * params.b * params.h, kThreads, 0, params, params.device, stream,
+                configured_devices);
+}
+
+}  // namespace
+
+template <>
+cudaError_t run_dropout_probs_<Dtype::kFp16>(const Flash_fwd_params& params, cudaStream_t stream) {
+  return run<__half>(params, stream);
+}
+
+template <>
+cudaError_t run_dropout_probs_<Dtype::kBf16>(const Flash_fwd_params& params, cudaStream_t stream) {
+  return run<__nv_bfloat16>(params, stream);
+}
+
+}  // namespace flash

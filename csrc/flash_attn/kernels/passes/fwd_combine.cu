@@ -1,0 +1,140 @@
+// Merges the results of the shares of keys into which the wgmma forward cut its row blocks.
+#include <atomic>
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "kernels/common/convert.h"
+#include "kernels/common/launch.h"
+#include "kernels/common/pdl.h"
+#include "kernels/common/sequence.h"
+
+namespace flash {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kCols = 4;   // of a thread
+constexpr int kBatch = 8;  // shares whose results are loaded at a time
+
+struct Row {
+  int batch, head, token;
+};
+
+__device__ Row row_at(const Flash_fwd_params& params, int row) {
+  const int matrix = row / params.seqlen_q, token = row % params.seqlen_q;
+  return params.is_varlen() ? Row{0, matrix, token} : Row{matrix / params.h, matrix % params.h, token};
+}
+
+// -inf: none. Rows of no sequence have none.
+__device__ float sink_of(const Flash_fwd_params& params, const Row& at) {
+  if (params.sinks_ptr == nullptr) return -INFINITY;
+  if (params.is_varlen()) {
+    const int* const segments = params.varlen.segments_q;
+    if (at.token < segments[1] || at.token >= segments[params.b + 1]) return -INFINITY;
+  }
+  return params.sinks_ptr[at.head];
+}
+
+// What the shares of a row have given so far, referred to the largest LSE.
+struct Merged {
+  float top = -INFINITY;
+  float sum = 0.0f;
+  float4 value{};
+
+  __device__ void raise(float lse) {
+    if (lse <= top) return;
+    const float correction = expf(top - lse);
+    sum *= correction;
+    value = {value.x * correction, value.y * correction, value.z * correction, value.w * correction};
+    top = lse;
+  }
+
+  // lse: at most `top`, or NaN, as is the sum then. -inf adds nothing, whatever `other` is.
+  __device__ void add(float lse, const float4& other) {
+    const bool counts = lse != -INFINITY;
+    const float weight = counts ? expf(lse - top) : 0.0f;
+    sum += weight;
+    value.x = fmaf(weight, counts ? other.x : 0.0f, value.x);
+    value.y = fmaf(weight, counts ? other.y : 0.0f, value.y);
+    value.z = fmaf(weight, counts ? other.z : 0.0f, value.z);
+    value.w = fmaf(weight, counts ? other.w : 0.0f, value.w);
+  }
+
+  __device__ float factor() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+  __device__ float lse() const { return sum == 0.0f ? INFINITY : top + logf(sum); }
+};
+
+// A thread has kCols columns of a row, of which a thread block has as many as fit it.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_constant__ Flash_fwd_shares_params params) {
+  // A thread's own: by way of shared memory all loads of a batch are under way at the same time, whatever ptxas makes
+  // of loads into registers.
+  __shared__ float4 values[kBatch][kThreads];
+  const KeyShares& shares = params.shares;
+  const int threads_of_row = params.d_v / kCols, rows_of_block = blockDim.x / threads_of_row;
+  const int row_of_block = threadIdx.x / threads_of_row;
+  const int col = (threadIdx.x - row_of_block * threads_of_row) * kCols;
+  const int row = static_cast<int>(blockIdx.x) * rows_of_block + row_of_block;
+  const bool exists = row < shares.rows;
+  const Row at = row_at(params, exists ? row : 0);
+  const float sink = sink_of(params, at);
+  wait_for_previous_kernel();
+  if (!exists) return;
+  Merged merged;
+  const float* lse_at = shares.lse_ptr + row;
+  const float4* value_at =
+      reinterpret_cast<const float4*>(shares.out_ptr + static_cast<int64_t>(row) * params.d_v + col);
+  const int64_t step = shares.rows, value_step = step * threads_of_row;
+  for (int left = shares.count; left > 0; left -= kBatch) {
+    float lse[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (i < left) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(*value_at, values[i][threadIdx.x]);
+      lse[i] = i < left ? *lse_at : INFINITY;
+      lse_at += step;
+      value_at += value_step;
+    }
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (lse[i] == INFINITY) lse[i] = -INFINITY;  // no key
+      top = fmaxf(top, lse[i]);
+    }
+    merged.raise(top);
+    cute::cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) merged.add(lse[i], values[i][threadIdx.x]);
+  }
+  if (sink != -INFINITY) {
+    merged.raise(sink);
+    merged.add(sink, float4{});
+  }
+  const float factor = merged.factor();
+  Element* const out = static_cast<Element*>(params.o_ptr) +
+                       matrix_offset(params.o_strides, params.is_varlen(), at.batch, at.token, at.head) + col;
+  *reinterpret_cast<uint2*>(out) = {pack_pair(merged.value.x * factor, merged.value.y * factor, Element{}),
+                                    pack_pair(merged.value.z * factor, merged.value.w * factor, Element{})};
+  if (col == 0) params.softmax_lse_ptr[row] = merged.lse();
+}
+
+template <class Element>
+cudaError_t run(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const int threads_of_row = params.d_v / kCols, rows_of_block = kThreads / threads_of_row;
+  const int64_t blocks = (params.shares.rows + rows_of_block - 1) / rows_of_block;
+  return launch_dependent(fwd_merge_kernel<Element>, blocks, rows_of_block * threads_of_row, 0, params, params.device,
+                          stream, configured_devices);
+}
+
+}  // namespace
+
+template <>
+cudaError_t run_fwd_merge_<Dtype::kFp16>(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+  return run<ElementOf<Dtype::kFp16>>(params, stream);
+}
+
+template <>
+cudaError_t run_fwd_merge_<Dtype::kBf16>(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+  return run<ElementOf<Dtype::kBf16>>(params, stream);
+}
+
+}  // namespace flash

@@ -1,0 +1,50 @@
+// Everything the mma.sync backward derives from (dtype, head dim, variant).
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/row_loader.h"
+#include "kernels/sm80/operand_layouts.h"
+#include "params/flash.h"
+#include "plan/tiles.h"
+
+namespace flash {
+
+enum class BwdVariant { kPlain, kDropout };
+
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_>
+struct BwdConfig {
+  using Element = ElementOf<kDtype>;
+  static constexpr BwdVariant kVariant = kVariant_;
+  static constexpr plan::BwdTile kTile = plan::bwd_tile(kHeadDim_);
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kThreads = 32 * kTile.warps;
+  // The generator and the bits it leaves do not fit the registers of three thread blocks.
+  static constexpr int kBlocksPerSm =
+      kVariant == BwdVariant::kDropout && kTile.blocks_per_sm > 2 ? 2 : kTile.blocks_per_sm;
+  static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+
+  template <int kWarpsM>
+  using Mma = WarpGridMma<MmaAtomOf<kDtype>, kWarpsM, kTile.warps / kWarpsM>;
+  using MmaSdP = Mma<kTile.sdp_warps_m>;  // S, dP: (M, N)
+  using MmaDkv = Mma<kTile.dkv_warps_m>;  // dK, dV: (N, D)
+  using MmaDq = Mma<kTile.dq_warps_m>;    // dQ: (M, D)
+  using SdPCoords = AccumulatorCoords<kTile.sdp_warps_m, kTile.warps / kTile.sdp_warps_m>;
+
+  static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);
+  using SmemLayoutQ = SwizzledTile<kBlockM, kHeadDim>;   // and dO
+  using SmemLayoutKv = SwizzledTile<kBlockN, kHeadDim>;  // and dK, dV
+  using SmemLayoutP = SwizzledTile<kBlockM, kBlockN>;    // and dS
+  using SmemLayoutDq = SmemLayoutQ;
+  using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
+
+  static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements
+  static constexpr int kSmemKv = kBlockN * kHeadDim;
+  static constexpr int kSmemP = kBlockM * kBlockN;
+  static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
+};
+
+}  // namespace flash

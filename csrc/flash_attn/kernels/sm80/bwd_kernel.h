@@ -1,0 +1,71 @@
+// The mma.sync backward kernels: the main one over blocks of keys, and the conversion of dQ.
+#pragma once
+
+#include "kernels/common/convert_dq.h"
+#include "kernels/common/row_store.h"
+#include "kernels/sm80/bwd_mainloop.h"
+
+namespace flash {
+
+// dK or dV through shared memory, in the place of K and V, which nobody reads any more.
+template <class Config, class Accumulator>
+__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
+                                          void* data, const MatrixStrides& strides, typename Config::Element* smem) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  const KeyBlock& block = mainloop.block;
+#pragma unroll
+  for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
+  auto staged = make_tensor(make_smem_ptr(smem), typename Config::SmemLayoutKv{});
+  stage_accumulator<Element>(typename Config::MmaDkv{}, acc, staged);
+  __syncthreads();
+  const int key = block.n_block * Config::kBlockN;
+  Element* const base = static_cast<Element*>(data) +
+                        matrix_offset(strides, mainloop.is_varlen(), block.batch, block.k_begin + key, block.head_k);
+  store_rows<typename Config::RowCopyT>(staged, base, strides.row, block.seqlen_k - key, mainloop.params.d);
+}
+
+// Gradients of one block of keys and values, and its share of dQ.
+template <class Config>
+__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const KeyBlock& block,
+                                                        int stages) {
+  extern __shared__ __align__(128) char smem[];
+  auto* const tiles = reinterpret_cast<typename Config::Element*>(smem);
+  BwdMainloop<Config> mainloop(params, block, stages, tiles);
+  mainloop.run();
+  __syncthreads();  // K and V are free
+  store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, tiles);
+  store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
+            tiles + Config::kSmemKv);
+}
+
+struct BwdLaunch {
+  Flash_bwd_params params;
+  int stages;    // buffers of Q and of dO
+  BwdGrid grid;  // of the main kernel
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
+  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
+  if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  extern __shared__ __align__(128) char smem[];
+  auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutDq{});
+  convert_dq<Config>(params, staged, [&](const float* tile) {
+    typename BwdMainloop<Config>::AccDq acc_dq;
+    load_dq<Config::kThreads>(acc_dq, tile, threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    stage_accumulator<Element>(typename Config::MmaDq{}, acc_dq, staged);
+  });
+}
+
+}  // namespace flash

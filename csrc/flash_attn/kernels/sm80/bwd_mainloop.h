@@ -1,0 +1,252 @@
+// The tile loop of the mma.sync backward: one block of keys meets every row block that sees it, for all query heads of
+// its K/V head, in the order of core/bwd_schedule.h. dK and dV stay in registers over the whole loop; dQ is reduced
+// into fp32 tiles in global memory. Gradients of softmax attention by recomputation from the LSE: Dao et al. 2022,
+// appendix B.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "core/block_range.h"
+#include "core/bwd_schedule.h"
+#include "core/seen.h"
+#include "kernels/common/accumulator.h"
+#include "kernels/common/convert.h"
+#include "kernels/common/differentiate.h"
+#include "kernels/common/dq_tile.h"
+#include "kernels/common/dq_turns.h"
+#include "kernels/common/row_store.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/common/sequence.h"
+#include "kernels/sm80/bwd_config.h"
+#include "kernels/sm80/gemm.h"
+
+namespace flash {
+
+// A step of the walk, with what is addressed there; moving on costs additions.
+template <class Element>
+struct BwdCursor {
+  RowStep at;
+  const Element* q;  // this thread's first chunk of the row block
+  const Element* dout;
+};
+
+template <class Config>
+struct BwdMainloop {
+  using Element = typename Config::Element;
+  template <class Mma, int kRows, int kCols>
+  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
+  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM, Config::kBlockN>;
+  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kBlockN, Config::kHeadDim>;
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kBlockM, Config::kHeadDim>;
+  static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
+
+  const Flash_bwd_params& params;
+  const KeyBlock& block;
+  const Visibility visibility;
+  const int first_row;  // rows before it, which see no key, are zeros
+  const RowWalk walk;
+  const typename Config::RowCopyT copy;
+  const typename Config::SdPCoords coords;
+  const int stages;  // buffers of Q and of dO: 2, or 1 where shared memory is short
+  using Cursor = BwdCursor<Element>;
+  Element* const smem;
+
+  AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
+  AccDkv acc_dv;
+
+  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const KeyBlock& block_, int stages_,
+                                         Element* smem_)
+      : params(params_),
+        block(block_),
+        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
+        first_row(first_seeing_row(visibility)),
+        walk(row_walk(params_, block_, Config::kBlockM, Config::kBlockN)),
+        copy(params_.d),
+        stages(stages_),
+        smem(smem_) {
+    cute::clear(acc_dk);
+    cute::clear(acc_dv);
+  }
+
+  // Shared memory: K, V, P, dS, then stages x (Q, dO).
+  template <class Layout>
+  __device__ __forceinline__ auto tile(int offset) const {
+    return cute::make_tensor(cute::make_smem_ptr(smem + offset), Layout{});
+  }
+  __device__ __forceinline__ auto smem_k() const { return tile<typename Config::SmemLayoutKv>(0); }
+  __device__ __forceinline__ auto smem_v() const { return tile<typename Config::SmemLayoutKv>(Config::kSmemKv); }
+  __device__ __forceinline__ auto smem_p() const { return tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv); }
+  __device__ __forceinline__ auto smem_ds() const {
+    return tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv + Config::kSmemP);
+  }
+  __device__ __forceinline__ auto smem_q(int stage) const {
+    return tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) + 2 * stage * Config::kSmemQ);
+  }
+  __device__ __forceinline__ auto smem_do(int stage) const {
+    return tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) +
+                                              (2 * stage + 1) * Config::kSmemQ);
+  }
+
+  __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
+  __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
+
+  __device__ __forceinline__ Cursor start() const {
+    const RowStep at = walk.start();
+    const int row = block.q_begin + at.row_block * Config::kBlockM;
+    auto place = [&](const void* data, const MatrixStrides& strides) {
+      return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), block.batch, row, at.head) +
+             copy.place(strides.row);
+    };
+    return {at, place(params.q_ptr, params.q_strides), place(params.do_ptr, params.do_strides)};
+  }
+
+  __device__ __forceinline__ void advance(Cursor& cursor) const {
+    const bool other_rows = walk.advance(cursor.at);
+    cursor.q += walk.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
+    cursor.dout += walk.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
+  }
+
+  __device__ __forceinline__ void load_kv() const {
+    const int key = block.n_block * Config::kBlockN, first_key = first_seen_key(visibility);
+    auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
+      const Element* base = static_cast<const Element*>(data) +
+                            matrix_offset(strides, is_varlen(), block.batch, block.k_begin + key, block.head_k);
+      copy.template run_strided<true>(base, strides.row, block.seqlen_k - key, smem_tile, first_key - key);
+    };
+    load(params.k_ptr, params.k_strides, smem_k());
+    load(params.v_ptr, params.v_strides, smem_v());
+  }
+
+  __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
+    const int rows_left = block.seqlen_q - cursor.at.row_block * Config::kBlockM;
+    auto q_tile = smem_q(stage);
+    auto do_tile = smem_do(stage);
+    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
+    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left, do_tile);
+    cute::cp_async_fence();
+  }
+
+  // Rows of Q and dO before first_row become zeros: a row block with any of them is rare, and pays for it alone.
+  __device__ __forceinline__ void clear_keyless_rows(int row_begin, int stage) const {
+    const int rows = min(first_row - row_begin, Config::kBlockM);
+    if (rows <= 0) return;
+    auto q_tile = smem_q(stage);
+    auto do_tile = smem_do(stage);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
+      q_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+      do_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+    }
+    __syncthreads();
+  }
+
+  // Every thread waits for its own copies, then for everyone: what the last step read may be overwritten.
+  __device__ __forceinline__ static void wait_for_copies() {
+    cute::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void run() {
+    const int count = walk.count();
+    if (count == 0) return;
+    load_kv();
+    Cursor current = start();
+    load_q_do(current, 0);
+    for (int i = 0; i < count; ++i) {
+      const int stage = stages == 2 ? i % 2 : 0;
+      const bool has_next = i + 1 < count;
+      Cursor next = current;
+      if (has_next) advance(next);
+      wait_for_copies();
+      clear_keyless_rows(current.at.row_block * Config::kBlockM, stage);
+      if (i > 0) pass_turn_of(walk.before(current.at));
+      if (stages == 2 && has_next) load_q_do(next, 1 - stage);
+      step(current.at, stage);
+      if (stages == 1 && has_next) {
+        __syncthreads();
+        load_q_do(next, 0);
+      }
+      current = next;
+    }
+    if (is_deterministic()) __syncthreads();
+    pass_turn_of(current.at);
+  }
+
+  __device__ __forceinline__ void step(const RowStep& at, int stage) {
+    using namespace cute;
+    const int row_begin = at.row_block * Config::kBlockM;
+    float lse_log2[kRows], delta[kRows];
+    load_row_statistics(at, row_begin, lse_log2, delta);
+    AccSdP acc_s, acc_dp;
+    clear(acc_s);
+    clear(acc_dp);
+    gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_s, smem_q(stage), smem_k());
+    gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), smem_v());
+    differentiate(at, row_begin, lse_log2, delta, acc_s, acc_dp);
+    auto p_tile = smem_p();
+    auto ds_tile = smem_ds();
+    stage_accumulator<Element>(typename Config::MmaSdP{}, acc_s, p_tile);
+    stage_accumulator<Element>(typename Config::MmaSdP{}, acc_dp, ds_tile);
+    __syncthreads();  // P and dS are whole
+
+    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
+                                                          transposed(smem_do(stage)));
+    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + dq_tile_index(at)) : 0;
+    AccDq acc_dq;
+    clear(acc_dq);
+    gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
+    add_dq(at, seen, acc_dq);
+    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
+                                                          transposed(smem_q(stage)));
+  }
+
+  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf,
+  // which makes their probabilities 0.
+  __device__ __forceinline__ void load_row_statistics(const RowStep& at, int row_begin, float (&lse_log2)[kRows],
+                                                      float (&delta)[kRows]) const {
+    const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
+    const float* d = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const int row = row_begin + coords.row(mi);
+      const bool valid = row >= first_row && row < block.seqlen_q;
+      lse_log2[mi] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
+      delta[mi] = valid ? d[row] : 0.0f;
+    }
+  }
+
+  // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
+  __device__ __forceinline__ void differentiate(const RowStep& at, int row_begin, const float (&lse_log2)[kRows],
+                                                const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
+    auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    auto dp = row_col_view(acc_dp);
+    const ScorePlace place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
+    constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
+    DropoutMask mask;
+    if constexpr (kMayDrop) mask = DropoutMask(params.dropout, place.batch, place.head);
+    const TileWords<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
+    differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
+        params, visibility, place, coords, words, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
+  }
+
+  __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
+    return flash::dq_tile_index(params, block, at, Config::kBlockM);
+  }
+
+  // Deterministic: at this block's turn; `seen` is the counter before the product.
+  __device__ __forceinline__ void add_dq(const RowStep& at, int seen, const AccDq& acc_dq) const {
+    const int64_t index = dq_tile_index(at);
+    if (is_deterministic()) {
+      wait_for_turn(params.dq_turns_ptr + index,
+                    dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+    }
+    reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
+  }
+
+  // After the barrier that follows the step: all have added. The step after it hides the release.
+  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
+    if (is_deterministic() && threadIdx.x == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+  }
+};
+
+}  // namespace flash

@@ -1,0 +1,43 @@
+// Everything the mma.sync forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, copies.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/row_loader.h"
+#include "kernels/sm80/operand_layouts.h"
+#include "params/flash.h"
+#include "plan/tiles.h"
+
+namespace flash {
+
+// Variants that measurably need their own kernel; all else are run-time fields of Flash_fwd_params.
+using plan::FwdVariant;
+
+template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
+struct FwdConfig {
+  using Element = ElementOf<kDtype>;
+  static constexpr FwdVariant kVariant = kVariant_;
+  static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant);
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kWarps = kTile.warps;
+  static constexpr int kThreads = 32 * kWarps;
+  static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
+  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row bands");
+  static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
+
+  using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kWarps, 1>;
+  static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);
+  using SmemLayoutQ = SwizzledTile<kBlockM, kHeadDim>;
+  using SmemLayoutKv = SwizzledTile<kBlockN, kHeadDim>;
+  using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
+
+  static constexpr int kSmemQ = kBlockM * kHeadDim;   // elements
+  static constexpr int kSmemKv = kBlockN * kHeadDim;  // elements, each of K and V
+  static constexpr int kSmemBytes = plan::fwd_smem_bytes(kTile);
+  static_assert(kSmemBytes == static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv), "plan and kernel agree");
+};
+
+}  // namespace flash

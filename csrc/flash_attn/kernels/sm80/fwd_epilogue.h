@@ -1,0 +1,28 @@
+// Normalises the output, stores it through shared memory in whole 16-byte chunks.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/fwd_epilogue.h"
+#include "kernels/common/row_store.h"
+#include "kernels/sm80/fwd_mainloop.h"
+
+namespace flash {
+
+// The staged rows take the place of the rows of Q, which only their own warp has read.
+template <class Config>
+__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  const Flash_fwd_params& params = mainloop.params;
+  const RowBlock& block = mainloop.block;
+  normalize(mainloop.softmax, mainloop.acc_o, params, row_sink(params, block));
+  auto staged = mainloop.smem_q();
+  stage_accumulator<Element>(typename Config::TiledMma{}, mainloop.acc_o, staged);
+  __syncthreads();
+  Element* const rows =
+      static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides) + block.row_begin * params.o_strides.row;
+  store_rows<typename Config::RowCopyT>(staged, rows, params.o_strides.row, block.row_end - block.row_begin, params.d);
+}
+
+}  // namespace flash

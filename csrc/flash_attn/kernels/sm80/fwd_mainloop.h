@@ -1,0 +1,195 @@
+// The tile loop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one key block a step.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "core/block_range.h"
+#include "core/seen.h"
+#include "kernels/common/accumulator.h"
+#include "kernels/common/convert.h"
+#include "kernels/common/dropout.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/common/sequence.h"
+#include "kernels/common/softmax.h"
+#include "kernels/sm80/fwd_config.h"
+#include "kernels/sm80/gemm.h"
+
+namespace flash {
+
+// K and V blocks of one (sequence, kv head) on their way into shared memory.
+template <class Config>
+struct KvLoader {
+  using Element = typename Config::Element;
+
+  const Flash_fwd_params& params;
+  typename Config::RowCopyT copy;
+  const Element* k_base;
+  const Element* v_base;
+  const int* pages;  // of this sequence; null when K and V are not paged
+  int key_offset;    // paged: row of key 0 within the pages of the sequence
+  int seqlen_k;
+
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block)
+      : params(params_),
+        copy(params_.d),
+        k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
+        v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, block)),
+        pages(is_paged() ? params_.paged.block_table + block.batch * params_.paged.block_table_stride : nullptr),
+        key_offset(block.k_begin),
+        seqlen_k(block.seqlen_k) {}
+
+  __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
+
+  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const RowBlock& block) const {
+    const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
+    if (is_paged()) return head;
+    const int64_t batch = params.packs_keys() ? 0 : block.batch * strides.batch;
+    return head + batch + block.k_begin * strides.row;
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
+                                       Smem&& smem) const {
+    // Interior pages need no bound; with dropout ptxas spills without one.
+    constexpr bool kBoundsPages = kBounded || Config::kVariant == FwdVariant::kDropout;
+    const int key = n_block * Config::kBlockN;
+    if (is_paged()) {
+      copy.template run_paged<kBoundsPages>(base, strides, params.paged, pages, key_offset + key, seqlen_k - key, smem);
+    } else {
+      copy.template run_strided<kBounded>(base + key * strides.row, strides.row, seqlen_k - key, smem);
+    }
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load_k(int n_block, Smem&& smem) const {
+    load<kBounded>(k_base, params.k_strides, n_block, smem);
+  }
+
+  template <bool kBounded, class Smem>
+  __device__ __forceinline__ void load_v(int n_block, Smem&& smem) const {
+    load<kBounded>(v_base, params.v_strides, n_block, smem);
+  }
+};
+
+template <class Config>
+struct FwdMainloop {
+  using Element = typename Config::Element;
+  using TiledMma = typename Config::TiledMma;
+  static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kWarps);  // accumulator rows per thread
+  using AccO = decltype(cute::partition_fragment_C(
+      TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
+
+  const Flash_fwd_params& params;
+  const RowBlock& block;
+  const Visibility visibility;
+  const BlockRange range;
+  const KvLoader<Config> loader;
+  const AccumulatorCoords<Config::kWarps> coords;
+  Element* const smem;  // Q, then K, then V
+
+  AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
+  Softmax<kRows> softmax;
+
+  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const RowBlock& block_, Element* smem_)
+      : params(params_),
+        block(block_),
+        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
+        range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
+        loader(params_, block_),
+        smem(smem_) {
+    cute::clear(acc_o);
+  }
+
+  __device__ __forceinline__ auto smem_q() const {
+    return cute::make_tensor(cute::make_smem_ptr(smem), typename Config::SmemLayoutQ{});  // (M, D)
+  }
+  __device__ __forceinline__ auto smem_k() const { return smem_kv(smem + Config::kSmemQ); }
+  __device__ __forceinline__ auto smem_v() const { return smem_kv(smem + Config::kSmemQ + Config::kSmemKv); }
+  __device__ __forceinline__ static auto smem_kv(Element* tile) {
+    return cute::make_tensor(cute::make_smem_ptr(tile), typename Config::SmemLayoutKv{});  // (N, D)
+  }
+
+  __device__ __forceinline__ void load_q() const {
+    const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides) +
+                       block.row_begin * params.q_strides.row;
+    auto tile = smem_q();
+    loader.copy.template run_strided<true>(q, params.q_strides.row, block.row_end - block.row_begin, tile);
+  }
+
+  // Every thread waits for its own copies, then for everyone's.
+  __device__ __forceinline__ static void wait_for_copies() {
+    cute::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void prologue() const {
+    load_q();
+    loader.template load_k<true>(range.block_at(0), smem_k());
+    cute::cp_async_fence();
+  }
+
+  __device__ __forceinline__ void run_edges() {
+    const int edges = range.edge_count();
+    for (int i = 0; i < edges; ++i) step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
+  }
+
+  __device__ __forceinline__ void run_interior() {
+    for (int n_block = range.interior_end - 1; n_block >= range.interior_begin; --n_block) {
+      step<false>(n_block, n_block > range.interior_begin ? n_block - 1 : -1);
+    }
+  }
+
+  // The first rows of V become zeros where no query sees their keys: a weight of 0 does not silence NaN. A block with
+  // any is rare, and pays for it alone.
+  __device__ __forceinline__ void clear_unseen_values(int key) const {
+    if (params.window.left == kUnbounded) return;
+    const int rows = min(first_seen_key(visibility) - key, Config::kBlockN);
+    if (rows <= 0) return;
+    auto tile = smem_v();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
+      tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
+    }
+    __syncthreads();
+  }
+
+  // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
+  template <bool kEdge>
+  __device__ __forceinline__ void step(int n_block, int next_block) {
+    using namespace cute;
+    wait_for_copies();  // K has landed; every warp is done with V of the last step
+    loader.template load_v<kEdge>(n_block, smem_v());
+    cp_async_fence();
+
+    auto acc_s = partition_fragment_C(TiledMma{}, Shape<Int<Config::kBlockM>, Int<Config::kBlockN>>{});
+    clear(acc_s);
+    gemm_smem<Operand::kPlain, Operand::kPlain>(TiledMma{}, acc_s, smem_q(), smem_k());
+    auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    const int key = n_block * Config::kBlockN;
+    if (params.has_score_mod) {
+      ScoreMod(params, block.batch, block.head).apply(scores, coords, visibility.diagonal(block.row_begin), key);
+    }
+    if constexpr (kEdge) {
+      apply_mask(scores, coords, visibility, block.row_begin, block.row_end, key, key + Config::kBlockN);
+    }
+
+    wait_for_copies();  // V has landed; every warp is done with K
+    if constexpr (kEdge) clear_unseen_values(key);
+    if (next_block >= 0) {
+      loader.template load_k<kEdge>(next_block, smem_k());
+      cp_async_fence();
+    }
+    auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
+    softmax.update(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
+    if constexpr (Config::kVariant == FwdVariant::kDropout) {
+      const DropoutMask mask(params.dropout, block.batch, block.head);
+      apply_dropout(mask, scores, coords, block.row_begin, key);
+    }
+    const auto probabilities = convert<Element>(acc_s);
+    auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
+    gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, transposed(smem_v()));
+  }
+};
+
+}  // namespace flash

@@ -1,0 +1,27 @@
+// Element types, MMA atoms and shared layouts that the forward and the backward of the mma.sync family share.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/convert.h"
+
+namespace flash {
+
+template <Dtype kDtype>
+using MmaAtomOf = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,
+                                     cute::MMA_Atom<cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
+
+// Rows of 64 (or 32) elements are XOR-swizzled in 16-byte chunks: ldmatrix and cp.async meet no bank conflict.
+constexpr int swizzle_atom_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
+
+template <int kCols>
+using SwizzleAtom =
+    decltype(cute::composition(cute::Swizzle<swizzle_atom_cols(kCols) == 64 ? 3 : 2, 3, 3>{},
+                               cute::Layout<cute::Shape<cute::_8, cute::Int<swizzle_atom_cols(kCols)>>,
+                                            cute::Stride<cute::Int<swizzle_atom_cols(kCols)>, cute::_1>>{}));
+
+template <int kRows, int kCols>
+using SwizzledTile =
+    decltype(cute::tile_to_shape(SwizzleAtom<kCols>{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
+
+}  // namespace flash

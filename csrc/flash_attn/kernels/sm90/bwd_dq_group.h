@@ -1,0 +1,134 @@
+// dQ of a thread block by a warpgroup of its own, from the dS that the consumers leave in shared memory: dQ = dS K.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+#include "core/bwd_schedule.h"
+#include "kernels/common/convert.h"
+#include "kernels/common/dq_tile.h"
+#include "kernels/sm90/bwd_dq.h"
+#include "kernels/sm90/bwd_storage.h"
+#include "kernels/tma/swizzle.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+struct BwdDqGroup {
+  using Element = typename Config::Element;
+  using AccDq = decltype(cute::partition_fragment_C(typename Config::MmaDq{},
+                                                    cute::Shape<cute::_64, cute::Int<Config::kDqCols>>{}));
+  static_assert(Config::kBlockM == 64 && Config::kDqCols == Config::kHeadDim, "one product a step");
+
+  const BwdLaunch& launch;
+  const Flash_bwd_params& params;
+  BwdStorage<Config>& storage;
+  const int thread;  // of the warpgroup
+  RingIndex<2> place;
+  RingIndex<Config::kKvStages> kv_place;
+
+  __device__ __forceinline__ BwdDqGroup(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
+      : launch(launch_), params(launch_.params), storage(storage_), thread(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
+
+  __device__ __forceinline__ void run(const KeyBlock& block) {
+    if (Config::kKeepsDq && block.n_block == 0) start_head(block);
+    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = walk.count();
+    if (count == 0) return;
+    for (int i = 0; i < Config::kKeyParts; ++i) storage.k_full[kv_place.stage][i].wait(kv_place.phase);
+    RowStep at = walk.start();
+    for (int i = 0; i < count; ++i) {
+      step(block, at);
+      walk.advance(at);
+    }
+    for (int i = 0; i < Config::kKeyParts; ++i) storage.kv_empty[kv_place.stage][i].arrive();
+    kv_place.advance();
+  }
+
+  __device__ __forceinline__ void step(const KeyBlock& block, const RowStep& at) {
+    AccDq acc_dq;
+    compute_dq<Config>(storage, place, kv_place.stage, thread, acc_dq);
+    if constexpr (Config::kKeepsDq) {
+      keep(block, at, acc_dq);
+    } else {
+      leave_dq<Config>(storage, place, acc_dq, thread);
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ BlockRange key_blocks_of(const KeyBlock& block, int row_block) const {
+    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+    const int row_begin = row_block * Config::kBlockM;
+    return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
+  }
+
+  // The floats of a tile of dQ in shared memory that are this warp's: 16 rows.
+  __device__ __forceinline__ float* own_dq(int row_block) const {
+    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
+  }
+
+  // Adds to dQ in shared memory. The first block of keys that the rows see finds nothing there, the last one sends dQ
+  // off.
+  __device__ __forceinline__ void keep(const KeyBlock& block, const RowStep& at, AccDq& acc_dq) const {
+    const BlockRange keys = key_blocks_of(block, at.row_block);
+    float* const own = own_dq(at.row_block);
+    if (block.n_block != keys.begin) add_staged_dq(acc_dq, own, thread % 32);
+    if (block.n_block == keys.end - 1) {
+      send(block, at, acc_dq);
+    } else {
+      stage_dq(acc_dq, own, thread % 32);
+    }
+  }
+
+  // 16 rows of dQ as Elements, through the place of this warp's floats.
+  __device__ __forceinline__ void send(const KeyBlock& block, const RowStep& at, AccDq& acc_dq) const {
+    using namespace cute;
+    static_assert(Config::kHeadDim == Config::kChunkCols, "rows of 128 bytes, 16 of them");
+    const int lane = thread % 32;
+#pragma unroll
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    const auto values = convert<Element>(acc_dq);
+    const auto pairs = recast<uint32_t>(values);
+    Element* const rows = reinterpret_cast<Element*>(own_dq(at.row_block));
+    __syncwarp();  // all lanes have read their floats
+#pragma unroll
+    for (int i = 0; i < size(pairs); i += 4) {
+      Element* const piece = rows + piece_place(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
+      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3), *reinterpret_cast<uint128_t*>(piece));
+    }
+    tma_store_fence();
+    __syncwarp();
+    if (is_first_lane()) {
+      SM90_TMA_STORE_5D::copy(&launch.dq_map, rows, 0, at.row_block * Config::kBlockM + thread / 32 * 16, at.head,
+                              block.batch, 0);
+      tma_store_arrive();
+    }
+    __syncwarp();
+  }
+
+  // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
+  // keys is 0.
+  __device__ __forceinline__ void start_head(const KeyBlock& block) const {
+    if (is_first_lane()) cute::tma_store_wait<0>();
+    __syncwarp();
+    const int row_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    for (int row_block = 0; row_block < row_blocks; ++row_block) {
+      if (key_blocks_of(block, row_block).count() > 0) continue;
+      AccDq zeros;
+      cute::clear(zeros);
+      send(block, {block.head_k, row_block}, zeros);
+    }
+  }
+
+  // Shared memory outlives the last stores' reading of it.
+  __device__ __forceinline__ void finish() const {
+    if (is_first_lane()) cute::tma_store_wait<0>();
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

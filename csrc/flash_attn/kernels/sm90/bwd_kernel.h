@@ -1,0 +1,209 @@
+// The wgmma backward kernels: the main one over blocks of keys, and the conversion of dQ.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/common/convert_dq.h"
+#include "kernels/sm90/bwd_dq_adder.h"
+#include "kernels/sm90/bwd_dq_group.h"
+#include "kernels/sm90/bwd_mainloop.h"
+#include "kernels/sm90/bwd_producer.h"
+
+namespace flash {
+namespace sm90 {
+
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2, kFirstAddingWarp = 2 };
+
+// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
+// more.
+template <int kCols, class Config, class Accumulator>
+__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
+                                          const CUtensorMap& map, typename Config::Element* tile) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  const KeyBlock& block = mainloop.block;
+#pragma unroll
+  for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
+  const auto store =
+      make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
+  const auto values = convert<Element>(acc);
+  auto staged = mainloop.template own_keys<kCols>(tile, mainloop.column_share());
+  copy(Store{}, store.retile_S(values), store.partition_D(staged));
+  tma_store_fence();
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  const int warp_row = 64 * mainloop.key_share() + mainloop.thread / 32 * 16;
+  constexpr int kOwnChunks = kCols / Config::kChunkCols;
+  const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
+#pragma unroll
+  for (int i = 0; i < kOwnChunks; ++i) {
+    const int chunk = mainloop.column_share() * kOwnChunks + i;
+    SM90_TMA_STORE_5D::copy(&map, tile + (chunk * Config::kBlockN + warp_row) * Config::kChunkCols,
+                            chunk * Config::kChunkCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
+                            block.head_k, keys.outer, keys.origin);
+  }
+  tma_store_arrive();
+}
+
+// A consumer warpgroup: one block of keys after the other.
+template <class Config>
+struct BwdConsumer {
+  const BwdLaunch& launch;
+  BwdStorage<Config>& storage;
+  const int group;
+  RingIndex<Config::kStages> place;
+  RingIndex<Config::kKvStages> kv_place;
+  RingIndex<2> left_place;
+
+  __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
+      : launch(launch_), storage(storage_), group(group_) {
+    if constexpr (Config::kHasDqGroup) {
+      if (group == 1) BwdMainloop<Config>::pass_token(group);
+    }
+  }
+
+  // Gradients of one block of keys and values, and its share of dQ.
+  __device__ __forceinline__ void compute_dk_dv_1colblock(const KeyBlock& block) {
+    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_place, left_place);
+    mainloop.run();
+    const bool has_rows = mainloop.walk.count() > 0;
+    if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
+    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
+                               storage.staged_dv());
+    __syncwarp();
+    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
+                               storage.staged_dk());
+    __syncwarp();
+    if constexpr (!Config::kFreesKeysEarly) {
+      mainloop.wait_for_own_stores();
+      storage.kv_empty[0][0].arrive();
+    }
+    place = mainloop.place;
+    left_place = mainloop.left_place;
+    if (has_rows || !Config::kFreesKeysEarly) kv_place.advance();
+  }
+
+  // Shared memory outlives the last stores' reading of it.
+  __device__ __forceinline__ void finish() const {
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    RingIndex<Config::kStages> place;
+    if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
+    if (warp == kStatisticsWarp) {
+      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) {
+        load_statistics<Config>(launch.params, storage, block, place);
+      });
+    }
+    if (!Config::kSplitsKeys && warp == kTurnWarp) {
+      for_each_drawn_block(launch, storage,
+                           [&](const KeyBlock& block) { pass_turns<Config>(launch.params, storage, block, place); });
+    }
+    if constexpr (Config::kHasDqAdders) {
+      if (warp >= kFirstAddingWarp) {
+        BwdDqAdder<Config> adder{launch.params, storage, warp - kFirstAddingWarp};
+        for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { adder.run(block); });
+      }
+    }
+  } else if (Config::kHasDqGroup && warp_group == 3) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
+    if constexpr (Config::kHasDqGroup) {
+      BwdDqGroup<Config> dq_group(launch, storage);
+      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { dq_group.run(block); });
+      dq_group.finish();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
+    for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    consumer.finish();
+  }
+}
+
+// The blocks of keys of a thread block that sums up dQ in shared memory: whole (sequence, head) pairs of a dense batch,
+// one after the other.
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, const Visit& visit) {
+  const Flash_bwd_params& params = launch.params;
+  for (int index = blockIdx.x; index < params.b * params.h_k; index += gridDim.x) {
+    KeyBlock block;
+    block.batch = launch.grid.heads_k.divide(index);
+    block.head_k = index - block.batch * params.h_k;
+    block.seqlen_q = params.seqlen_q;
+    block.seqlen_k = params.seqlen_k;
+    for (; !block.empty(Config::kBlockN); ++block.n_block) visit(block);
+  }
+}
+
+// The backward of short dense batches, dQ summed up in shared memory.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == kLoadWarp) {
+      BwdLoader<Config> loader(launch, storage);
+      for_each_key_block<Config>(launch, [&](const KeyBlock& block) { loader.run(block); });
+    } else if (warp == kStatisticsWarp) {
+      RingIndex<Config::kStages> place;
+      for_each_key_block<Config>(
+          launch, [&](const KeyBlock& block) { load_statistics<Config>(launch.params, storage, block, place); });
+    }
+  } else if (warp_group == 3) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
+    BwdDqGroup<Config> dq_group(launch, storage);
+    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { dq_group.run(block); });
+    dq_group.finish();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
+    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    consumer.finish();
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(32 * Config::kDqWarps)
+    flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  extern __shared__ __align__(1024) char smem[];
+  const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
+  convert_dq<Config>(params, staged, [&](const float* tile) {
+#pragma unroll
+    for (int slice = 0; slice < Config::kDqSlices; ++slice) {
+      typename BwdMainloop<Config>::AccDq acc_dq;
+      load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
+#pragma unroll
+      for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+      auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
+                              make_coord(_0{}, Config::dq_column_share(threadIdx.x / 128, slice)));
+      const auto values = convert<Element>(acc_dq);
+      copy(Store{}, store.retile_S(values), store.partition_D(share));
+    }
+  });
+}
+
+}  // namespace sm90
+}  // namespace flash

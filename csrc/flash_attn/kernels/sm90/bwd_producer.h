@@ -1,0 +1,254 @@
+// The loading side of the wgmma backward: one warp brings K, V, Q and dO in by TMA, another the statistics of the rows.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/bwd_schedule.h"
+#include "core/seen.h"
+#include "kernels/common/differentiate.h"
+#include "kernels/common/dq_turns.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/sm90/bwd_storage.h"
+#include "kernels/tma/clear_rows.h"
+#include "kernels/tma/tensor_map.h"
+
+namespace flash {
+namespace sm90 {
+
+// Issued by one lane; the whole warp walks along.
+template <class Config>
+struct BwdLoader {
+  using Element = typename Config::Element;
+
+  const BwdLaunch& launch;
+  BwdStorage<Config>& storage;
+  const bool issues;  // this lane
+  RingIndex<Config::kStages> place;
+  RingIndex<Config::kKvStages> kv_place;
+  bool is_first = true;
+  uint32_t landed_phase = 0;
+
+  __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
+      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
+
+  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows. Those before row `first` take no
+  // part: they become zeros, so that NaN there never meets the tensor cores.
+  template <int kRows, int kCols, int kTileRows = kRows>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+    constexpr int kChunks = kCols / Config::kChunkCols;
+    const bool clears = first > row;
+    Barrier& landed = clears ? storage.landed : full;
+    if (issues) {
+      landed.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, static_cast<uint64_t>(hint),
+                                     smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                     row + rows.shift, head, rows.outer, rows.origin);
+      }
+    }
+    if (!clears) return;
+    landed.wait(landed_phase);
+    landed_phase ^= 1;
+    clear_rows<kTileRows, kChunks, Config::kChunkCols>(smem, min(first - row, kRows));
+    if (issues) full.arrive();
+  }
+
+  // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
+  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done.
+  __device__ __forceinline__ int draw(bool first, int index) const {
+    int* const semaphore = launch.tile_count_semaphore;
+    const bool is_ordered = launch.params.dq_turns_ptr != nullptr;
+    if (first && (semaphore == nullptr || !is_ordered)) return blockIdx.x;
+    if (semaphore == nullptr) return index + gridDim.x;
+    const int begin = is_ordered ? 0 : gridDim.x;
+    const int drawn = issues ? atomicAdd(semaphore, 1) : 0;
+    return begin + __shfl_sync(0xffffffffu, drawn, 0);
+  }
+
+  // Loads the blocks of this thread block, and tells the others which they are.
+  __device__ __forceinline__ void run_all() {
+    RingIndex<2> slot;
+    int index = draw(true, 0);
+    while (true) {
+      storage.work_empty[slot.stage].wait(slot.phase ^ 1);
+      if (issues) {
+        storage.work[slot.stage] = index;
+        storage.work_full[slot.stage].arrive();
+      }
+      __syncwarp();
+      slot.advance();
+      if (index >= launch.grid.blocks) return;
+      const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!block.empty(Config::kBlockN)) run(block);
+      index = draw(false, index);
+    }
+  }
+
+  // K and V of a block into the L2 cache, while the block before it still uses their buffers.
+  __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
+    if (!issues) return;
+#pragma unroll
+    for (int col = 0; col < Config::kHeadDim; col += Config::kChunkCols) {
+      for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKeyParts) {
+        for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
+          if (map == &launch.v_map && col >= Config::kHeadDimV) continue;
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + keys.shift, head, keys.outer, keys.origin);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int first_key, int head) {
+    constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
+    constexpr int kRows = Config::kBlockN / Config::kKeyParts;
+    const int stage = kv_place.stage;
+#pragma unroll
+    for (int i = 0; i < Config::kKeyParts; ++i) {
+      const int first = i * kRows, place = first * Config::kChunkCols;
+      storage.kv_empty[stage][i].wait(kv_place.phase ^ 1);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + place,
+                                                     keys, row + first, first_key, head, kHint);
+      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + place,
+                                                      keys, row + first, first_key, head, kHint);
+    }
+  }
+
+  __device__ __forceinline__ void run(const KeyBlock& block) {
+    using cute::TMA::CacheHintSm90;
+    const Flash_bwd_params& params = launch.params;
+    const bool is_varlen = params.is_varlen();
+    const TmaRows keys(is_varlen, block.batch, block.k_begin, block.seqlen_k);
+    const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
+    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+    const int first_row = first_seeing_row(visibility);
+    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = walk.count();
+    if (count == 0) {
+      // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
+      // that, and the consumers for this warp. Else they may free the buffers before it has seen the block before free
+      // them, and the parity of that has come round again.
+      if constexpr (!Config::kFreesKeysEarly) {
+        storage.kv_empty[0][0].wait(kv_place.phase ^ 1);
+        if (issues) {
+          storage.k_full[0][0].arrive();
+          storage.v_full[0][0].arrive();
+        }
+        kv_place.advance();
+      }
+      return;
+    }
+    RowStep at = walk.start();
+    const int key = block.n_block * Config::kBlockN;
+    if (!is_first && Config::kKvStages == 1) prefetch_keys(keys, key, block.head_k);
+    is_first = false;
+    for (int i = 0; i < count; ++i) {
+      const int stage = place.stage, row = at.row_block * Config::kBlockM;
+      storage.q_empty[stage].wait(place.phase ^ 1);
+      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row,
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
+      storage.do_empty[stage].wait(place.phase ^ 1);
+      load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row,
+                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
+      if (i == 0) load_keys(keys, key, first_seen_key(visibility), block.head_k);
+      place.advance();
+      walk.advance(at);
+    }
+    kv_place.advance();
+  }
+};
+
+// What the other warps see of BwdLoader::run_all(): visit(KeyBlock) for each block that is not empty.
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_drawn_block(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                     const Visit& visit) {
+  RingIndex<2> slot;
+  while (true) {
+    storage.work_full[slot.stage].wait(slot.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[slot.stage], 0);
+    storage.work_empty[slot.stage].arrive();
+    slot.advance();
+    if (index >= launch.grid.blocks) return;
+    const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!block.empty(Config::kBlockN)) visit(block);
+  }
+}
+
+// The words from which dropout draws in a step, by one warp.
+template <class Config>
+__device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                    const KeyBlock& block, const RowStep& at, int stage) {
+  const DropoutStream stream = DropoutMask(params.dropout, block.batch, at.head).stream;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int row = lane; row < Config::kBlockM; row += 32) {
+    storage.dropout_rows[stage][row] = dropout_row(stream, at.row_block * Config::kBlockM + row);
+  }
+#pragma unroll
+  for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
+    storage.dropout_pairs[stage][pair] = dropout_column_pair(stream, block.n_block * (Config::kBlockN / 2) + pair);
+  }
+}
+
+// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and
+// those beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way
+// while the buffers of the step are still in use.
+template <class Config>
+__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                const KeyBlock& block, RingIndex<Config::kStages>& place) {
+  constexpr int kRows = Config::kBlockM / 32;  // of each lane
+  const int lane = threadIdx.x % 32;
+  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+  const int first_row = first_seeing_row({block.seqlen_q, block.seqlen_k, params.window});
+  RowStep at = walk.start();
+  const int count = walk.count();
+  for (int i = 0; i < count; ++i) {
+    const float* const lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
+    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
+    float lse_log2[kRows], softmax_d[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const int row = at.row_block * Config::kBlockM + 32 * j + lane;
+      const bool valid = row >= first_row && row < block.seqlen_q;
+      lse_log2[j] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
+      softmax_d[j] = valid ? delta[row] : 0.0f;
+    }
+    storage.q_empty[place.stage].wait(place.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.lse_log2[place.stage][32 * j + lane] = lse_log2[j];
+    if constexpr (Config::kVariant != BwdVariant::kPlain) {
+      if (params.has_dropout) store_dropout_words(params, storage, block, at, place.stage);
+    }
+    storage.q_full[place.stage].arrive();
+    storage.do_empty[place.stage].wait(place.phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) storage.softmax_d[place.stage][32 * j + lane] = softmax_d[j];
+    storage.do_full[place.stage].arrive();
+    place.advance();
+    walk.advance(at);
+  }
+}
+
+// Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
+template <class Config>
+__device__ __forceinline__ void pass_turns(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                           const KeyBlock& block, RingIndex<Config::kStages>& place) {
+  if (params.dq_turns_ptr == nullptr) return;
+  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
+  RowStep at = walk.start();
+  const int count = walk.count();
+  for (int i = 0; i < count; ++i) {
+    storage.turn_added[place.stage].wait(place.phase);
+    if (threadIdx.x % 32 == 0) {
+      pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
+      storage.turn_passed[place.stage].arrive();
+    }
+    __syncwarp();
+    place.advance();
+    walk.advance(at);
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

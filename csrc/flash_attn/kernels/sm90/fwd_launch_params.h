@@ -1,0 +1,41 @@
+// What the host hands to the wgmma forward kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/fast_div.h"
+#include "params/flash.h"
+#include "plan/row_order.h"
+
+namespace flash {
+namespace sm90 {
+
+struct FwdLaunch {
+  Flash_fwd_params params;
+  CUtensorMap q_map, k_map, v_map, o_map;
+  int page_box_rows;  // of K and V in pages; 0: no boxes
+  int tiles;          // row blocks of all heads
+  int short_ones;     // of each head that see few keys, at most: some of them come last of all
+  bool sorted;        // those of a head go by VarlenOrder, some of them not at all
+  plan::RowOrder order;
+  FastDiv heads_of_batch;     // query heads of a sequence
+  FastDiv interior_blocks;    // most_interior_blocks()
+  FastDiv group;              // query heads of a K/V head
+  int* tile_count_semaphore;  // null: as many tiles for each team
+  KeyShares shares;           // of each row block, which are tiles of their own
+};
+
+// Whether a tile is a share of a row block's keys.
+template <class Config>
+__device__ __forceinline__ bool shares_keys(const FwdLaunch& launch) {
+  return Config::kSharesKeys && launch.shares.count > 1;
+}
+
+// Whether the launch may overlap the kernels before and behind it (kernels/common/pdl.h).
+template <class Config>
+__host__ __device__ __forceinline__ bool overlaps_launches(const FwdLaunch& launch) {
+  return Config::kVariant == FwdVariant::kOneWave || (Config::kSharesKeys && launch.shares.count > 1);
+}
+
+}  // namespace sm90
+}  // namespace flash

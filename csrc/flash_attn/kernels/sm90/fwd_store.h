@@ -1,0 +1,56 @@
+// The storing side of the wgmma forward: one warp sends the output of all consumers away by TMA, so that none of them
+// waits for that on its way to the next row block.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/sm90/fwd_launch_params.h"
+#include "kernels/sm90/fwd_storage.h"
+#include "kernels/tma/tensor_map.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+struct OutputStore {
+  const CUtensorMap& map;
+  const bool is_varlen;
+  const bool is_shared;  // consumers store the outputs of shares of the keys themselves
+  FwdStorage<Config>& storage;
+  RingIndex<Config::kQStages> place;
+
+  __device__ __forceinline__ OutputStore(const FwdLaunch& launch, FwdStorage<Config>& storage_)
+      : map(launch.o_map),
+        is_varlen(launch.params.is_varlen()),
+        is_shared(shares_keys<Config>(launch)),
+        storage(storage_) {}
+
+  // The output of a row block, as soon as the consumers have staged it in the place of Q, which lane 0 gives back when
+  // the copies have read it.
+  __device__ __forceinline__ void store(const RowBlock& block) {
+    const bool issues = threadIdx.x % 32 == 0;
+    const TmaRows rows(is_varlen, block.batch, block.q_begin, block.seqlen_q);
+#pragma unroll
+    for (int group = 0; group < Config::kWarpGroups; ++group) {
+      storage.o_full[place.stage][group].wait(place.phase);
+      if (!issues || is_shared) continue;
+      fence_buffer();
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kChunksV; ++chunk) {
+        cute::SM90_TMA_STORE_5D::copy(&map, storage.q[place.stage][group] + chunk * 64 * Config::kChunkCols,
+                                      chunk * Config::kChunkCols, block.row_begin + 64 * group + rows.shift, block.head,
+                                      rows.outer, rows.origin);
+      }
+      cute::tma_store_arrive();
+    }
+    if (issues) {
+      cute::tma_store_wait<0>();
+#pragma unroll
+      for (int group = 0; group < Config::kWarpGroups; ++group) storage.q_empty[place.stage][group].arrive();
+    }
+    place.advance();
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash

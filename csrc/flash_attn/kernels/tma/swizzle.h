@@ -1,0 +1,21 @@
+// Where the pieces of a tile stand in shared memory, as a TMA box with swizzle writes them.
+#pragma once
+
+#include "core/host_device.h"
+
+namespace flash {
+namespace sm90 {
+
+constexpr int kPieceCols = 8;  // 16 bytes of 16-bit elements
+
+// Element offset of 8 columns of a chunk, a matrix of rows of `chunk_cols` (64 or 32) columns. 128 bytes of shared
+// memory hold 8 pieces; swizzling permutes the pieces of a row by the number of its 128 bytes, modulo the pieces of a
+// row.
+FLASH_HOST_DEVICE constexpr int piece_place(int chunk_cols, int row, int piece) {
+  const int pieces = chunk_cols / kPieceCols;
+  const int line = row * pieces / 8;
+  return row * chunk_cols + (piece ^ line % pieces) * kPieceCols;
+}
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,108 @@
+// TMA descriptors of attention matrices: built on the host by one plain function, addressed on the device by rows.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "params/flash.h"
+
+namespace flash {
+namespace sm90 {
+
+// What a box covers: `cols` columns (128 or 64 bytes, which also sets the swizzle) of `rows` rows.
+struct TensorMapBox {
+  int cols;
+  int rows;
+};
+
+// A (b, rows, heads, d) or packed (total, heads, d) matrix.
+struct TensorMapSource {
+  const void* data;
+  MatrixStrides strides;
+  bool is_packed;
+  int batch;
+  int rows;  // of a sequence; of all sequences when packed
+  int heads;
+  int head_dim;
+};
+
+// `data`: rows of queries or of keys. Columns beyond `head_dim` are read as 0 and not written.
+inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
+                                         bool is_query, int head_dim) {
+  return {data,
+          strides,
+          is_query ? params.is_varlen() : params.packs_keys(),
+          params.b,
+          is_query ? params.seqlen_q : params.seqlen_k,
+          is_query ? params.h : params.h_k,
+          head_dim};
+}
+
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's encoder, found at run time so that nothing links against the driver; null where it is missing.
+inline EncodeTensorMap find_tensor_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+  return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTensorMap>(function)
+                                                                        : nullptr;
+}
+
+// Axes: (column, row, head, outer, origin). Dense: outer is the batch. Packed: rows are clipped at the end of any
+// sequence, although there is one map for all of them. The row axis has kPackedRows rows and a sequence stands at its
+// end; outer moves by single rows, so that the sequence meets its place in memory; and origin takes the kPackedRows
+// rows off again, by a stride whose multiple passes 2^64. So nothing outside a sequence is read or written, see
+// TmaRows.
+constexpr int kPackedRows = 1 << 30;
+constexpr int kTensorMapAxes = 5;
+
+inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& source, Dtype dtype, TensorMapBox box) {
+  static const EncodeTensorMap encode = find_tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr int64_t kBytes = 2, kAny = 0x7fffffff;
+  const int64_t row_bytes = source.strides.row * kBytes;
+  // The stride of an axis of length 1 is never used, and may be anything.
+  auto stride_of = [](int64_t bytes, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? bytes : 16); };
+  const cuuint64_t lengths[kTensorMapAxes] = {
+      static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
+      static_cast<cuuint64_t>(source.heads), static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
+      static_cast<cuuint64_t>(source.is_packed ? kAny : 1)};
+  const cuuint64_t strides[kTensorMapAxes - 1] = {
+      stride_of(row_bytes, source.is_packed ? kPackedRows : source.rows),
+      stride_of(source.strides.head * kBytes, source.heads),
+      source.is_packed ? static_cast<cuuint64_t>(row_bytes) : stride_of(source.strides.batch * kBytes, source.batch),
+      source.is_packed ? static_cast<cuuint64_t>((int64_t{1} << 34) - row_bytes) : 16};
+  const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
+                                                  1, 1, 1};
+  const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
+  const CUresult status =
+      encode(&map, dtype == Dtype::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kTensorMapAxes, const_cast<void*>(source.data), lengths, strides, box_lengths, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, box.cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+}
+
+// Where the rows of a sequence stand in a tensor map.
+struct TmaRows {
+  int shift;  // row i of the sequence has the coordinate i + shift
+  int outer;
+  int origin;
+
+  // Rows [begin, begin + length) of a packed tensor, or all rows of sequence `batch` of a dense one.
+  __device__ __forceinline__ TmaRows(bool is_packed, int batch, int begin, int length)
+      : shift(is_packed ? kPackedRows - length : 0),
+        outer(is_packed ? begin + length : batch),
+        origin(is_packed ? kPackedRows : 0) {}
+};
+
+}  // namespace sm90
+}  // namespace flash

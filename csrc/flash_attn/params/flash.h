@@ -1,0 +1,189 @@
+// What crosses the border between the binding and the kernel archive: plain data and C++ functions, no torch, no CuTe.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/block_range.h"
+#include "core/fast_div.h"
+#include "core/host_device.h"
+#include "core/softcap_series.h"
+
+namespace flash {
+
+// Rows and keys are counted in 32 bits, with room for sums of two lengths.
+constexpr int kMaxLength = 0x3fffffff;
+
+// How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
+// to 2^8 are as exact as those up to 1.
+constexpr float kSoftmaxSlackLog2 = 8.0f;
+
+enum class Dtype { kFp16, kBf16 };
+
+// Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
+struct MatrixStrides {
+  int64_t batch = 0;  // unused for packed variable-length tensors; of a page for a paged K/V
+  int64_t row = 0;
+  int64_t head = 0;
+};
+
+// A random state that the host knows, or that lies on the device while a CUDA graph is captured.
+struct PhiloxState {
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  const int64_t* seed_ptr = nullptr;    // when set, it replaces seed
+  const int64_t* offset_ptr = nullptr;  // when set, *offset_ptr is added to offset
+};
+
+struct Dropout {
+  uint32_t threshold = 0;   // an element is kept iff its 32-bit uniform is >= threshold
+  float keep_scale = 1.0f;  // 1 / P(kept)
+  PhiloxState state;
+  int64_t* rng_state = nullptr;  // (2,) int64: the seed and offset used, written by the forward; zeros without dropout
+};
+
+// K and V in pages: key j of sequence i is row j % page_size of page block_table[i][j / page_size].
+struct PagedKv {
+  const int* block_table = nullptr;  // (b, pages_per_sequence) int32; null when K/V are not paged
+  int64_t block_table_stride = 0;
+  int pages_per_sequence = 0;
+  int num_pages = 0;
+  FastDiv page_size;
+};
+
+// Packed batches. All device arrays are int32. Only run_prepare() reads what the caller gave, which may hold anything:
+// the other kernels see one copy of it, from which every row belongs to exactly one segment (see varlen_first_slot).
+struct Varlen {
+  const int* cu_seqlens_q = nullptr;  // (b + 1); null for dense batches
+  const int* cu_seqlens_k = nullptr;  // (b + 1)
+  const int* seqused_k = nullptr;     // (b) or null
+  const int* leftpad_k = nullptr;     // (b) or null
+
+  int* segments_q = nullptr;  // (b + 3) first row of each segment of q, non-decreasing; the last is total_q
+  int* segments_k = nullptr;  // (b + 3) the same of k; of pages without an upper limit
+  // (b, 2) first row and count of each sequence's keys, in a packed tensor or within the pages of the sequence; of a
+  // dense batch null: all of k
+  int* key_ranges = nullptr;
+};
+
+struct Flash_fwd_params {
+  const void* __restrict__ q_ptr = nullptr;  // (b, seqlen_q, h, d) or (total_q, h, d)
+  const void* __restrict__ k_ptr = nullptr;  // (b, seqlen_k, h_k, d), (total_k, h_k, d) or (pages, page_size, h_k, d)
+  const void* __restrict__ v_ptr = nullptr;  // as K
+  void* __restrict__ o_ptr = nullptr;        // as Q
+  float* __restrict__ softmax_lse_ptr = nullptr;  // (b, h, seqlen_q) or (h, total_q)
+  float* __restrict__ max_logit_ptr = nullptr;    // (h), -inf before the launch; null: not wanted
+  void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
+  MatrixStrides q_strides, k_strides, v_strides, o_strides;
+
+  int b = 0, h = 0, h_k = 0, h_h_k_ratio = 1, d = 0;  // d: head dim of Q and K
+  int seqlen_q = 0, seqlen_k = 0;                     // dense: the lengths; varlen: total_q, total_k
+  int p_rows = 0, p_cols = 0;
+
+  Window window;
+  float scale_softmax = 0.0f;  // multiplies Q K^T
+  float softcap = 0.0f;        // 0: none
+  SoftcapSeries softcap_series;
+  // Softcap, ALiBi or a scale that is not positive: scores pass through ScoreMod before the softmax, which takes maxima
+  // of raw scores otherwise.
+  bool has_score_mod = false;
+  float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
+  float softmax_slack_log2 = kSoftmaxSlackLog2;  // 0 where max_logit is wanted: the references are then the maxima
+  const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
+  int64_t alibi_slopes_batch_stride = 0;
+  const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none
+
+  Varlen varlen;
+  PagedKv paged;
+  bool has_dropout = false;
+  bool batch_invariant = false;  // kernels are chosen by options and head dims alone
+  int d_v = 0;  // head dim of V and O; like the one before in padding, so that no other parameter moves
+  Dropout dropout;
+
+  int* tile_count_semaphore = nullptr;  // the work tiles handed out so far, cleared ahead of the launch; null: none
+
+  int device = 0;
+  int multiprocessors = 0;
+
+  FLASH_HOST_DEVICE int max_head_dim() const { return d > d_v ? d : d_v; }
+  FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
+  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.key_ranges != nullptr; }
+  FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
+};
+
+// Shares of the keys of each row block. A share is a tile of its own, with a result of its own that run_fwd_merge_()
+// merges with the others'.
+struct KeyShares {
+  int count = 1;
+  int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
+  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); unused where a share has no key that the row sees
+  float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
+};
+
+struct Flash_fwd_shares_params : Flash_fwd_params {
+  KeyShares shares;
+  bool follows_prepare = false;  // run_prepare() was the last launch of the stream
+  bool is_one_wave = false;      // of row tiles, for the variants that have a kernel for it
+};
+
+// The backward reads the forward's description: O and LSE may come from another call.
+struct Flash_bwd_params : Flash_fwd_params {
+  const void* __restrict__ do_ptr = nullptr;  // as O
+  void* __restrict__ dq_ptr = nullptr;        // as Q
+  void* __restrict__ dk_ptr = nullptr;        // as K
+  void* __restrict__ dv_ptr = nullptr;        // as V
+  MatrixStrides do_strides, dq_strides, dk_strides, dv_strides;
+
+  const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
+  float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
+  int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
+  float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
+  float* __restrict__ dq_accum_ptr =
+      nullptr;                               // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
+  int* __restrict__ dq_turns_ptr = nullptr;  // deterministic: contributions to each tile so far
+  float4* workspace_ptr = nullptr;           // dq_accum, turns and tile_count_semaphore: run_softmax_d_ clears it
+  int64_t workspace_vectors = 0;
+};
+
+// Ahead of every kernel of a call with packed sequences or a tile_count_semaphore: fills segments_q, segments_k and
+// key_ranges, and clears the semaphore. The next kernel of the stream may be launched as its dependent
+// (kernels/common/pdl.h).
+cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
+
+// One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
+// params.device; returns the launch status. All head dims are the same.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+
+// The same by the wgmma family, for GPUs of compute capability 9.0; 64 serves lesser head dims too.
+// cudaErrorNotSupported: it does not serve this call, or is not in this build; nothing was launched. Q and K have up to
+// kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod. More than one
+// share of the keys: its results are those of the shares.
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_shares_params& params, cudaStream_t stream);
+
+// Output and LSE from the results of all shares.
+template <Dtype kDtype>
+cudaError_t run_fwd_merge_(const Flash_fwd_shares_params& params, cudaStream_t stream);
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
+
+// The same by the wgmma family, for head dims of plan::sm90_bwd_tile(); the dQ tiles are that family's too, or none
+// where plan::prefers_shared_dq().
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
+
+// softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
+template <Dtype kDtype>
+cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
+
+// S_dmask from Q, K and a finished LSE.
+template <Dtype kDtype>
+cudaError_t run_dropout_probs_(const Flash_fwd_params& params, cudaStream_t stream);
+
+// JSON text: architectures, head dims, dtypes and CUDA version of the archive (generated with it).
+const char* kernel_build_info();
+
+}  // namespace flash

@@ -1,0 +1,104 @@
+// Attention against a KV cache: what crosses the border between the binding and the kernel archive.
+#pragma once
+
+#include "core/kv_schedule.h"
+#include "params/flash.h"
+
+namespace flash {
+
+// Rotary embedding of the first 2 * pairs dimensions (Su et al., "RoFormer", 2021).
+struct Rotary {
+  const void* __restrict__ cos_ptr = nullptr;  // (rows, pairs), dtype of q; null: none
+  const void* __restrict__ sin_ptr = nullptr;  // as cos
+  int64_t cos_stride = 0, sin_stride = 0;      // of a row
+  int rows = 0;
+  int pairs = 0;
+  bool interleaved = false;   // pairs (2 i, 2 i + 1), else (i, i + pairs)
+  bool one_position = false;  // all queries are rotated as the first one: neither causal nor a window
+};
+
+// In the inherited fields, k and v are the caches (cache_batch, capacity, h_k, d) or pages (pages, page_size, h_k, d).
+struct Flash_kvcache_params : Flash_fwd_params {
+  const int* __restrict__ seqlens_k = nullptr;        // (b) rows cached before the call; null: capacity
+  const int* __restrict__ cache_batch_idx = nullptr;  // (b) or null
+  const int* __restrict__ leftpad_k = nullptr;        // (b) or null
+  int cache_batch = 0;                                // sequences of a cache that is not paged
+  int capacity = 0;                                   // rows that a sequence can hold
+
+  const void* __restrict__ knew_ptr = nullptr;  // (b, seqlen_new, h_k, d) or null
+  const void* __restrict__ vnew_ptr = nullptr;  // as knew
+  void* kcache_ptr = nullptr;                   // where knew goes: k_ptr
+  void* vcache_ptr = nullptr;
+  MatrixStrides knew_strides, vnew_strides;
+  int seqlen_new = 0;
+  Rotary rotary;
+
+  FastDiv group;             // query heads of a K/V head
+  int row_tiles = 0;         // tiles of one K/V head and sequence of a dense batch
+  int items = 0;             // row tiles of a K/V head: of all sequences, or slots of a packed batch
+  bool q_vectors = false;    // rows of q may be read in 16-byte pieces
+  bool o_vectors = false;    // rows of o may be written in 8-byte pieces
+  int kv_bytes = 16;         // in pieces of how many bytes k and v may be read: 16, 4 or 2
+  bool new_vectors = false;  // new rows and caches may be read and written in 16-byte pieces
+
+  int tile_size = 0;  // plan::kKvTiles; what follows is that tile's
+  int tile_rows = 0, block_n = 0, padded_dim = 0;
+  int stages = 0;
+  int thread_blocks = 0;
+  int64_t least_share = 1;
+  KvCuts cuts;
+  int run_blocks = kUnbounded;  // key blocks that are summed before they are merged, at fixed places
+  int max_runs = 0;             // slots of a tile when cuts.rule is kChunks
+  int slot_rows = 0;
+  bool merges = false;    // some tile may be cut
+  bool in_pairs = false;  // thread blocks are launched in pairs, as far as the kernel can (kernels/decode/block_pair.h)
+  bool merges_one_row = false;  // by a thread block of the merge
+  const KvHeader* __restrict__ schedule =
+      nullptr;                     // a plan's header and records; null: every thread block finds its own
+  float* partial_o = nullptr;      // (slots, slot_rows, padded head dim)
+  float* partial_stats = nullptr;  // (slots, slot_rows, 2): maximum of the raw scores, sum of exponentials
+};
+
+// Merge of partial results of the caller: out_partial (splits, b, s, h, d), lse_partial (splits, b, s, h).
+struct Flash_combine_params {
+  const void* __restrict__ partial_ptr = nullptr;
+  const float* __restrict__ lse_partial_ptr = nullptr;
+  void* __restrict__ o_ptr = nullptr;     // (b, s, h, d)
+  float* __restrict__ lse_ptr = nullptr;  // (b, s, h) contiguous
+  int64_t partial_strides[4] = {};        // splits, b, s, h
+  int64_t lse_partial_strides[4] = {};    // splits, b, s, h
+  int64_t o_strides[3] = {};              // b, s, h
+  int splits = 0, b = 0, s = 0, h = 0, d = 0;
+  int device = 0;
+};
+
+// One explicit specialisation per file flash_fwd_split_*.cu; the rules of run_mha_fwd_ hold. Launches the attention
+// and, where tiles may be cut, the merge.
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream);
+
+// Merges the tiles that were cut.
+template <Dtype kDtype>
+cudaError_t run_kvcache_merge_(const Flash_kvcache_params& params, cudaStream_t stream);
+
+// Writes the new rows into the cache.
+template <Dtype kDtype>
+cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t stream);
+
+// Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
+// none if it cannot be served.
+cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
+                             cudaStream_t stream);
+
+// Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of requests that cannot be served.
+template <Dtype kDtype>
+cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
+
+// Fills `schedule` (header and records).
+cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream);
+
+enum class CombineType { kFp32, kFp16, kBf16 };
+
+cudaError_t run_combine(const Flash_combine_params& params, CombineType partial, CombineType out, cudaStream_t stream);
+
+}  // namespace flash
