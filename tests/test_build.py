@@ -162,7 +162,7 @@ def test_no_fatal_diagnostics():
 
 def test_spill_budget():
     kernel = resources.parse_ptxas_log(PTXAS_LOG)[0]
-    rules = [{"file": "flash_fwd_hdim256_*", "kernel": "*kI*", "arch": "sm_80", "spill_bytes": 96, "reason": "..."}]
+    rules = [{"file": "flash_fwd_hdim256_*", "kernel": "kI", "arch": "sm_80", "spill_bytes": 96, "reason": "..."}]
     budget = {"default_spill_bytes": 0, "rules": rules}
     assert resources.over_budget(budget, "flash_fwd_hdim256_fp16_sm80", [kernel]) == []
     (line,) = resources.over_budget(budget, "flash_fwd_hdim64_fp16_sm80", [kernel])

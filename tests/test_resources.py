@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import compile_kernel
 import resources
 
 BUDGET = resources.load_budget(ROOT / "tools" / "resource_budget.json")
@@ -57,6 +58,26 @@ def test_every_rule_gives_its_reason():
     for rule in BUDGET["rules"]:
         assert rule["spill_bytes"] > BUDGET["default_spill_bytes"]
         assert len(rule["reason"]) > 20, rule
+
+
+def test_every_rule_names_a_variant_that_exists():
+    variants = resources.variants_of((ROOT / "csrc" / "flash_attn").rglob("*.h"))
+    assert {"FwdVariant", "BwdVariant"} <= set(variants) and "kDropout" in variants["FwdVariant"]
+    stated = {rule["variant"] for rule in (*BUDGET["rules"], *BUDGET["interior_loops"]) if "variant" in rule}
+    assert stated <= {name for names in variants.values() for name in names}
+
+
+def test_variants_are_named(tmp_path):
+    header = tmp_path / "config.h"
+    header.write_text("namespace flash {\nenum class FwdVariant { kPlain, kShort, kDropout };\n}\n")
+    variants = resources.variants_of([str(header)])
+    name = resources.with_variant_names("void kernel<Config<(Dtype)1, 64, (flash::plan::FwdVariant)2> >()", variants)
+    assert name == "void kernel<Config<(Dtype)1, 64, FwdVariant::kDropout> >()"
+    assert resources.with_variant_names("kernel<(KvVariant)1>", variants) == "kernel<(KvVariant)1>"
+    assert resources.is_kernel_of({"variant": "kDropout"}, name)
+    assert resources.is_kernel_of({"kernel": "kernel<"}, name)
+    assert not resources.is_kernel_of({"variant": "kDrop"}, name)
+    assert not resources.is_kernel_of({"variant": "kDropout", "kernel": "heads_kernel<"}, name)
 
 
 def cuobjdump():
@@ -112,12 +133,15 @@ def test_interior_loop_instructions(rule):
     if not objects:
         pytest.skip(f"{rule['file']} was not built here for {rule['arch']}")
     for path in objects:
+        functions = sass_functions(path, rule["arch"])
+        variants = resources.variants_of(compile_kernel.dependencies(path.with_name(f"{path.name}.deps")))
+        names = [resources.with_variant_names(name, variants) for name in compile_kernel.demangled(list(functions))]
         counts = {
             name: smallest_matrix_loop(code)
-            for name, code in sass_functions(path, rule["arch"]).items()
-            if rule["kernel"] in name
+            for name, code in zip(names, functions.values())
+            if resources.is_kernel_of(rule, name)
         }
-        assert counts, f"no kernel of {path.name} has {rule['kernel']} in its name"
+        assert counts, f"{path.name} has no kernel of {rule}"
         for name, count in counts.items():
             assert count is not None, f"{name} has no loop with tensor-core instructions"
             assert count <= rule["instructions"], f"{name}: {count} instructions, budget {rule['instructions']}"
