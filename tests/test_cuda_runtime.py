@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from cases import Case
-from harness import check_forward, expected, make_problem, run
+from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 
 from flash_attn import dropout_mask, flash_attn_func, flash_attn_varlen_func
@@ -86,19 +86,6 @@ def test_two_threads_on_two_streams(device):
     for thread in threads:
         thread.join()
     assert len(results) == 2 and all(torch.equal(wanted, out) for outs in results.values() for out in outs)
-
-
-def captured(call):
-    """Warm up on a side stream, capture a call there; returns (graph, its results)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = call()
-    return graph, results
 
 
 def check_replays_with_changed_inputs(problem):

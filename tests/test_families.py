@@ -13,9 +13,8 @@ import threading
 import pytest
 import torch
 from cases import Case
-from harness import check_forward, expected, make_problem, run
+from harness import captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
-from test_cuda_runtime import captured
 
 from flash_attn import flash_attn_func
 

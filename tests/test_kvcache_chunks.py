@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import captured
 from kvcache_harness import KvCase, check_append, check_attention, check_call, make_problem, plan_for, run
-from test_cuda_runtime import captured
 
 LENGTHS = (700, 0, -1, 333, 64)
 FEATURES = {

@@ -14,8 +14,7 @@ import threading
 import pytest
 import torch
 from cases import Case
-from harness import check_forward, make_problem, run
-from test_cuda_runtime import captured
+from harness import captured, check_forward, make_problem, run
 
 pytestmark = pytest.mark.devices("cuda")
 

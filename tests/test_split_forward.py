@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
-from harness import check_forward, make_problem, run
+from harness import captured, check_forward, make_problem, run
 from reference import Varlen
-from test_cuda_runtime import captured, check_replays_with_changed_inputs
+from test_cuda_runtime import check_replays_with_changed_inputs
 from test_dropout import forward_with_state
 
 from flash_attn import flash_attn_func

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 from cases import Case
-from harness import check_gradients, make_problem, run
-from test_cuda_runtime import captured, no_synchronisation
+from harness import captured, check_gradients, make_problem, run
+from test_cuda_runtime import no_synchronisation
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
