@@ -16,7 +16,7 @@ from cases import Case, cache_groups
 
 import flash_attn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import implementations

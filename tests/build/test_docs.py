@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROOT_DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT_DOCUMENTS, *(ROOT / "examples").rglob("README.md")])
 TUNING = ROOT / "docs" / "tuning"

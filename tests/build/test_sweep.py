@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(ROOT / "benchmarks")]
 
 from errors import BuildError

@@ -12,7 +12,7 @@ import torch
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 # Prints the growth of the resident set in bytes over one call, after a small call that loads all code.

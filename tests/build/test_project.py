@@ -10,7 +10,7 @@ import pytest
 
 from flash_attn._build import RELEASE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ("ISSUE_TEMPLATE/bug.yml", "ISSUE_TEMPLATE/performance.yml", "pull_request_template.md")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal"
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
 

@@ -16,7 +16,7 @@ from reference import assert_accurate, assert_gradient_accurate, attention
 
 import flash_attn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import check
@@ -546,7 +546,9 @@ def test_triton_by_the_interpreter():
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("the patch of the interpreter is made for Triton 3.6")
     code = "import test_benchmarks; test_benchmarks.interpret_triton()"
-    paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), str(ROOT / "tests")])
+    paths = os.pathsep.join(
+        [str(Path(flash_attn.__file__).parents[1]), str(ROOT / "tests"), str(Path(__file__).parent)]
+    )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

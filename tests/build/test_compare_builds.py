@@ -16,7 +16,7 @@ from cases import Case
 import flash_attn
 import flash_attn.cpu
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import builds
