@@ -30,7 +30,7 @@ def get(device_type: str, name: str = "q") -> ModuleType:
 
 def of(tensor, name: str = "q") -> ModuleType:
     """`get` for the device of a tensor; `device.type` makes a string, which costs as much as the rest of a look-up."""
-    return get("cuda" if tensor.is_cuda else tensor.device.type, name)
+    return get("cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type, name)
 
 
 def cuda_extension():

@@ -30,6 +30,7 @@ from flash_attn import backends
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
 from flash_attn.ops import arguments, library
+from flash_attn.ops.attention_args import DENSE, AttentionArgs, Sequences
 from flash_attn.ops.public import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -121,7 +122,7 @@ def flash_attn_func(
     <result>
     """
     return _attend(
-        (q, k, v), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
@@ -152,7 +153,7 @@ def flash_attn_qkvpacked_func(
     """
     arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
     return _attend(
-        (qkv,), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
@@ -185,7 +186,7 @@ def flash_attn_kvpacked_func(
     """
     arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
     return _attend(
-        (q, kv), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
@@ -239,9 +240,7 @@ def flash_attn_varlen_func(
 
     <result>
     """
-    sequences = arguments.Sequences(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
-    )
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
     return _attend(
         (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
@@ -277,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     <result>
     """
     arguments.check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)", 4)
-    sequences = arguments.Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
@@ -316,13 +315,14 @@ def flash_attn_varlen_kvpacked_func(
     <result>
     """
     arguments.check_packed("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
-    sequences = arguments.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
+_ABSENT = ((), (None, None), (None,), ())
 _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 
 
@@ -333,7 +333,7 @@ def _attend(
     """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
     names = _NAMES[len(inputs) - 1]
     inputs = arguments.attention_inputs(names, inputs)
-    varlen = sequences is not arguments.DENSE
+    varlen = sequences is not DENSE
     if varlen:
         arguments.check_sequences(sequences)
     head_dim = arguments.head_dim(names[0], inputs[0])
@@ -345,20 +345,21 @@ def _attend(
         sinks = arguments.sinks(sinks)
     dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
     causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
-    want_dmask = bool(return_attn_probs) and dropout_p > 0
-    padded = inputs[0].is_cuda and head_dim % 8 != 0 and head_dim < 256
+    want_dmask = dropout_p > 0 and bool(return_attn_probs)
+    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
     if padded:
         value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
         inputs = tuple(
             torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
         )  # fmt: skip
     lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
-    out, lse, dmask, _, *max_logit = library.attention(
-        *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
+    args = AttentionArgs(
+        *inputs, *_ABSENT[len(inputs)], sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
         sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, causal, left,
         right, softcap, deterministic, want_dmask, bool(return_max_logit),
         arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
     )  # fmt: skip
+    out, lse, dmask, _, *max_logit = library.attention(args)
     if padded:
         out = out[..., :value_dim].contiguous()
     if not return_max_logit:

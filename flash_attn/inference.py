@@ -9,6 +9,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
+from flash_attn.ops.attention_args import KvCacheArgs
 
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
@@ -107,11 +108,12 @@ def flash_attn_with_kvcache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
-    out, lse = library.kvcache_attention(
+    args = KvCacheArgs(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, plan, scale, causal, left, right, arguments.number("softcap", softcap),
         arguments.flag("rotary_interleaved", rotary_interleaved), num_splits, batch_invariant,
     )  # fmt: skip
+    out, lse = library.kvcache_attention(args)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, calls, context, library
+from flash_attn.ops.attention_args import KvCachePlanArgs
 
 _SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "seqlen_cache")
 
@@ -58,12 +59,16 @@ class KvCachePlan:
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
-        self.tensor: Tensor = calls.kvcache_plan(cache_seqlens, cache_leftpad, None, *self._arguments())
+        self.tensor: Tensor = calls.kvcache_plan(self._args(cache_seqlens, cache_leftpad, None))
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
 
-    def _arguments(self):
-        return (*self._sizes, self._window[1] == 0, *self._window, self.num_splits, self.batch_invariant)
+    def _args(self, cache_seqlens, cache_leftpad, plan):
+        left, right = self._window
+        return KvCachePlanArgs(
+            cache_seqlens, cache_leftpad, plan, *self._sizes, causal=right == 0, window_left=left, window_right=right,
+            num_splits=self.num_splits, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     @staticmethod
     def _check_heads(nheads, nheads_k, head_dim):
@@ -80,7 +85,7 @@ class KvCachePlan:
     def update(self, cache_seqlens, cache_leftpad=None):
         """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
         self._check_lengths(cache_seqlens, cache_leftpad)
-        library.update_kvcache_plan(cache_seqlens, cache_leftpad, self.tensor, *self._arguments())
+        library.update_kvcache_plan(self._args(cache_seqlens, cache_leftpad, self.tensor))
 
     def check(self, q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant):
         """Raise RuntimeError unless the plan is made for a call with these arguments."""

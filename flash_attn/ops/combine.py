@@ -8,7 +8,7 @@ import torch
 
 from flash_attn import backends
 from flash_attn.ops import arguments, context
-from flash_attn.ops.calls import _rows_contiguous
+from flash_attn.ops.calls import rows_contiguous
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -34,7 +34,7 @@ def _call(out_partial, lse_partial, out, out_dtype):
         context.check_writable(("out",), (given,))
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
-    out, lse = backends.of(out_partial, "out_partial").combine(_rows_contiguous(out_partial), lse_partial, out)
+    out, lse = backends.of(out_partial, "out_partial").combine(rows_contiguous(out_partial), lse_partial, out)
     if given is not None:
         context.written((given,))
     return out, lse
@@ -58,7 +58,8 @@ def _into_fake(out_partial, lse_partial, out):
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], *output)
+    out_partial, lse_partial, _ = inputs
+    ctx.save_for_backward(out_partial, lse_partial, *output)
     ctx.set_materialize_grads(False)
 
 

@@ -12,6 +12,7 @@ from torch.utils._device import DeviceContext
 
 _is_compiling = torch.compiler.is_compiling
 is_tracing = torch._C._is_tracing
+transformed = torch._C._are_functorch_transforms_active  # a torch.func transform, whose tensors no backend can read
 _in_inference_mode = torch.is_inference_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -27,8 +28,10 @@ def survey(names, tensors):
     plain, requires_grad = True, False
     for x in tensors:
         if x is not None:
-            plain = plain and type(x) is Tensor
-            requires_grad = requires_grad or x.requires_grad
+            if type(x) is not Tensor:
+                plain = False
+            if x.requires_grad:
+                requires_grad = True
     needs_dispatch = (
         not plain
         or _is_compiling()
@@ -44,11 +47,6 @@ def survey(names, tensors):
 def _a_mode_watches():
     """Whether a function mode is active that is not a default device, which only redirects factory functions."""
     return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
-
-
-def transformed():
-    """Whether a torch.func transform is active, whose tensors no backend can read."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def decomposes():
