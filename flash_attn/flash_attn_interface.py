@@ -24,13 +24,23 @@ Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message 
 and what it was; nothing is computed then.
 """
 
-import torch
+from __future__ import annotations
+
+from torch import Tensor
 
 from flash_attn import backends
-from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn._types import AttentionResult, WindowSize
+from flash_attn.autograd_functions import (  # noqa: F401
+    FlashAttnFunc,
+    FlashAttnKVPackedFunc,
+    FlashAttnQKVPackedFunc,
+    FlashAttnVarlenFunc,
+    FlashAttnVarlenKVPackedFunc,
+    FlashAttnVarlenQKVPackedFunc,
+)
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
-from flash_attn.ops import arguments, library
-from flash_attn.ops.attention_args import DENSE, AttentionArgs, Sequences
+from flash_attn.ops.attend import attend
+from flash_attn.ops.attention_args import DENSE, Sequences
 from flash_attn.ops.public import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -95,22 +105,22 @@ def _documented(out, lse):
 
 @_documented(out="(batch, seqlen_q, nheads, head_dim_v)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
     Arguments:
@@ -121,7 +131,7 @@ def flash_attn_func(
 
     <result>
     """
-    return _attend(
+    return attend(
         (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -129,20 +139,20 @@ def flash_attn_func(
 
 @_documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -151,8 +161,7 @@ def flash_attn_qkvpacked_func(
 
     <result>
     """
-    arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
-    return _attend(
+    return attend(
         (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -160,21 +169,21 @@ def flash_attn_qkvpacked_func(
 
 @_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -184,8 +193,7 @@ def flash_attn_kvpacked_func(
 
     <result>
     """
-    arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
-    return _attend(
+    return attend(
         (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -193,29 +201,29 @@ def flash_attn_kvpacked_func(
 
 @_documented(out="(total_q, nheads, head_dim_v)", lse="(nheads, total_q)")
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
     *,
-    seqused_k=None,
-    leftpad_k=None,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """Attention over sequences of different lengths, concatenated without padding.
 
     Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
@@ -241,7 +249,7 @@ def flash_attn_varlen_func(
     <result>
     """
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
-    return _attend(
+    return attend(
         (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -249,22 +257,22 @@ def flash_attn_varlen_func(
 
 @_documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
     Arguments:
@@ -275,9 +283,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     <result>
     """
-    arguments.check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)", 4)
     sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend(
+    return attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -285,25 +292,25 @@ def flash_attn_varlen_qkvpacked_func(
 
 @_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionResult:
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
     Arguments:
@@ -314,54 +321,8 @@ def flash_attn_varlen_kvpacked_func(
 
     <result>
     """
-    arguments.check_packed("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(
+    return attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
-
-
-_ABSENT = ((), (None, None), (None,), ())
-_NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
-
-
-def _attend(
-    inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks, return_max_logit, batch_invariant,
-):  # fmt: skip
-    """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
-    names = _NAMES[len(inputs) - 1]
-    inputs = arguments.attention_inputs(names, inputs)
-    varlen = sequences is not DENSE
-    if varlen:
-        arguments.check_sequences(sequences)
-    head_dim = arguments.head_dim(names[0], inputs[0])
-    scale = arguments.scale(softmax_scale, head_dim)
-    left, right = arguments.window(window_size)
-    if alibi_slopes is not None:
-        arguments.check_constant("alibi_slopes", alibi_slopes)
-    if sinks is not None:
-        sinks = arguments.sinks(sinks)
-    dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
-    causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
-    want_dmask = dropout_p > 0 and bool(return_attn_probs)
-    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
-    if padded:
-        value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
-        inputs = tuple(
-            torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
-        )  # fmt: skip
-    lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
-    args = AttentionArgs(
-        *inputs, *_ABSENT[len(inputs)], sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
-        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, causal, left,
-        right, softcap, deterministic, want_dmask, bool(return_max_logit),
-        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
-    )  # fmt: skip
-    out, lse, dmask, _, *max_logit = library.attention(args)
-    if padded:
-        out = out[..., :value_dim].contiguous()
-    if not return_max_logit:
-        return (out, lse, dmask) if return_attn_probs else out
-    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

@@ -86,10 +86,12 @@ def _refuse_gradient(name, tensor):
         )
 
 
-def check_packed(name, x, count, shape, dims):
+def check_packed(name, x, count, varlen):
+    """x holds `count` tensors along its third axis from the right."""
     check_tensors((name,), (x,))
-    if x.dim() != dims or x.shape[-3] != count:
-        raise RuntimeError(f"{name}: expected shape {shape}, got {list(x.shape)}")
+    if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
+        rows = "total" if varlen else "batch, seqlen"
+        raise RuntimeError(f"{name}: expected shape ({rows}, {count}, heads, head_dim), got {list(x.shape)}")
 
 
 def check_cache(name, cache):
