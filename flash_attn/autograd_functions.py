@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn._types import AttentionResult, WindowSize
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.ops.attend import attend
 from flash_attn.ops.attention_args import DENSE, Sequences
 
@@ -39,7 +39,7 @@ class FlashAttnFunc:
         deterministic: bool,
         return_softmax: bool,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         return _apply(
             is_grad_enabled, (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_softmax,
@@ -61,7 +61,7 @@ class FlashAttnQKVPackedFunc:
         deterministic: bool,
         return_softmax: bool,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         return _apply(
             is_grad_enabled, (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_softmax,
@@ -84,7 +84,7 @@ class FlashAttnKVPackedFunc:
         deterministic: bool,
         return_softmax: bool,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         return _apply(
             is_grad_enabled, (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_softmax,
@@ -113,7 +113,7 @@ class FlashAttnVarlenFunc:
         return_softmax: bool,
         block_table: Tensor | None = None,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table=block_table)
         return _apply(
             is_grad_enabled, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -138,7 +138,7 @@ class FlashAttnVarlenQKVPackedFunc:
         deterministic: bool,
         return_softmax: bool,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return _apply(
             is_grad_enabled, (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -166,7 +166,7 @@ class FlashAttnVarlenKVPackedFunc:
         deterministic: bool,
         return_softmax: bool,
         is_grad_enabled: bool = True,
-    ) -> AttentionResult:
+    ) -> TensorOrTuple:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return _apply(
             is_grad_enabled, (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,

@@ -9,7 +9,7 @@ Unsigned 32-bit words are held in int64 tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,9 @@ def _multiply_wide(multiplier: int, word: torch.Tensor):
     return (product >> 32) & _WORD, product & _WORD
 
 
-def philox4x32(counter, key, rounds: int = 10):
+def philox4x32(
+    counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor], rounds: int = 10
+) -> tuple[torch.Tensor, ...]:
     """Philox4x32: four counter words and two key words (int64 tensors, broadcastable) -> four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -80,7 +82,7 @@ def _column_words(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
 
 
 def dropout_streams(
-    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device=None
+    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device: torch.device | str | None = None
 ) -> DropoutStreams:
     """The streams of every (batch, head) in batches x heads; seed and offset are taken modulo 2^64."""
 
@@ -92,7 +94,7 @@ def dropout_streams(
 
     counter = (words(batches)[:, None], words(heads)[None, :], constant(offset), constant(offset >> 32))
     word = philox4x32(counter, (constant(seed), constant(seed >> 32)))
-    return DropoutStreams(word[:2], word[2:])
+    return DropoutStreams(row_key=(word[0], word[1]), col_key=(word[2], word[3]))
 
 
 def keep_block(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:

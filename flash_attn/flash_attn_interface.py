@@ -26,10 +26,13 @@ and what it was; nothing is computed then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch import Tensor
 
 from flash_attn import backends
-from flash_attn._types import AttentionResult, WindowSize
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.autograd_functions import (  # noqa: F401
     FlashAttnFunc,
     FlashAttnKVPackedFunc,
@@ -91,10 +94,13 @@ _RESULT_DOC = """
 """
 
 
-def _documented(out, lse):
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
     """Fill the shared sections into a docstring, so that each stands in one place."""
 
-    def fill(function):
+    def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO
             result = _RESULT_DOC.format(out=out, lse=lse).strip()
             function.__doc__ = function.__doc__.replace("<options>", _OPTIONS_DOC.strip()).replace("<result>", result)
@@ -120,7 +126,7 @@ def flash_attn_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
     Arguments:
@@ -152,7 +158,7 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -183,7 +189,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -223,7 +229,7 @@ def flash_attn_varlen_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """Attention over sequences of different lengths, concatenated without padding.
 
     Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
@@ -272,7 +278,7 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
     Arguments:
@@ -310,7 +316,7 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
-) -> AttentionResult:
+) -> TensorOrTuple:
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
     Arguments:

@@ -3,8 +3,12 @@
 What all attention functions share (dtypes, heads, positions, masked rows) stands in `flash_attn.flash_attn_interface`.
 """
 
+from __future__ import annotations
+
+import torch
 from torch import Tensor
 
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
@@ -15,30 +19,30 @@ _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "c
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
     *,
-    out=None,
-    plan=None,
-    batch_invariant=False,
-):
+    out: Tensor | None = None,
+    plan: KvCachePlan | None = None,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
@@ -101,23 +105,27 @@ def flash_attn_with_kvcache(
             raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant)
-        num_splits, batch_invariant, plan = plan.num_splits, plan.batch_invariant, plan.tensor
-    if isinstance(cache_seqlens, Tensor):
-        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
-    elif cache_seqlens is not None:
+        num_splits, batch_invariant = plan.num_splits, plan.batch_invariant
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        arguments.check_optional_tensors(("cache_seqlens",), (cache_seqlens,))
+        lengths = cache_seqlens
+    else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
+        lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
     args = KvCacheArgs(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out, plan, scale, causal, left, right, arguments.number("softcap", softcap),
-        arguments.flag("rotary_interleaved", rotary_interleaved), num_splits, batch_invariant,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, out, None if plan is None else plan.tensor, scale, causal, left, right,
+        arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
+        batch_invariant,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse) if return_softmax_lse else out
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over all keys from its results over disjoint parts of them.
 
     With w_i = exp(lse_i - lse): out = sum of w_i out_i, lse = log of the sum of exp(lse_i). An LSE of +inf or -inf

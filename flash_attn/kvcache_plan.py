@@ -1,7 +1,10 @@
 """The plan of a decoding step: how the work of `flash_attn_with_kvcache` is cut, computed once for all layers."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
@@ -37,19 +40,19 @@ class KvCachePlan:
 
     def __init__(
         self,
-        cache_seqlens,
-        seqlen_q,
-        nheads,
-        nheads_k,
-        head_dim,
-        seqlen_cache,
-        seqlen_new=0,
-        causal=False,
-        window_size=(-1, -1),
-        cache_leftpad=None,
-        num_splits=0,
-        batch_invariant=False,
-    ):
+        cache_seqlens: Tensor,
+        seqlen_q: int,
+        nheads: int,
+        nheads_k: int,
+        head_dim: int,
+        seqlen_cache: int,
+        seqlen_new: int = 0,
+        causal: bool = False,
+        window_size: WindowSize = (-1, -1),
+        cache_leftpad: Tensor | None = None,
+        num_splits: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
         self._sizes = tuple(
@@ -82,12 +85,22 @@ class KvCachePlan:
         arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
         arguments.check_optional_tensors(("cache_leftpad",), (cache_leftpad,))
 
-    def update(self, cache_seqlens, cache_leftpad=None):
+    def update(self, cache_seqlens: Tensor, cache_leftpad: Tensor | None = None) -> None:
         """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
         self._check_lengths(cache_seqlens, cache_leftpad)
         library.update_kvcache_plan(self._args(cache_seqlens, cache_leftpad, self.tensor))
 
-    def check(self, q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant):
+    def check(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        k: Tensor | None,
+        block_table: Tensor | None,
+        causal: bool,
+        window_size: WindowSize,
+        num_splits: int,
+        batch_invariant: bool,
+    ) -> None:
         """Raise RuntimeError unless the plan is made for a call with these arguments."""
         seqlen_cache = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
         new = 0 if k is None else k.shape[1]

@@ -6,7 +6,6 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, library
 from flash_attn.ops.attention_args import DENSE, AttentionArgs
 
-_ABSENT = ((), (None, None), (None,), ())
 _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 
 
@@ -38,11 +37,12 @@ def attend(
         inputs = tuple(
             torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
         )  # fmt: skip
-    lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
+    max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
     args = AttentionArgs(
-        *inputs, *_ABSENT[len(inputs)], sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
-        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, causal, left,
-        right, softcap, deterministic, want_dmask, bool(return_max_logit),
+        q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
+        sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
+        softcap, deterministic, want_dmask, bool(return_max_logit),
         arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
     )  # fmt: skip
     out, lse, dmask, _, *max_logit = library.attention(args)

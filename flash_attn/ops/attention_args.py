@@ -6,7 +6,7 @@ follow from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from torch import Tensor
 
@@ -16,8 +16,8 @@ class Sequences(NamedTuple):
 
     cu_seqlens_q: Optional[Tensor]
     cu_seqlens_k: Optional[Tensor]
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: Union[int, Tensor]
+    max_seqlen_k: Union[int, Tensor]
     seqused_k: Optional[Tensor] = None
     leftpad_k: Optional[Tensor] = None
     block_table: Optional[Tensor] = None
@@ -56,18 +56,19 @@ class AttentionArgs(NamedTuple):
     return_max_logit: bool
     batch_invariant: bool = False
 
-    DIFFERENTIABLE = ("q", "k", "v", "sinks")
-    FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
-
     def differentiable(self):
-        """The values of the fields that may have gradients."""
+        """The values of ATTENTION_INPUTS."""
         return self.q, self.k, self.v, self.sinks
 
     def forward_only(self) -> Optional[str]:
         """The first argument given that has no backward, by name."""
         if self.seqused_k is None and self.leftpad_k is None and self.block_table is None:
             return None
-        return next(name for name in self.FORWARD_ONLY if getattr(self, name) is not None)
+        return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
+
+
+ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
+FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
 
 
 class AttentionBackwardArgs(NamedTuple):
@@ -96,30 +97,25 @@ class AttentionBackwardArgs(NamedTuple):
     deterministic: bool
     batch_invariant: bool = False
 
-    DIFFERENTIABLE = ("dout", "dlse", "q", "k", "v")
-
-    @classmethod
-    def of_forward(cls, args: AttentionArgs, out, lse, rng_state):
-        """Of the backward of this forward, still without the gradients of its results."""
-        return cls(
-            None, None, args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k,
-            args.alibi_slopes, args.sinks, args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale,
-            args.causal, args.window_left, args.window_right, args.softcap, args.deterministic, args.batch_invariant,
-        )  # fmt: skip
-
     def differentiable(self):
-        """The values of the fields that may ask for a gradient, which none of them gets."""
+        """The values of BACKWARD_INPUTS."""
         return self.dout, self.dlse, self.q, self.k, self.v
 
-    def saved(self):
-        """(tensors, options) that the forward saves; with dout and dlse before them they make the record again."""
-        return self[_SAVED_TENSORS], self[_SAVED_OPTIONS]
+
+BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
 
 
-_SAVED_TENSORS = slice(
-    AttentionBackwardArgs._fields.index("q"), AttentionBackwardArgs._fields.index("max_seqlen_q")
-)  # fmt: skip
-_SAVED_OPTIONS = slice(_SAVED_TENSORS.stop, None)
+def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
+    """(tensors, options) that a forward saves: with dout and dlse before them they make AttentionBackwardArgs."""
+    tensors = (
+        args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
+        args.sinks,
+    )  # fmt: skip
+    options = (
+        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
+        args.window_right, args.softcap, args.deterministic, args.batch_invariant,
+    )  # fmt: skip
+    return tensors, options
 
 
 class KvCacheArgs(NamedTuple):
@@ -148,12 +144,12 @@ class KvCacheArgs(NamedTuple):
     num_splits: int
     batch_invariant: bool
 
-    DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "out")
-    WRITABLE = ("k_cache", "v_cache", "out", "plan")
-
     def differentiable(self):
-        """The values of the fields that may ask for a gradient, which none of them gets."""
+        """The values of KVCACHE_INPUTS."""
         return self.q, self.k_cache, self.v_cache, self.k, self.v, self.out
+
+
+KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "out")  # the fields that may ask for a gradient; none gets one
 
 
 class KvCachePlanArgs(NamedTuple):
@@ -175,8 +171,6 @@ class KvCachePlanArgs(NamedTuple):
     num_splits: int
     batch_invariant: bool
 
-    WRITABLE = ("plan",)
-
     def sizes(self):
         """All but the tensors."""
         return self[self._fields.index("batch") :]
@@ -185,23 +179,24 @@ class KvCachePlanArgs(NamedTuple):
 _SCHEMA_TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", int: "SymInt", float: "float", bool: "bool"}
 
 
-def schema(record, returns, written=()):
-    """The schema "(type name, ...) -> returns" of an operator that takes this record and writes the fields `written`.
+def schema(record, returns, written=None):
+    """The schema "(type name, ...) -> returns" of an operator over the fields of a record.
 
-    Each field of WRITABLE is an alias set of its own.
+    written: the fields that it writes, each with the letter of its alias set.
     """
+    written = written or {}
     return f"({', '.join(_parameter(record, name, written) for name in record._fields)}) -> {returns}"
 
 
 def _parameter(record, name, written):
     kind = _SCHEMA_TYPES[record.__annotations__[name]]
     if name in written:
-        kind = kind.replace("Tensor", f"Tensor({'abcd'[record.WRITABLE.index(name)]}!)")
+        kind = kind.replace("Tensor", f"Tensor({written[name]}!)")
     default = f"={record._field_defaults[name]}" if name in record._field_defaults else ""
     return f"{kind} {name}{default}"
 
 
-def gradients(record, values):
-    """A gradient for every field of the record: values, one for each of DIFFERENTIABLE, and None elsewhere."""
-    given = dict(zip(record.DIFFERENTIABLE, values))
-    return tuple(given.get(name) for name in record._fields)
+def attention_gradients(values):
+    """A gradient for every field of AttentionArgs: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
+    given = dict(zip(ATTENTION_INPUTS, values))
+    return tuple(given.get(name) for name in AttentionArgs._fields)

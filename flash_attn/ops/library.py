@@ -9,11 +9,15 @@ import torch
 
 from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import (
+    ATTENTION_INPUTS,
+    BACKWARD_INPUTS,
+    KVCACHE_INPUTS,
     AttentionArgs,
     AttentionBackwardArgs,
     KvCacheArgs,
     KvCachePlanArgs,
-    gradients,
+    attention_gradients,
+    saved_for_backward,
     schema,
 )
 
@@ -25,7 +29,7 @@ _forward_op = _backward_op = None  # set by _register_attention
 def attention(args: AttentionArgs):
     """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
     inputs = args.differentiable()
-    needs_dispatch, differentiating = context.survey(AttentionArgs.DIFFERENTIABLE, inputs)
+    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, inputs)
     if needs_dispatch:
         return _forward_op(*args)
     if context.transformed():
@@ -38,7 +42,7 @@ def attention(args: AttentionArgs):
 def kvcache_attention(args: KvCacheArgs):
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
     out, appends = args.out, args.k is not None
-    needs_dispatch, differentiating = context.survey(KvCacheArgs.DIFFERENTIABLE, args.differentiable())
+    needs_dispatch, differentiating = context.survey(KVCACHE_INPUTS, args.differentiable())
     if differentiating:
         if out is not None:
             raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
@@ -62,7 +66,7 @@ def update_kvcache_plan(args: KvCachePlanArgs):
 def _save(ctx, args, output):
     """What the backward needs of a forward."""
     out, lse, dmask, rng_state, *max_logit = output
-    tensors, ctx.options = AttentionBackwardArgs.of_forward(args, out, lse, rng_state).saved()
+    tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
     ctx.save_for_backward(*tensors)
     ctx.forward_only = args.forward_only()
     ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
@@ -70,11 +74,11 @@ def _save(ctx, args, output):
 
 
 def _input_gradients(ctx, dout, dlse):
-    """The gradients of AttentionArgs.DIFFERENTIABLE, None for those that are not given."""
+    """The gradients of ATTENTION_INPUTS, None for those that are not given."""
     if ctx.forward_only is not None:
         raise NotImplementedError(f"{ctx.forward_only}: expected None in training, got a tensor: it has no backward")
     if dout is None and dlse is None:
-        return (None,) * len(AttentionArgs.DIFFERENTIABLE)
+        return (None,) * len(ATTENTION_INPUTS)
     args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
@@ -83,7 +87,7 @@ def _input_gradients(ctx, dout, dlse):
 
 
 def _attention_backward(args: AttentionBackwardArgs):
-    if context.survey(AttentionBackwardArgs.DIFFERENTIABLE, args.differentiable())[0]:
+    if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
         return _AttentionBackward.apply(*args)
@@ -95,7 +99,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse, *_):
-    return gradients(AttentionArgs, _input_gradients(ctx, dout, dlse))
+    return attention_gradients(_input_gradients(ctx, dout, dlse))
 
 
 class _Attention(torch.autograd.Function):
@@ -186,9 +190,12 @@ def _register_attention():
 
 
 def _register_writing(name, record, returns, function, fake, written):
-    """The operator `name` over the fields of a record that writes to those named `written`."""
+    """The operator `name` over the fields of a record that writes those of `written`: see `schema`."""
     op = torch.library.custom_op(
-        f"{_NAMESPACE}::{name}", _takes(record, function), mutates_args=written, schema=schema(record, returns, written)
+        f"{_NAMESPACE}::{name}",
+        _takes(record, function),
+        mutates_args=tuple(written),
+        schema=schema(record, returns, written),
     )
     op.register_fake(_takes(record, fake))
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
@@ -204,8 +211,8 @@ def _fill_plan(args):
 
 
 _register_attention()
-_kvcache_op = _register_kvcache("kvcache_fwd", ("out", "plan"))
-_kvcache_append_op = _register_kvcache("kvcache_append_fwd", ("k_cache", "v_cache", "out", "plan"))
+_kvcache_op = _register_kvcache("kvcache_fwd", {"out": "c", "plan": "d"})
+_kvcache_append_op = _register_kvcache("kvcache_append_fwd", {"k_cache": "a", "v_cache": "b", "out": "c", "plan": "d"})
 _kvcache_plan_op = _register_writing(
-    "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, ("plan",)
+    "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
 )  # fmt: skip
