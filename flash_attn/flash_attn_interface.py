@@ -13,12 +13,13 @@ head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padd
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
              time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with dropout, softcap
              or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
-             many keys, the narrower of q, k and v is padded by a copy.
+             many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
-masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
+masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
+             sink).
 gradients    of out and softmax_lse with respect to q, k, v and sinks; what else asks for one (alibi_slopes, numbers as
-             tensors) is refused. Not twice differentiable, no forward mode.
+             tensors) is rejected. Not twice differentiable, no forward mode.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
@@ -71,11 +72,11 @@ _OPTIONS_DOC = """
         deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
         return_attn_probs: bool. Also return softmax_lse and S_dmask.
         sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
-            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
-            share of the probability and adds nothing to the output. -inf is no sink. Learnable.
+            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes
+            probability and adds nothing to the output. -inf is no sink. Learnable.
         return_max_logit: bool; keyword only. Also return max_logit, as the last result.
         batch_invariant: bool; keyword only. Make out, softmax_lse, dk and dv of a sequence, and with deterministic dq,
-            independent to the last bit of the other sequences, of their number and of its place among them, whether
+            independent to the last bit of the other sequences, of their number and of its position among them, whether
             the batch is dense or packed; slower where sequences are few or short. `set_batch_invariant` asks for it
             in all calls.
 """
@@ -98,7 +99,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
-    """Fill the shared sections into a docstring, so that each stands in one place."""
+    """Fill the common sections into a docstring, so that each is written once."""
 
     def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO

@@ -1,6 +1,6 @@
-"""The public functions of inference: attention over a KV cache, and merging partial results. No autograd of their own.
+"""The public functions of inference: attention over a KV cache, combining partial results. No autograd of their own.
 
-What all attention functions share (dtypes, heads, positions, masked rows) stands in `flash_attn.flash_attn_interface`.
+What holds for all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def flash_attn_with_kvcache(
         softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
         causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
-        num_splits: int. Parts that the keys of a sequence are split into at most, computed in parallel and combined;
+        num_splits: int. The most splits of a sequence's keys, which are computed in parallel and combined;
             1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
@@ -126,17 +126,17 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from its results over disjoint parts of them.
+    """Attention over all keys from its partial results over disjoint splits of them.
 
     With w_i = exp(lse_i - lse): out = sum of w_i out_i, lse = log of the sum of exp(lse_i). An LSE of +inf or -inf
-    marks a part in which the row saw no key; its out_partial is not read, even if it is NaN. A row that saw no key in
-    any part has out 0 and LSE +inf, like a masked row.
+    marks a split that masks the row fully; its out_partial is not read, even if it is NaN. A row that every split masks
+    fully has out 0 and LSE +inf.
 
     Differentiable in out_partial and lse_partial, unless out is given.
 
     Arguments:
-        out_partial: (num_parts, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
-        lse_partial: (num_parts, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides:
+        out_partial: (num_splits, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
+        lse_partial: (num_splits, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides:
             torch.stack of LSEs of the attention functions has its last two dimensions swapped, transpose them.
         out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
         out_dtype: torch.dtype of the result. Default: that of out_partial.

@@ -1,4 +1,4 @@
-"""The plan of a decoding step: how the work of `flash_attn_with_kvcache` is cut, computed once for all layers."""
+"""The plan of a decoding step: the schedule of `flash_attn_with_kvcache`, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "
 
 
 class KvCachePlan:
-    """The schedule of calls that share sizes, lengths and mask, with the workspace that they need.
+    """The schedule of calls of the same sizes, lengths and mask, with the workspace that they need.
 
     A call of `flash_attn_with_kvcache` without a plan derives its schedule from the lengths each time. The layers of a
     model repeat the same step: build a plan once, `update` it whenever the lengths change, and pass it to the call of
@@ -32,7 +32,7 @@ class KvCachePlan:
         seqlen_new: int. Rows of k and v of each sequence, 0 without them.
         causal, window_size: as in the calls.
         cache_leftpad: int32 (batch,), as in the calls.
-        num_splits: int. Parts that the keys of a sequence are split into at most, 1 for none; 0 chooses.
+        num_splits: int. The most splits of a sequence's keys, 1 for none; 0 chooses.
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
 
     Raises RuntimeError or TypeError that names the argument.

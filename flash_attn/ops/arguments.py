@@ -1,7 +1,7 @@
 """What the public functions make of their arguments before the operators see them; shapes are the backends' matter.
 
-A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is refused here raises with
-the argument's name, what was expected and what it was, the same for CPU and GPU.
+A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is rejected here raises
+with the argument's name, what was expected and what it was, the same for CPU and GPU.
 """
 
 import operator
@@ -22,7 +22,7 @@ def attention_inputs(names, values):
     has_float32 = False
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
-            _refuse_the_first(names, values)
+            _reject_first(names, values)
         if value.dtype is _FLOAT32:
             has_float32 = True
     return autocast(values) if has_float32 else values
@@ -44,17 +44,17 @@ def check_tensors(names, values):
     """Tensors of numbers at addresses: not sparse, not nested."""
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
-            _refuse_the_first(names, values)
+            _reject_first(names, values)
 
 
 def check_optional_tensors(names, values):
     """The same where None stands for a tensor that is not given."""
     for value in values:
         if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
-            _refuse_the_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
+            _reject_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
 
 
-def _refuse_the_first(names, values):
+def _reject_first(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
@@ -75,10 +75,10 @@ def check_constant(name, value):
     """An optional tensor that gets no gradient must not ask for one."""
     if value is not None:
         check_tensors((name,), (value,))
-        _refuse_gradient(name, value)
+        _reject_gradient(name, value)
 
 
-def _refuse_gradient(name, tensor):
+def _reject_gradient(name, tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: expected a value that requires no gradient, for it gets none, got a tensor that requires grad "
@@ -107,7 +107,7 @@ def check_kvcache_ranks(q, k_cache, k, block_table):
 
 
 def sinks(value):
-    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    """Sinks as the backends want them: half precision converted to float32, contiguous."""
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
@@ -151,7 +151,7 @@ def number(name, value):
     if type(value) is float:
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
-        _refuse_gradient(name, value)
+        _reject_gradient(name, value)
         return float(value)
     if value is not None and not isinstance(value, (str, bytes, Tensor)):
         try:

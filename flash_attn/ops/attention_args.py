@@ -1,7 +1,7 @@
 """The arguments of the operators as typed records, from which all that depends on their order derives.
 
 Each record names the parameters of an operator in the order of its schema and is a tuple of them, so that an operator
-takes one as it is: op(*args). The schema, what the forward saves for the backward and the places of the gradients
+takes one as it is: op(*args). The schema, what the forward saves for the backward and the positions of the gradients
 follow from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
@@ -27,9 +27,9 @@ DENSE = Sequences(None, None, 0, 0)
 
 
 class AttentionArgs(NamedTuple):
-    """Of the forward, `flash_attn_core::fwd`. Dense and varlen share it: cu_seqlens_q None means dense.
+    """Of the forward, `flash_attn_core::fwd`. Dense and varlen attention both take it: cu_seqlens_q None means dense.
 
-    Packed inputs share it too: (qkv, None, None) with qkv (..., 3, nheads, head_dim), or (q, kv, None) with kv
+    So do packed inputs: (qkv, None, None) with qkv (..., 3, nheads, head_dim), or (q, kv, None) with kv
     (..., 2, nheads_k, head_dim).
     """
 

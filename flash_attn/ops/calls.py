@@ -31,13 +31,13 @@ def rows_contiguous(x):
 
 
 def _index(name, x):
-    """An index tensor as the backends want it: contiguous, int64 narrowed to int32. None passes."""
+    """An index tensor as the backends want it: contiguous, int64 converted to int32. None passes."""
     if x is None or (x.dtype is torch.int32 and x.is_contiguous()):
         return x
-    return (_narrowed(name, x) if x.dtype == torch.int64 else x).contiguous()
+    return (_to_int32(name, x) if x.dtype == torch.int64 else x).contiguous()
 
 
-def _narrowed(name, x):
+def _to_int32(name, x):
     """int64 as int32: values beyond it are an error on the CPU and the nearest int32, out of every range, on a GPU."""
     limits = torch.iinfo(torch.int32)
     if x.is_cpu:

@@ -1,4 +1,4 @@
-"""Merging partial results of attention: the call, its gradient, the operators `flash_attn_core::combine{,_out}`.
+"""Combining partial results of attention: the call, its gradient, the operators `flash_attn_core::combine{,_out}`.
 
 With weights w_i = exp(lse_i - lse), out = sum_i w_i out_i and lse = log sum_i exp(lse_i) have the derivatives
 d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i = w_i.
@@ -64,20 +64,20 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse):
-    """Gradients of out_partial and lse_partial; 0 for the parts that saw no key, whatever they hold."""
+    """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, whatever they hold."""
     out_partial, lse_partial, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return None, None, None
     dtype = lse_partial.dtype
-    live = ~lse_partial.isinf()
-    exponent = torch.where(live, lse_partial - lse, 0.0)
-    weights = torch.where(live, exponent.exp(), 0.0)
+    valid = ~lse_partial.isinf()
+    exponent = torch.where(valid, lse_partial - lse, 0.0)
+    weights = torch.where(valid, exponent.exp(), 0.0)
     dpartial = dlse_partial = None
     if dout is not None:
         dout = dout.to(dtype)
         dpartial = (weights.unsqueeze(-1) * dout).to(out_partial.dtype)
-        parts = torch.where(live.unsqueeze(-1), out_partial.to(dtype), 0.0)
-        dlse_partial = weights * ((parts - out.to(dtype)) * dout).sum(-1)
+        partial = torch.where(valid.unsqueeze(-1), out_partial.to(dtype), 0.0)
+        dlse_partial = weights * ((partial - out.to(dtype)) * dout).sum(-1)
     if dlse is not None:
         from_lse = weights * dlse
         dlse_partial = from_lse if dlse_partial is None else dlse_partial + from_lse

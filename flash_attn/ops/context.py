@@ -40,7 +40,7 @@ def survey(names, tensors):
         or (_function_modes() > 0 and _a_mode_watches())
     )
     if forward_ad._current_level >= 0:
-        refuse_tangents(names, tensors)
+        reject_tangents(names, tensors)
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
@@ -57,7 +57,7 @@ def decomposes():
 _NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
 
 
-def refuse_tangents(names, tensors):
+def reject_tangents(names, tensors):
     """Raise NotImplementedError for a tensor with a forward-mode tangent, which would be lost."""
     if forward_ad._current_level < 0:
         return
@@ -70,14 +70,14 @@ def refuse_tangents(names, tensors):
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
-def refuse_forward_mode(operator):
+def reject_forward_mode(operator):
     """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
 
 
 def check_writable(names, tensors):
-    """Raise RuntimeError for one (some None) that torch's in-place operations refuse here, whatever its gradient."""
+    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, whatever its gradient."""
     if _is_compiling() or _in_inference_mode():
         return
     for i, x in enumerate(tensors):

@@ -129,7 +129,7 @@ class _TransformedAttention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward under create_graph: gradients that refuse to be differentiated once more."""
+    """The backward under create_graph: gradients that cannot be differentiated once more."""
 
     @staticmethod
     def forward(*args):
@@ -141,10 +141,10 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_double_backward(ctx, *grads)
+        _reject_double_backward(ctx, *grads)
 
 
-def _refuse_double_backward(ctx, *grads):
+def _reject_double_backward(ctx, *grads):
     raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
 
 
@@ -186,7 +186,7 @@ def _register_attention():
     torch.library.register_autograd(
         f"{_NAMESPACE}::fwd", _backward, setup_context=_setup_context, lib=_library
     )  # fmt: skip
-    torch.library.register_autograd(f"{_NAMESPACE}::bwd", _refuse_double_backward, lib=_library)
+    torch.library.register_autograd(f"{_NAMESPACE}::bwd", _reject_double_backward, lib=_library)
 
 
 def _register_writing(name, record, returns, function, fake, written):

@@ -59,7 +59,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
-    context.refuse_forward_mode("_flash_attn_forward")
+    context.reject_forward_mode("_flash_attn_forward")
     return calls.forward(
         _forward_args(
             q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
@@ -109,7 +109,7 @@ def _flash_attn_varlen_forward(
     zero_tensors and num_splits are accepted for compatibility: every output row is written in any case, and the
     number of splits does not change the result.
     """
-    context.refuse_forward_mode("_flash_attn_varlen_forward")
+    context.reject_forward_mode("_flash_attn_varlen_forward")
     sequences = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _flash_attn_backward(
     rng_state: Optional[Tensor] = None,
 ) -> Tensor:
     """Dense backward into the given dq, dk, dv, of any strides -> softmax_d (b, h, round_up(sq, 128))."""
-    context.refuse_forward_mode("_flash_attn_backward")
+    context.reject_forward_mode("_flash_attn_backward")
     args = _backward_args(
         dout, q, k, v, out, softmax_lse, DENSE, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state,
@@ -203,7 +203,7 @@ def _flash_attn_varlen_backward(
 
     zero_tensors is accepted for compatibility: rows that belong to no sequence are written as 0 in any case.
     """
-    context.refuse_forward_mode("_flash_attn_varlen_backward")
+    context.reject_forward_mode("_flash_attn_varlen_backward")
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args = _backward_args(
         dout, q, k, v, out, softmax_lse, sequences, dropout_p, softmax_scale, causal, window_size_left,
