@@ -231,17 +231,21 @@ inline Flash_fwd_params forward_over_cache(const Flash_kvcache_params& params) {
 
 // Tiles of 16 packed rows are what the kernels of the KV cache are made for; of more rows only where tiles of rows
 // would leave multiprocessors idle.
-inline plan::FamilyChoice choose_family_over_cache(const Flash_kvcache_params& params, const at::Tensor& q,
-                                                   const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+inline plan::FwdPlan plan_over_cache(const Flash_kvcache_params& params, const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v, const at::Tensor& out) {
   const bool has_many_rows =
       static_cast<int64_t>(params.seqlen_q) * params.h_h_k_ratio > plan::kv_tile(params.d, 0).rows();
   const bool served = params.d % 8 == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v) && is_aligned(out) &&
                       is_packed_cache(params);
-  if (!has_many_rows || !served) return {plan::Family::kSplitKv};
-  return choose_family(forward_over_cache(params));
+  if (has_many_rows && served) {
+    return plan_forward(fwd_problem(forward_over_cache(params), dtype_of(q), true), params.device);
+  }
+  plan::FwdPlan plan;
+  plan.family = plan::Family::kSplitKv;
+  return plan;
 }
 
-inline void run_forward_over_cache(const plan::FamilyChoice& choice, const Flash_kvcache_params& params,
+inline void run_forward_over_cache(const plan::FwdPlan& forward_plan, const Flash_kvcache_params& params,
                                    const at::Tensor& q) {
   Flash_fwd_params forward = forward_over_cache(params);
   const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
@@ -260,17 +264,17 @@ inline void run_forward_over_cache(const plan::FamilyChoice& choice, const Flash
                              [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
                  "kvcache_rotate_kernel", q);
   }
-  run_mha_fwd(choice, forward, q);
+  launch_forward(forward, forward_plan, q);
 }
 
-inline void run_kvcache(const plan::FamilyChoice& choice, const Flash_kvcache_params& params, const at::Tensor& q) {
+inline void run_kvcache(const plan::FwdPlan& forward_plan, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     if (params.seqlen_new > 0 && params.h_k > 0) {
       check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
     }
     if (q.numel() == 0) return;
-    if (choice.family != plan::Family::kSplitKv) return run_forward_over_cache(choice, params, q);
+    if (forward_plan.family != plan::Family::kSplitKv) return run_forward_over_cache(forward_plan, params, q);
     check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
                  "flash_fwd_split_kernel", q);
   });
@@ -336,9 +340,10 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   set_params_rotary(params, rotary_cos, rotary_sin, rotary_interleaved);
   if (q.size(0) == 0) return {out, lse};
   const bool free_choice = num_splits == 0 && !batch_invariant && q.numel() > 0;
-  plan::FamilyChoice choice{plan::Family::kSplitKv};
-  if (free_choice) choice = choose_family_over_cache(params, q, kcache, vcache, out);
-  run_kvcache(choice, params, q);
+  plan::FwdPlan forward_plan;
+  forward_plan.family = plan::Family::kSplitKv;
+  if (free_choice) forward_plan = plan_over_cache(params, q, kcache, vcache, out);
+  run_kvcache(forward_plan, params, q);
   return {out, lse};
 }
 
@@ -362,7 +367,7 @@ inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::
   const plan::KvPlan plan = set_params_sizes(
       params,
       {forward.b, forward.seqlen_q, 0, forward.h, forward.h_k, forward.d, params.capacity, false, forward.window.left,
-       forward.window.right, 0, false, forward.is_varlen(), fwd_shape(forward).keys()},
+       forward.window.right, 0, false, forward.is_varlen(), fwd_problem(forward, dtype_of(q)).keys()},
       forward.device);
   params.cache_batch = forward.b;
   params.kv_bytes = std::min(piece_bytes(k), piece_bytes(v));

@@ -44,6 +44,9 @@ constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& win
   return window.left != kUnbounded && !draws_late && blocks < kFewRowBlocks ? 0 : blocks;
 }
 
+// Sequences of a packed batch whose row blocks are sorted by the keys that they see: one for each lane of a warp.
+constexpr int kSortedSequences = 32;
+
 // How many of the last row blocks of each head, which see the fewest keys, are handed out behind those of all heads, so
 // that the multiprocessors are done at about the same time.
 constexpr int late_row_blocks(int tiles_of_head, int short_ones) {
