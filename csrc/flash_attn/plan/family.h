@@ -83,7 +83,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
 constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
 // What one wave of row tiles takes by each family, in picoseconds, of an H200: fitted to 507 calls, the ratios are what
-// counts (docs/tuning.md).
+// counts (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {

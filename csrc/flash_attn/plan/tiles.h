@@ -153,8 +153,8 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
     {192, 128, 96, 2, 1, false, 1, 0, 64}, {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
-// kernels of the greater one.
+// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning/fwd_sm90.md). Other pairs of head dims go
+// by the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
@@ -183,14 +183,14 @@ constexpr bool sm90_splits_masked(int head_dim) {
 // What the kernels of a variant are, as sm90::FwdConfig and the plan have to know it.
 
 // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is faster,
-// though its loops have the same instructions (docs/tuning.md).
+// though its loops have the same instructions (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_sees_all(int head_dim, FwdVariant variant) {
   return variant == FwdVariant::kPlain && sm90_splits_masked(head_dim);
 }
 
 // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
 // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
-// 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning.md).
+// 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_draws_late(int head_dim, FwdVariant variant) {
   return !sm90_sees_all(head_dim, variant) &&
          (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked || variant == FwdVariant::kDropout);
@@ -224,7 +224,7 @@ struct BwdTile {
   int blocks_per_sm;
 };
 
-// Warp grids are chosen for the least shared memory traffic per step; see docs/tuning.md.
+// Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
 constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},

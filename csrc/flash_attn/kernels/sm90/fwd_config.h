@@ -54,7 +54,7 @@ struct FwdConfig {
                 "registers are shared out for two, three or twice two consumers");
   // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
-  // Three consumers draw between the wgmmas of P V (docs/tuning.md).
+  // Three consumers draw between the wgmmas of P V (docs/tuning/fwd_sm90.md).
   static constexpr bool kDrawsInPv = kDropsPacked && kWarpGroups == 3;
   // They start their products by turns. So do two of 128 keys alone on their multiprocessor: without turns it is left
   // to chance whether one multiplies while the other takes exponentials.
@@ -62,21 +62,22 @@ struct FwdConfig {
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
   // Softcap alone and ALiBi alone have kernels of their own: one for everything takes twice what multiprocessors keep
-  // of the instructions (docs/tuning.md).
+  // of the instructions (docs/tuning/fwd_sm90.md).
   static constexpr Modifiers kModifiers = kVariant == FwdVariant::kSoftcap ? Modifiers::kSoftcap
                                           : kVariant == FwdVariant::kAlibi ? Modifiers::kAlibi
                                                                            : Modifiers::kAny;
-  // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it (docs/tuning.md).
+  // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it
+  // (docs/tuning/fwd_sm90.md).
   static constexpr bool kBoundsBySquares = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
   static constexpr bool kSharesKeys = plan::sm90_splits_keys(kVariant);
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
-  // it, or has other interior loops, which are slower (docs/tuning.md).
+  // it, or has other interior loops, which are slower (docs/tuning/fwd_sm90.md).
   static constexpr bool kKeepsLimits = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
-  // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
+  // Exponentials run beside the product of P V, not behind it (docs/tuning/fwd_sm90.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,
-  // or three by turns, wait for each other: looking afterwards makes the way from S to P longer (docs/tuning.md).
-  // With score modifiers ALiBi alone does.
+  // or three by turns, wait for each other: looking afterwards makes the way from S to P longer
+  // (docs/tuning/fwd_sm90.md). With score modifiers ALiBi alone does.
   static constexpr bool kGoesAhead = kHasScoreMod
                                          ? kModifiers == Modifiers::kAlibi
                                          : !kDropsPacked && !(kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
@@ -90,7 +91,7 @@ struct FwdConfig {
   static constexpr bool kEdgesGoAhead = kVariant == FwdVariant::kMasked && kGoesAhead;
 
   // What holds conditions of a warp (Softmax). For all score modifiers but ALiBi alone ptxas has the better loops with
-  // a bool (docs/tuning.md).
+  // a bool (docs/tuning/fwd_sm90.md).
   using Flag = std::conditional_t<kHasScoreMod && kModifiers != Modifiers::kAlibi, bool, int>;
   // Sums of a row, so that a step of the softcap does not end with adding up; wide heads have no registers for four.
   static constexpr int kSums = kModifiers != Modifiers::kSoftcap ? 1 : kHeadDim <= 128 ? 4 : 2;
@@ -141,7 +142,7 @@ struct FwdConfig {
   static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
   static constexpr int kStoredChunks = kStoredCols / kChunkCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;
-  // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning.md).
+  // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning/fwd_sm90.md).
   static constexpr bool kHasStoreWarp = kStartsEarly && !kHasScoreMod && !kStagesApart;
   static_assert(!kHasStoreWarp || (kTeams == 1 && !kDropsPacked && !kTile.overlaps),
                 "a warp is idle, and O is staged before S of the next row block is started");
