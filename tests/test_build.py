@@ -210,7 +210,7 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
         selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
         left_out = [f for f in files if f not in selected]
         text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
-        parameters = "const Flash_fwd_shares_params&, const plan::FwdPlan&, cudaStream_t"
+        parameters = "const Flash_fwd_split_params&, const plan::FwdPlan&, cudaStream_t"
         stub = f"cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>({parameters})"
         assert (stub in text) == ("90" not in archs)
         assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text

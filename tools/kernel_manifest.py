@@ -41,7 +41,7 @@ class KernelFile:
     def parameters(self) -> str:
         """What the function takes ahead of the stream."""
         shares = self.direction == "fwd" and self.family == "sm90"
-        params = "Flash_fwd_shares_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        params = "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
         plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
         return f"const {params}&{plan}"
 

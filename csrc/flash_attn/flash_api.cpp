@@ -31,7 +31,7 @@ namespace flash {
 
 // kHasValueDim: V and O have another head dim than Q and K.
 template <Dtype kDtype, int kHeadDim, bool kHasValueDim>
-cudaError_t run_mha_fwd_family(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_fwd_family(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   constexpr plan::Sm90FwdTile kPair = plan::kSm90ValueDimTile;
   if constexpr (kHasValueDim) {
     if constexpr (kHeadDim == kPair.head_dim) {
@@ -46,7 +46,7 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_shares_params& params, const plan
   }
 }
 
-cudaError_t run_mha_fwd(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   return FP16_SWITCH(plan.dtype == Dtype::kFp16, [&] {
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,

@@ -48,7 +48,7 @@ FwdProblem packed(const FwdProblem& dense) {
 // What bits depend on: which kernel, and where it cuts the keys.
 bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
   return a.family == b.family && a.variant == b.variant && a.head_dim == b.head_dim && a.block_m == b.block_m &&
-         a.block_n == b.block_n && a.num_splits == b.num_splits && a.interior_blocks == b.interior_blocks;
+         a.block_n == b.block_n && a.num_splits == b.num_splits && a.unmasked_blocks == b.unmasked_blocks;
 }
 
 // What decides where the kernels of the KV cache cut a tile and in which order its parts are added up. `work`: of the
@@ -63,15 +63,16 @@ void check_split(const FwdProblem& dense, const KvDevice& device) {
   };
   const KvPlan a = plan_of(dense), b = plan_of(packed(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
-  check::that(a.cuts.rule == b.cuts.rule && a.cuts.value == b.cuts.value, "cuts", dense.batch, dense.seqlen_q);
-  check::that(a.merges_one_row == b.merges_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
+  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
+              dense.batch, dense.seqlen_q);
+  check::that(a.combines_one_row == b.combines_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
   const int block_n = flash::plan::kv_block_n(flash::plan::kv_tile(dense.head_dim, a.tile_size));
   const int64_t tiles = dense.batch * dense.heads_k * a.row_tiles;
   const int64_t full = tiles * flash::plan::kv_most_blocks(static_cast<int>(dense.seqlen_k), block_n);
   for (int64_t work = tiles; work <= full; work += full / 7 + 1) {
-    check::that(
-        flash::kv_share(work, a.thread_blocks, a.least_share) == flash::kv_share(work, b.thread_blocks, b.least_share),
-        "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
+    check::that(flash::blocks_per_cta(work, a.thread_blocks, a.min_blocks_per_cta) ==
+                    flash::blocks_per_cta(work, b.thread_blocks, b.min_blocks_per_cta),
+                "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
   }
 }
 

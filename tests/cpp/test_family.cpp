@@ -17,7 +17,7 @@ Family chosen_family(const FamilyQuery& query, const char* forced) {
 }
 
 int chosen_shares(const FamilyQuery& query, const char* forced) {
-  return flash::plan::choose_family(query, forced).key_shares;
+  return flash::plan::choose_family(query, forced).num_splits;
 }
 
 void check_choice() {
@@ -54,8 +54,8 @@ void check_one_wave() {
 FamilyQuery shape(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query{90, head_dim, 0, 132, true, 0, 0, keys, keys};
   query.row_tiles = batch * heads * ((queries + 127) / 128);
-  query.split_rows = queries * (heads / heads_k);
-  query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
+  query.decode_rows = queries * (heads / heads_k);
+  query.decode_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.decode_rows);
   return query;
 }
 
@@ -83,28 +83,28 @@ void check_measured() {
   for (const FamilyQuery& query : wgmma) {
     check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
                 query.head_dim);
-    check::that(chosen_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") == Family::kDecode, "split_kv", query.seen_keys);
   }
   for (const FamilyQuery& query : mma_sync) {
     check::that(chosen_family(query, nullptr) == Family::kMmaSync, "mma_sync", query.row_tiles, query.seen_keys,
                 query.head_dim);
   }
   for (FamilyQuery query : split) {
-    check::that(chosen_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.seen_keys,
+    check::that(chosen_family(query, nullptr) == Family::kDecode, "split", query.decode_rows, query.seen_keys,
                 query.head_dim);
     check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
     check::that(chosen_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
-    query.may_split = false;
-    check::that(chosen_family(query, nullptr) != Family::kSplitKv, "not served", query.seen_keys);
-    check::that(chosen_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.seen_keys);
+    query.may_use_decode = false;
+    check::that(chosen_family(query, nullptr) != Family::kDecode, "not served", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") != Family::kDecode, "not served, but asked for", query.seen_keys);
   }
 }
 
 // The same where the wgmma family may share the keys out, as calls without dropout have it.
 FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
-  query.share_tiles = query.row_tiles;
-  query.share_rows = batch * heads * queries;
+  query.split_kv_tiles = query.row_tiles;
+  query.split_kv_rows = batch * heads * queries;
   return query;
 }
 
@@ -116,8 +116,8 @@ void check_key_shares() {
     for (const FamilyQuery& query : shared) {
       const int shares = chosen_shares(query, nullptr);
       check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
-      check::that(shares > 1 && shares * query.share_tiles <= query.multiprocessors, "one wave of shares", shares,
-                  query.share_tiles, query.seen_keys, head_dim);
+      check::that(shares > 1 && shares * query.split_kv_tiles <= query.multiprocessors, "one wave of shares", shares,
+                  query.split_kv_tiles, query.seen_keys, head_dim);
       for (int wanted : {1, 2, 8, 32}) {
         const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
         check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
@@ -128,7 +128,7 @@ void check_key_shares() {
         check::that(chosen_shares(query, other) == shares, "not a number of shares", other);
       }
       FamilyQuery unsplit = query;
-      unsplit.may_split = false;
+      unsplit.may_use_decode = false;
       check::that(chosen_shares(unsplit, "split_kv") == shares, "asks for a family that does not serve it", shares);
     }
     FamilyQuery causal = shareable(1, 16384, 16384, 1, 1, head_dim);
@@ -180,10 +180,10 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim, flash::plan:
   check::that(tile.block_n % 16 == 0 && tile.block_n <= 256, "a wgmma of this width exists", head_dim, tile.block_n);
   check::that(tile.kv_stages >= 2, "V of a block is in use while K of the next is waited for", head_dim);
   check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
-  check::that(tile.teams == 1 || (tile.teams == 2 && tile.block_m == 128), "the loading warps serve two teams",
-              head_dim);
+  check::that(tile.consumer_groups == 1 || (tile.consumer_groups == 2 && tile.block_m == 128),
+              "the loading warps serve two teams", head_dim);
   const int bytes = flash::plan::sm90_fwd_smem_bytes(tile, variant, flash::Dtype::kBf16);
-  check::that(bytes <= kSmemBytes, "shared memory", head_dim, tile.teams, bytes);
+  check::that(bytes <= kSmemBytes, "shared memory", head_dim, tile.consumer_groups, bytes);
 }
 
 void check_value_dims() {
@@ -220,7 +220,7 @@ int main() {
       const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);
       check_tile(tile, head_dim, variant);
       if (!flash::plan::sm90_splits_keys(variant)) continue;
-      check::that(tile.block_m == 128 && tile.teams == 1, "one of the tiles that the plan counts", head_dim);
+      check::that(tile.block_m == 128 && tile.consumer_groups == 1, "one of the tiles that the plan counts", head_dim);
       check::that(flash::plan::sm90_reads_pages(tile, variant), "any call may be of one wave", head_dim);
     }
   }

@@ -10,9 +10,9 @@
 
 namespace {
 
-using flash::CutRule;
-using flash::KvCuts;
-using flash::KvSegment;
+using flash::BlockSpan;
+using flash::SplitPoints;
+using flash::SplitRule;
 
 struct Tile {
   int first_block;
@@ -20,29 +20,31 @@ struct Tile {
   int64_t begin;
 };
 
-bool may_cut(const KvCuts& cuts, const Tile& tile, int offset) {
-  switch (cuts.rule) {
-    case CutRule::kWhole: return false;
-    case CutRule::kAnywhere: return tile.count > cuts.value;
-    case CutRule::kParts: return offset % ((int64_t{tile.count} + cuts.value - 1) / cuts.value) == 0;
-    default: return (tile.first_block + offset) % cuts.value == 0;
+bool may_cut(const SplitPoints& split_points, const Tile& tile, int offset) {
+  switch (split_points.rule) {
+    case SplitRule::kWhole: return false;
+    case SplitRule::kAnywhere: return tile.count > split_points.value;
+    case SplitRule::kParts: return offset % ((int64_t{tile.count} + split_points.value - 1) / split_points.value) == 0;
+    default: return (tile.first_block + offset) % split_points.value == 0;
   }
 }
 
-void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_blocks, std::set<int>& slots) {
+void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share, int thread_blocks,
+                std::set<int>& slots) {
   int done = 0, parts = 0;
   const int first = static_cast<int>(tile.begin / share);
   const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
-    const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
-    if (cuts.rule == CutRule::kAnywhere) {
-      const KvSegment same = flash::kv_free_segment(cuts.value, tile.count, tile.begin, share, index);
+    const BlockSpan segment = flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
+    if (split_points.rule == SplitRule::kAnywhere) {
+      const BlockSpan same = flash::free_block_span(split_points.value, tile.count, tile.begin, share, index);
       check::that(same.from == segment.from && same.to == segment.to, "free cuts", same.from, segment.from, tile.count);
     }
     if (segment.empty()) continue;
     ++parts;
     check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
-    check::that(segment.from == 0 || may_cut(cuts, tile, segment.from), "permitted cut", segment.from, tile.count);
+    check::that(segment.from == 0 || may_cut(split_points, tile, segment.from), "permitted cut", segment.from,
+                tile.count);
     check::that(index >= first && index <= last, "the merge looks at these thread blocks", index, first, last);
     check::that(segment.from > 0 || index == first, "the first part is done by the owner of the first block", index);
     done = segment.to;
@@ -50,18 +52,20 @@ void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_
     check::that(slots.insert(flash::kv_slot(index, segment)).second, "a slot for each partial result", index);
   }
   check::that(done == tile.count, "every block is done", done, tile.count, share, thread_blocks);
-  if (cuts.rule == CutRule::kParts) check::that(parts <= cuts.value, "number of parts", parts, cuts.value);
+  if (split_points.rule == SplitRule::kParts)
+    check::that(parts <= split_points.value, "number of parts", parts, split_points.value);
 }
 
 // Free cuts: both stretches of a pair know of a half, and have nothing else.
-void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
+void check_halves(const SplitPoints& split_points, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
   for (int pair = 0; 2 * pair + 1 < thread_blocks; ++pair) {
     for (const Tile& tile : tiles) {
       bool is_half[2];
       for (int rank : {0, 1}) {
         const int index = 2 * pair + rank;
-        const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
-        is_half[rank] = !segment.empty() && flash::kv_is_half(segment, tile.count, share, index);
+        const BlockSpan segment =
+            flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
+        is_half[rank] = !segment.empty() && flash::kv_is_cluster_half(segment, tile.count, share, index);
         const bool same = tile.begin == 2 * pair * share && tile.count == 2 * share;
         const bool is_cut = segment.from > 0 || segment.to < tile.count;
         check::that(is_half[rank] == (same && is_cut && !segment.empty()), "a tile of two stretches", pair, share);
@@ -74,11 +78,11 @@ void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t sh
 void check_line(std::mt19937& random) {
   auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
   constexpr int kMany[] = {128, 1 << 30, 0x7ffffffe, 0x7fffffff};
-  const KvCuts all_cuts[] = {{CutRule::kAnywhere, below(6)},
-                             {CutRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
-                             {CutRule::kChunks, 1 + below(9)},
-                             {CutRule::kWhole, 0}};
-  const KvCuts cuts = all_cuts[below(4)];
+  const SplitPoints all_cuts[] = {{SplitRule::kAnywhere, below(6)},
+                                  {SplitRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
+                                  {SplitRule::kChunks, 1 + below(9)},
+                                  {SplitRule::kWhole, 0}};
+  const SplitPoints split_points = all_cuts[below(4)];
   std::vector<Tile> tiles;
   int64_t total = 0;
   for (int i = 1 + below(12); i > 0; --i) {
@@ -86,11 +90,11 @@ void check_line(std::mt19937& random) {
     total += tiles.back().count;
   }
   const int thread_blocks = 1 + below(40);
-  const int64_t share = flash::kv_share(total, thread_blocks, 1 + below(5));
+  const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(5));
   check::that(share * thread_blocks >= total, "the shares cover the line", share, thread_blocks, total);
   std::set<int> slots;
-  for (const Tile& tile : tiles) check_tile(cuts, tile, share, thread_blocks, slots);
-  if (cuts.rule == CutRule::kAnywhere) check_halves(cuts, tiles, share, thread_blocks);
+  for (const Tile& tile : tiles) check_tile(split_points, tile, share, thread_blocks, slots);
+  if (split_points.rule == SplitRule::kAnywhere) check_halves(split_points, tiles, share, thread_blocks);
   // A merge is found by the first stretch that begins inside of the tile.
   for (const Tile& tile : tiles) {
     int found = 0;
@@ -158,11 +162,12 @@ void check_many_splits() {
       const KvPlan expected = kv_plan({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
       for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
         const KvPlan plan = kv_plan({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
-        check::that(plan.cuts.rule == CutRule::kParts && plan.cuts.value > 0, "parts", plan.cuts.value);
+        check::that(plan.split_points.rule == SplitRule::kParts && plan.split_points.value > 0, "parts",
+                    plan.split_points.value);
         check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
         for (int count : {1, 2, 3, 1000, 0x1000000}) {
           for (int offset : {0, 1, 2, count - 1, count}) {
-            const int cut = plan.cuts.next(0, count, offset);
+            const int cut = plan.split_points.next(0, count, offset);
             check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
           }
         }
@@ -215,7 +220,7 @@ void check_allocation_does_not_matter() {
       for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
         const KvPlan plan = kv_plan({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
         const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
-        const int64_t share = flash::kv_share(total, plan.thread_blocks, plan.least_share);
+        const int64_t share = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
         check::that(expected < 0 || share == expected, "share", share, expected, capacity);
         expected = share;
       }
@@ -239,7 +244,7 @@ void check_whole_tiles() {
       const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
       const int64_t tiles = expected.batch * expected.heads_k;
       check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
-      const int64_t share = flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share);
+      const int64_t share = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
       check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
     }
   }
@@ -250,23 +255,24 @@ void check_pairs() {
   using namespace flash::plan;
   struct Expected {
     int batch, heads_k;
-    bool in_pairs;
+    bool in_clusters;
     int most_keys;  // of which a tile is cut into halves
   };
   for (const Expected& expected :
        {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},
         Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
     const KvPlan plan = kv_plan({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
-    check::that(plan.in_pairs == expected.in_pairs, "in pairs", expected.batch, expected.heads_k);
-    if (!plan.in_pairs) continue;
+    check::that(plan.in_clusters == expected.in_clusters, "in pairs", expected.batch, expected.heads_k);
+    if (!plan.in_clusters) continue;
     const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
     for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
       const int64_t count = ceil_div(keys, block_n), tiles = expected.batch * expected.heads_k;
-      check::that(2 * flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share) == count, "halves", keys);
+      check::that(2 * flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta) == count,
+                  "halves", keys);
     }
   }
-  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_pairs, "given splits");
-  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_pairs, "batch invariant");
+  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_clusters, "given splits");
+  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::B
   params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr());
   params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
   int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + plan.accum_words());
-  params.dq_turns_ptr = plan.deterministic ? counters : nullptr;
+  params.dq_semaphore_ptr = plan.deterministic ? counters : nullptr;
   params.tile_count_semaphore = counters + plan.semaphore_words();
   return workspace;
 }

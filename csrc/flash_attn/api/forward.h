@@ -70,7 +70,7 @@ struct DropoutOutputs {
 inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
-  params.softmax_slack_log2 = 0.0f;
+  params.rescale_threshold_log2 = 0.0f;
   return max_logit;
 }
 
@@ -98,9 +98,9 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   if (launches) {
     params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, call.gen);
-    if (plan.family == plan::Family::kSplitKv) {
+    if (plan.family == plan::Family::kDecode) {
       trace(plan);
-      check_launch(run_split_forward(params, q, k, v, out.computed), "flash_fwd_split_kernel", q);
+      check_launch(run_decode_forward(params, q, k, v, out.computed), "flash_fwd_split_kernel", q);
     } else {
       launch_forward(params, plan, q);
     }

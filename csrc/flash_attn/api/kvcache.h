@@ -95,14 +95,14 @@ inline plan::KvPlan set_params_sizes(Flash_kvcache_params& params, const KvCallS
   params.row_tiles = plan.row_tiles;
   params.items = static_cast<int>(plan.items);
   params.thread_blocks = plan.thread_blocks;
-  params.least_share = plan.least_share;
-  params.cuts = plan.cuts;
+  params.min_blocks_per_cta = plan.min_blocks_per_cta;
+  params.split_points = plan.split_points;
   params.run_blocks = plan.run_blocks;
   params.max_runs = plan.max_runs;
   params.slot_rows = plan.slot_rows;
-  params.merges = plan::kv_may_cut(plan, params.capacity, params.block_n);
-  params.in_pairs = params.merges && plan.in_pairs;
-  params.merges_one_row = plan.merges_one_row;
+  params.merges = plan::kv_may_split(plan, params.capacity, params.block_n);
+  params.in_clusters = params.merges && plan.in_clusters;
+  params.combines_one_row = plan.combines_one_row;
   return plan;
 }
 
@@ -241,7 +241,7 @@ inline plan::FwdPlan plan_over_cache(const Flash_kvcache_params& params, const a
     return plan_forward(fwd_problem(forward_over_cache(params), dtype_of(q), true), params.device);
   }
   plan::FwdPlan plan;
-  plan.family = plan::Family::kSplitKv;
+  plan.family = plan::Family::kDecode;
   return plan;
 }
 
@@ -274,7 +274,7 @@ inline void run_kvcache(const plan::FwdPlan& forward_plan, const Flash_kvcache_p
       check_launch(run_kvcache_append_<kDtype>(params, stream), "kvcache_append_kernel", q);
     }
     if (q.numel() == 0) return;
-    if (forward_plan.family != plan::Family::kSplitKv) return run_forward_over_cache(forward_plan, params, q);
+    if (forward_plan.family != plan::Family::kDecode) return run_forward_over_cache(forward_plan, params, q);
     check_launch(HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); }),
                  "flash_fwd_split_kernel", q);
   });
@@ -322,7 +322,7 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   at::Tensor workspace;
   if (plan_.has_value()) {
     int* const words = plan_->mutable_data_ptr<int>();
-    params.schedule = reinterpret_cast<const KvHeader*>(words);
+    params.schedule = reinterpret_cast<const SchedHeader*>(words);
     set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
   } else if (workspace_words > 0) {
     workspace = new_empty(q, {workspace_words}, at::kFloat);
@@ -341,7 +341,7 @@ inline std::vector<at::Tensor> fwd_kvcache(const at::Tensor& q, const at::Tensor
   if (q.size(0) == 0) return {out, lse};
   const bool free_choice = num_splits == 0 && !batch_invariant && q.numel() > 0;
   plan::FwdPlan forward_plan;
-  forward_plan.family = plan::Family::kSplitKv;
+  forward_plan.family = plan::Family::kDecode;
   if (free_choice) forward_plan = plan_over_cache(params, q, kcache, vcache, out);
   run_kvcache(forward_plan, params, q);
   return {out, lse};
@@ -359,8 +359,8 @@ inline int split_capacity(const Flash_fwd_params& forward) {
 
 // A dense batch is a full cache; the line of work of a packed one is laid out by the kernel that makes plans. k, v and
 // out are those of `forward`.
-inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
-                                     const at::Tensor& v, const at::Tensor& out) {
+inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
+                                      const at::Tensor& v, const at::Tensor& out) {
   Flash_kvcache_params params;
   static_cast<Flash_fwd_params&>(params) = forward;
   params.capacity = split_capacity(forward);
@@ -381,12 +381,12 @@ inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::
     workspace = new_empty(q, {all_words}, at::kInt);
     int* const words = workspace.mutable_data_ptr<int>();
     if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
-    if (schedule_words > 0) params.schedule = reinterpret_cast<const KvHeader*>(words);
+    if (schedule_words > 0) params.schedule = reinterpret_cast<const SchedHeader*>(words);
     set_params_varlen_workspace(params, words + schedule_words + workspace_words);  // the plan's kernel fills it
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (params.schedule != nullptr) {
-    const cudaError_t status = run_kvcache_plan(params, const_cast<KvHeader*>(params.schedule), stream);
+    const cudaError_t status = run_kvcache_plan(params, const_cast<SchedHeader*>(params.schedule), stream);
     if (status != cudaSuccess) return status;
   }
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
@@ -432,7 +432,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
   at::Tensor result = plan_.has_value() ? *plan_ : new_empty(seqlens_k, {elements}, at::kInt);
   params.seqlens_k = seqlens_k.const_data_ptr<int>();
   params.leftpad_k = int_or_null(leftpad_k);
-  KvHeader* const schedule = reinterpret_cast<KvHeader*>(result.mutable_data_ptr<int>());
+  SchedHeader* const schedule = reinterpret_cast<SchedHeader*>(result.mutable_data_ptr<int>());
   check_launch(run_kvcache_plan(params, schedule, c10::cuda::getCurrentCUDAStream().stream()), "kvcache_plan_kernel",
                seqlens_k);
   return result;

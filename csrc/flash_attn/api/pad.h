@@ -32,7 +32,7 @@ inline at::Tensor aligned_layout(const at::Tensor& tensor) {
 class Output {
  public:
   // pad: columns that the kernels write; 0: as many as the result has. `neighbor`: of the result's dtype and device.
-  Output(const OptionalTensor& given, const at::Tensor& neighbor, at::IntArrayRef shape, int64_t pad)
+  Output(const OptionalTensor& given, const at::Tensor& like, at::IntArrayRef shape, int64_t pad)
       : given_(given), head_dim_(shape.back()) {
     const int64_t computed_dim = pad == 0 ? head_dim_ : pad;
     const bool direct = given.has_value() && head_dim_ == computed_dim && is_aligned(*given);
@@ -42,7 +42,7 @@ class Output {
     }
     at::DimVector computed_shape(shape.begin(), shape.end());
     computed_shape.back() = computed_dim;
-    computed = new_empty(neighbor, computed_shape, neighbor.scalar_type());
+    computed = new_empty(like, computed_shape, like.scalar_type());
   }
 
   at::Tensor finish() const {

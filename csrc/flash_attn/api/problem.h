@@ -43,9 +43,9 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   problem.pages_per_sequence = params.paged.pages_per_sequence;
   problem.page_size = params.paged.page_size.divisor;
 
-  const bool packs_keys = params.is_varlen() || has_key_ranges;
+  const bool keys_packed = params.is_varlen() || has_key_ranges;
   const auto holds = [&](const MatrixStrides& strides, bool is_query) {
-    const bool is_packed = is_query ? params.is_varlen() : packs_keys;
+    const bool is_packed = is_query ? params.is_varlen() : keys_packed;
     return plan::tensor_map_holds(matrix_shape(params, strides, is_query, is_packed), dtype);
   };
   const auto holds_pages = [&](const MatrixStrides& strides) {

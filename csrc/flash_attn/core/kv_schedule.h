@@ -13,23 +13,23 @@
 namespace flash {
 
 // Where a tile may be cut.
-enum class CutRule : int {
+enum class SplitRule : int {
   kAnywhere,  // between any two blocks, but tiles of at most `value` blocks stay whole
   kParts,     // into at most `value` parts of equal size
   kChunks,    // where the block index is a multiple of `value`
   kWhole      // nowhere
 };
 
-struct KvCuts {
-  CutRule rule = CutRule::kWhole;
+struct SplitPoints {
+  SplitRule rule = SplitRule::kWhole;
   int value = 0;
 
   // The first permitted cut at or after `offset` of a tile of `count` blocks whose first block is `first_block`.
   FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
     if (offset <= 0) return 0;
-    if (offset >= count || rule == CutRule::kWhole) return count;
-    if (rule == CutRule::kAnywhere) return count <= value ? count : offset;
-    if (rule == CutRule::kChunks) {
+    if (offset >= count || rule == SplitRule::kWhole) return count;
+    if (rule == SplitRule::kAnywhere) return count <= value ? count : offset;
+    if (rule == SplitRule::kChunks) {
       const int64_t block = static_cast<int64_t>(first_block) + offset;
       const int64_t cut = (block + value - 1) / value * value - first_block;
       return cut < count ? static_cast<int>(cut) : count;
@@ -41,7 +41,7 @@ struct KvCuts {
 };
 
 // Blocks [from, to) of a tile, counted from its first one.
-struct KvSegment {
+struct BlockSpan {
   int from = 0;
   int to = 0;
 
@@ -53,18 +53,18 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int64_t offset, int count) {
 }
 
 // What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
-FLASH_HOST_DEVICE constexpr KvSegment kv_segment(const KvCuts& cuts, int first_block, int count, int64_t tile_begin,
-                                                 int64_t share, int index) {
-  KvSegment segment;
-  segment.from = cuts.next(first_block, count, clamp_offset(index * share - tile_begin, count));
-  segment.to = cuts.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
+FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
+                                                 int64_t tile_begin, int64_t share, int index) {
+  BlockSpan segment;
+  segment.from = split_points.next(first_block, count, clamp_offset(index * share - tile_begin, count));
+  segment.to = split_points.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
   return segment;
 }
 
-// kv_segment() where tiles of at most `whole_up_to` blocks stay whole and others are cut anywhere.
-FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(int whole_up_to, int count, int64_t tile_begin, int64_t share,
+// block_span() where tiles of at most `whole_up_to` blocks stay whole and others are cut anywhere.
+FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(int whole_up_to, int count, int64_t tile_begin, int64_t share,
                                                       int index) {
-  KvSegment segment;
+  BlockSpan segment;
   segment.from = clamp_offset(index * share - tile_begin, count);
   segment.to = clamp_offset((index + 1) * share - tile_begin, count);
   if (count > whole_up_to) return segment;
@@ -73,29 +73,29 @@ FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(int whole_up_to, int count
 
 // Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
 // where thread blocks are launched in pairs, these two merge it.
-FLASH_HOST_DEVICE constexpr bool kv_is_half(const KvSegment& segment, int count, int64_t share, int index) {
+FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& segment, int count, int64_t share, int index) {
   return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
 }
 
 // Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
 // leaves at most one other tile unfinished (slot 1).
-FLASH_HOST_DEVICE constexpr int kv_slot(int index, const KvSegment& segment) {
+FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
   return 2 * index + (segment.from == 0 ? 1 : 0);
 }
 
 // Blocks of the line for each thread block.
-FLASH_HOST_DEVICE constexpr int64_t kv_share(int64_t total, int thread_blocks, int64_t least_share) {
+FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
   const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
-  return share > least_share ? share : least_share;
+  return share > min_blocks_per_cta ? share : min_blocks_per_cta;
 }
 
 // A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.
-struct KvHeader {
+struct SchedHeader {
   int64_t share = 1;
   int64_t total = 0;
 };
 
-struct KvRecord {
+struct SchedEntry {
   int64_t item_begin = 0;  // place in the line of the item in which the stretch begins
   int item = 0;            // sequence * row tiles + row tile; items that do not exist begin no stretch
   int padding = 0;

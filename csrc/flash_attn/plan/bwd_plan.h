@@ -49,8 +49,8 @@ struct BwdPlan {
 };
 
 inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {
-  plan.dq_tiles = problem.heads * row_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                             static_cast<int>(problem.seqlen_q), plan.block_m);
+  plan.dq_tiles = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                           static_cast<int>(problem.seqlen_q), plan.block_m);
   plan.dq_tile_floats = static_cast<int64_t>(plan.block_m) * plan.head_dim;
   plan.dq_grid = plan.dq_tiles;
   plan.dq_smem_bytes = dtype_bytes(problem.dtype) * plan.block_m * plan.head_dim;
@@ -93,7 +93,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = problem.is_plain() ? BwdVariant::kPlain : BwdVariant::kGeneral;
-  const bool shared_dq = prefers_shared_dq(problem, device);
+  const bool shared_dq = prefers_dq_in_smem(problem, device);
   const Sm90BwdTile tile = shared_dq ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
@@ -143,8 +143,8 @@ inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const c
   plan.dtype = problem.dtype;
   plan.deterministic = problem.deterministic;
   plan.softmax_d_rows = softmax_d_rows(problem.is_varlen, problem.batch, problem.seqlen_q);
-  plan.softmax_d_blocks = row_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
-                                     static_cast<int>(problem.seqlen_q), static_cast<int>(kSoftmaxDGap));
+  plan.softmax_d_blocks = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                                   static_cast<int>(problem.seqlen_q), static_cast<int>(kSoftmaxDGap));
   plan.workspace_bytes = 16 * plan.workspace_vectors() + 4 * varlen_words(problem.is_varlen, problem.batch);
   return plan;
 }

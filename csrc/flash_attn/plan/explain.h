@@ -25,7 +25,7 @@ inline std::string family_name(Family family) {
   switch (family) {
     case Family::kMmaSync: return "mma_sync";
     case Family::kWgmma: return "wgmma";
-    case Family::kSplitKv: return "split_kv";
+    case Family::kDecode: return "split_kv";
   }
   return "";
 }
@@ -70,7 +70,7 @@ PlanFields common_fields(const char* direction, const Plan& plan) {
 // The kernels of the KV cache have a plan of their own for the rest (plan/kvcache.h).
 inline PlanFields explain(const FwdPlan& plan) {
   PlanFields fields = common_fields("forward", plan);
-  if (plan.family == Family::kSplitKv) return fields;
+  if (plan.family == Family::kDecode) return fields;
   fields.add("block_m", int64_t{plan.block_m});
   fields.add("block_n", int64_t{plan.block_n});
   fields.add("stages", int64_t{plan.kv_stages});

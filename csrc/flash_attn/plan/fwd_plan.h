@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "plan/family.h"
-#include "plan/row_order.h"
 #include "plan/sm90_smem.h"
+#include "plan/work_tile_order.h"
 
 namespace flash {
 namespace plan {
@@ -28,12 +28,12 @@ struct FwdPlan {
   int num_splits = 1;          // of the keys of each row block; more than one are combined by a launch of their own
   int64_t partial_rows = 0;    // rows of the partial results of a split, of all heads
 
-  RowOrder order;          // of the row blocks, where thread blocks stay and take several
+  WorkTileOrder order;     // of the row blocks, where thread blocks stay and take several
   int band_heads = 1;      // heads whose keys are kept in the L2 cache together
   int short_tiles = 0;     // of each head that see few keys, at most
   int num_tail_tiles = 0;  // of each head that come last of all
   bool sort_varlen_tiles = false;
-  int interior_blocks = 1;  // most_interior_blocks()
+  int unmasked_blocks = 1;  // max_unmasked_blocks()
   bool is_dynamic = false;  // work tiles are handed out by a semaphore
   bool pdl = false;         // the launch may overlap the kernel before it
   int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
@@ -63,7 +63,7 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
                                int head_dim) {
   if (problem.has_score_mod()) return score_mod_variant(problem);
   if (problem.has_dropout) return FwdVariant::kDropout;
-  if (choice.key_shares > 1 || choice.is_one_wave) return FwdVariant::kOneWave;
+  if (choice.num_splits > 1 || choice.is_one_wave) return FwdVariant::kOneWave;
   if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
     const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
     const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
@@ -87,33 +87,33 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   // Query heads of one K/V head share its keys and values.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
-  const bool in_bands = problem.is_uneven() || sm90_draws_equal_tiles(plan.head_dim);
-  const int teams = device.multiprocessors * plan.consumer_groups;
-  plan.band_heads = in_bands ? section_heads(all_heads, tiles_of_head, head_bytes, teams) : 1;
+  const bool in_bands = problem.is_uneven() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
+  const int consumer_groups = device.multiprocessors * plan.consumer_groups;
+  plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
   plan.sort_varlen_tiles = problem.is_varlen && problem.is_uneven() && problem.batch <= kSortedSequences;
   int64_t short_tiles = 0;
   if (!problem.is_varlen) {
-    const bool draws_late = sm90_draws_late(plan.head_dim, plan.variant) && !problem.is_paged;
-    short_tiles = short_row_blocks(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
-                                   problem.window, plan.block_m, draws_late);
+    const bool fetches_late = sm90_draws_late(plan.head_dim, plan.variant) && !problem.is_paged;
+    short_tiles = num_short_tiles(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
+                                  problem.window, plan.block_m, fetches_late);
   } else if (plan.sort_varlen_tiles && problem.window.left == kUnbounded) {
     short_tiles = tiles_of_head;  // the last ones, whatever the lengths
   }
   const int of_head = static_cast<int>(tiles_of_head);
   plan.short_tiles = plan.num_splits > 1 ? 0 : static_cast<int>(short_tiles);
-  plan.num_tail_tiles = late_row_blocks(of_head, plan.short_tiles);
-  plan.order = RowOrder(static_cast<int>(all_heads), of_head, plan.band_heads, plan.num_tail_tiles);
-  plan.interior_blocks = most_interior_blocks(problem.window, plan.block_m, plan.block_n);
-  plan.is_dynamic = in_bands && plan.num_work_tiles > teams;
+  plan.num_tail_tiles = num_tail_tiles(of_head, plan.short_tiles);
+  plan.order = WorkTileOrder(static_cast<int>(all_heads), of_head, plan.band_heads, plan.num_tail_tiles);
+  plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
+  plan.is_dynamic = in_bands && plan.num_work_tiles > consumer_groups;
 }
 
 inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
   FwdPlan plan;
   plan.family = Family::kWgmma;
   plan.dtype = problem.dtype;
-  plan.num_splits = choice.key_shares;
+  plan.num_splits = choice.num_splits;
   const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
-                       !problem.has_dropout && choice.key_shares == 1;
+                       !problem.has_dropout && choice.num_splits == 1;
   const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
   if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
   const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
@@ -123,11 +123,11 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.block_n = tile.block_n;
   plan.kv_stages = tile.kv_stages;
   plan.q_stages = tile.q_stages;
-  plan.consumer_groups = tile.teams;
+  plan.consumer_groups = tile.consumer_groups;
   plan.threads = sm90_fwd_threads(tile);
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
-  const int64_t tiles_of_head = row_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
-                                           static_cast<int>(problem.seqlen_q), tile.block_m);
+  const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                                         static_cast<int>(problem.seqlen_q), tile.block_m);
   plan.num_work_tiles = tiles_of_head * problem.heads * (problem.is_varlen ? 1 : problem.batch) * plan.num_splits;
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // not served
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
@@ -166,8 +166,8 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.block_n = tile.block_n;
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = fwd_smem_bytes(tile, problem.dtype);
-  plan.grid = problem.heads * row_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                         static_cast<int>(problem.seqlen_q), tile.block_m);
+  plan.grid = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                       static_cast<int>(problem.seqlen_q), tile.block_m);
   plan.num_work_tiles = plan.grid;
   plan.pdl = true;
   plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
@@ -189,9 +189,9 @@ inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const c
     plan.pad_head_dim = padded.head_dim;
     return plan;
   }
-  if (choice.family != Family::kSplitKv) return plan_fwd_mma_sync(problem, device);
+  if (choice.family != Family::kDecode) return plan_fwd_mma_sync(problem, device);
   FwdPlan plan;  // plan/kvcache.h has the rest
-  plan.family = Family::kSplitKv;
+  plan.family = Family::kDecode;
   plan.dtype = problem.dtype;
   plan.head_dim = plan.head_dim_v = fwd_tile(problem.head_dim, FwdVariant::kPlain).head_dim;
   return plan;

@@ -16,7 +16,7 @@ namespace plan {
 constexpr int64_t kMaxGridBlocks = 0x7fffffff;  // of gridDim.x; the kernels use one dimension only
 
 // Blocks of rows (or of keys) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
-constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
+constexpr int64_t m_blocks(bool is_varlen, int batch, int rows, int block) {
   return is_varlen ? varlen_slot_count(rows, batch, block)
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
@@ -42,7 +42,7 @@ constexpr int page_box_rows(int page_size, int block_n) {
 
 // Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
 // semaphore, instead of one head after the other in equal shares (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
+constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
 // Whether the mma.sync family takes its short tiles; `block_m`: rows of the others.
 constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device, int block_m) {
@@ -55,7 +55,7 @@ constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device,
 constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
                                      const Sm90FwdTile& short_tile) {
   if (problem.batch_invariant) return false;
-  const bool may_be_even = !problem.masked_right() && short_tile.teams == 1;
+  const bool may_be_even = !problem.masked_right() && short_tile.consumer_groups == 1;
   if (may_be_even && problem.blocks(plain.block_m) <= device.multiprocessors &&
       problem.blocks(short_tile.block_m) > device.multiprocessors) {
     return false;
@@ -78,11 +78,11 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
 
-constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t row_blocks, int block_n) {
+constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
   const bool is_wide = block_n <= 64;
   if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
   const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
-  const int64_t wanted = row_blocks / (is_wide ? 4 : 8);
+  const int64_t wanted = m_blocks / (is_wide ? 4 : 8);
   return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
 
@@ -98,9 +98,9 @@ constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t b
 
 // Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
 // enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
-// after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or the sign
-// of a zero may differ from what memory adds up: batch-invariant calls have one way.
-constexpr bool prefers_shared_dq(const BwdProblem& problem, const Device& device) {
+// after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or
+// the sign of a zero may differ from what memory adds up: batch-invariant calls have one way.
+constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& device) {
   if (problem.batch_invariant || problem.is_varlen || !problem.is_plain()) return false;
   if (problem.heads != problem.heads_k || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   if (problem.seqlen_q > kSharedDqRows || problem.max_head_dim() > kSm90SharedDqTile.head_dim) return false;
@@ -116,7 +116,7 @@ constexpr bool prefers_shared_dq(const BwdProblem& problem, const Device& device
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
                         int running = kRunningKeyBlocks) {
   BwdGrid grid;
-  grid.blocks = heads_k * row_blocks(is_varlen, batch, seqlen_k, block_n);
+  grid.blocks = heads_k * m_blocks(is_varlen, batch, seqlen_k, block_n);
   if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch refuses the second
   const int64_t heads = bwd_heads(is_varlen, batch, heads_k);
   const int64_t blocks_per_head = grid.blocks / heads;

@@ -56,10 +56,10 @@ struct KvPlan {
   int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
   bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
-  bool in_pairs;        // better launched in pairs, where the kernel can (kernels/decode/block_pair.h)
-  bool merges_one_row;  // by a thread block of the merge, whose warps add up parts each
-  int64_t least_share;  // key blocks of a thread block
-  KvCuts cuts;
+  bool in_clusters;            // better launched in pairs, where the kernel can (kernels/decode/cluster_pair.h)
+  bool combines_one_row;       // by a thread block of the merge, whose warps add up parts each
+  int64_t min_blocks_per_cta;  // key blocks of a thread block
+  SplitPoints split_points;
   int run_blocks;  // batch-invariant: key blocks that are summed before they are merged; else unbounded
   int max_runs;    // of one tile, when cuts.rule is kChunks
   int slot_rows;   // rows of a partial result
@@ -69,9 +69,9 @@ struct KvPlan {
 // A thread block should have this many bytes of K and V to read, else the merge costs more than the split saves; half
 // as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
 // bandwidth.
-constexpr int64_t kLeastShareBytes = 128 * 1024;
+constexpr int64_t kMinCtaBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
-constexpr int kMergedParts = 8;  // of a row that a warp of the merge reads at once
+constexpr int kCombinedParts = 8;  // of a row that a warp of the merge reads at once
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
 constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
 
@@ -95,21 +95,22 @@ constexpr void plan_runs(const KvProblem& problem, const KvTile& tile, KvPlan& p
   const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
   const bool fits = slot_bytes == 0 || slots <= kMaxRunWorkspaceBytes / slot_bytes;
   const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
-  plan.cuts = cut ? KvCuts{CutRule::kChunks, plan.run_blocks} : KvCuts{CutRule::kWhole, 0};
+  plan.split_points = cut ? SplitPoints{SplitRule::kChunks, plan.run_blocks} : SplitPoints{SplitRule::kWhole, 0};
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
 // Thread blocks among which the line of work is shared: as many as are resident, or somewhat fewer where tiles of equal
 // lengths then need no cut and no merge.
-constexpr int64_t kv_sharing_blocks(int64_t tiles, int64_t resident) {
+constexpr int64_t splitting_ctas(int64_t tiles, int64_t resident) {
   const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
   return whole * 10 >= resident * 9 ? whole : resident;
 }
 
-// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them (kv_is_half()):
-// shares are rounded up, so that with somewhat more thread blocks than two for each tile they still are halves of tiles
-// of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter ones, pairs do not pay.
-constexpr bool kv_in_pairs(int64_t tiles, int64_t thread_blocks) {
+// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them
+// (kv_is_cluster_half()): shares are rounded up, so that with somewhat more thread blocks than two for each tile they
+// still are halves of tiles of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter
+// ones, pairs do not pay.
+constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
   return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
 }
 
@@ -132,45 +133,45 @@ constexpr KvPlan kv_plan(const KvProblem& problem, const KvDevice& device) {
   const bool by_shares = problem.num_splits == 0 && !problem.batch_invariant;
   // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kLeastShareBytes / 2 : kLeastShareBytes;
-  plan.least_share = by_shares ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
+  plan.min_blocks_per_cta = by_shares ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
   const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
-  const int64_t sharing = by_shares ? kv_sharing_blocks(tiles, resident) : resident;
-  const int64_t useful = ceil_div(most_blocks, plan.least_share);
+  const int64_t sharing = by_shares ? splitting_ctas(tiles, resident) : resident;
+  const int64_t useful = ceil_div(most_blocks, plan.min_blocks_per_cta);
   plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
-  // Decides in which order more than kMergedParts parts are added up: by the mean, as a dense batch would.
+  // Decides in which order more than kCombinedParts parts are added up: by the mean, as a dense batch would.
   const int64_t mean_blocks =
       tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
-  const int64_t merged = ceil_div(mean_blocks, plan.least_share);
-  plan.merges_one_row = tiles * kMergedParts < (merged < sharing ? merged : sharing);
-  plan.in_pairs = by_shares && kv_in_pairs(tiles, plan.thread_blocks);
+  const int64_t merged = ceil_div(mean_blocks, plan.min_blocks_per_cta);
+  plan.combines_one_row = tiles * kCombinedParts < (merged < sharing ? merged : sharing);
+  plan.in_clusters = by_shares && kv_in_clusters(tiles, plan.thread_blocks);
   plan.run_blocks = kUnbounded;
   if (problem.batch_invariant) {
     plan_runs(problem, tile, plan);
     return plan;
   }
-  plan.cuts = by_shares                 ? KvCuts{CutRule::kAnywhere, static_cast<int>(2 * plan.least_share)}
-              : problem.num_splits == 1 ? KvCuts{CutRule::kWhole, 0}
-                                        : KvCuts{CutRule::kParts, problem.num_splits};
-  plan.slots = plan.cuts.rule == CutRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
+  plan.split_points = by_shares ? SplitPoints{SplitRule::kAnywhere, static_cast<int>(2 * plan.min_blocks_per_cta)}
+                      : problem.num_splits == 1 ? SplitPoints{SplitRule::kWhole, 0}
+                                                : SplitPoints{SplitRule::kParts, problem.num_splits};
+  plan.slots = plan.split_points.rule == SplitRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
   return plan;
 }
 
 // Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
-constexpr bool kv_may_cut(const KvPlan& plan, int capacity, int block_n) {
+constexpr bool kv_may_split(const KvPlan& plan, int capacity, int block_n) {
   const int64_t blocks = kv_most_blocks(capacity, block_n);
-  switch (plan.cuts.rule) {
-    case CutRule::kWhole: return false;
-    case CutRule::kAnywhere: return blocks > plan.cuts.value;
+  switch (plan.split_points.rule) {
+    case SplitRule::kWhole: return false;
+    case SplitRule::kAnywhere: return blocks > plan.split_points.value;
     default: return blocks > 1;
   }
 }
 
 // A plan tensor: header, one record per thread block, then the workspace. Units of 4 bytes.
 constexpr int64_t kv_schedule_words(const KvPlan& plan) {
-  return static_cast<int64_t>(sizeof(KvHeader) + plan.thread_blocks * sizeof(KvRecord)) / 4;
+  return static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
 }
 
 constexpr int64_t kv_workspace_words(const KvPlan& plan, int head_dim) {

@@ -6,8 +6,8 @@
 
 #include "core/block_range.h"
 #include "core/dropout_mask.h"
-#include "core/hidden_steps.h"
 #include "core/softcap_series.h"
+#include "core/trip_count.h"
 #include "plan/tiles.h"
 
 namespace flash {
@@ -15,7 +15,7 @@ namespace plan {
 
 constexpr int kBarrierBytes = 8;
 constexpr int kSwizzleBytes = 1024;    // what tiles are aligned to, so that the swizzle depends on the offset alone
-constexpr int kWorkTileBytes = 9 * 4;  // sizeof(RowBlock), which only device code can see
+constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), which only device code can see
 
 // The layout of a struct: fields one after the other.
 class SmemLayout {
@@ -48,17 +48,17 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
       .add(16 * (draws ? tile.kv_stages * 4 * col_vectors : 4), 16)
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * slot_bytes(kWorkTileBytes), 16)
-      .add(2 * slot_bytes(sizeof(KeyWalk)), 16)
-      .add(2 * groups * slot_bytes(sizeof(PartSteps)), 16)
+      .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)
+      .add(2 * groups * slot_bytes(sizeof(WarpgroupTripCount)), 16)
       .add(2 * 4, 4)
       .add(sizeof(ShortSoftcapSeries), 4);
-  return tile.teams * storage.size(kSwizzleBytes);
+  return tile.consumer_groups * storage.size(kSwizzleBytes);
 }
 
 // sizeof(sm90::BwdStorage).
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
-  const bool has_group = has_dq_group(tile), splits_keys = n == 128;
+  const bool has_group = has_dq_warpgroup(tile), splits_keys = n == 128;
   const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
   const bool dq_in_slices = !splits_keys && tile.head_dim % 256 == 0;
   const int64_t staged_dq = dq_in_slices ? 0 : int64_t{has_group ? 2 : 1} * m * tile.head_dim;
@@ -75,8 +75,8 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(element * gradients, kSwizzleBytes)
       .add(4 * tile.stages * m, 16)
       .add(4 * tile.stages * m, 16)
-      .add(sizeof(DropoutWords) * tile.stages * (may_drop ? m : 2), 16)
-      .add(sizeof(DropoutWords) * tile.stages * (may_drop ? n / 2 : 1), alignof(DropoutWords))
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * 4, 4);
   return storage.size(kSwizzleBytes);

@@ -93,14 +93,15 @@ constexpr int fwd_smem_bytes(const FwdTile& tile, Dtype dtype) {
 // wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
 struct Sm90FwdTile {
   int head_dim;
-  int block_m;         // query rows per tile; 64 for each consumer warpgroup
-  int block_n;         // keys per step
-  int kv_stages;       // shared memory buffers of K and of V
-  int q_stages;        // of Q: with 2 the next tile's loads while this one is computed
-  bool overlaps;       // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
-  int teams;           // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
-  int head_dim_v = 0;  // of V and O; 0: head_dim
-  int o_cols = 0;      // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
+  int block_m;          // query rows per tile; 64 for each consumer warpgroup
+  int block_n;          // keys per step
+  int kv_stages;        // shared memory buffers of K and of V
+  int q_stages;         // of Q: with 2 the next tile's loads while this one is computed
+  bool overlaps;        // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
+  int consumer_groups;  // of consumers, with row blocks of their own: with 2 one computes while the other starts or
+                        // ends
+  int head_dim_v = 0;   // of V and O; 0: head_dim
+  int o_cols = 0;       // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -170,7 +171,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 // Whether kernels of a tile read K and V from pages: two teams, and dropout, leave no warps for it; rows are looked up
 // 32 at a time.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.teams == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a tile of their own.
@@ -206,12 +207,15 @@ constexpr bool sm90_splits_keys(FwdVariant variant) {
 constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile own = sm90_fwd_tile(head_dim, variant);
-  if (variant == FwdVariant::kShort) return own.teams != plain.teams || own.block_m != plain.block_m;
+  if (variant == FwdVariant::kShort)
+    return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
 // A producer warpgroup and one for each 64 rows of each team.
-constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) { return 128 * (tile.teams * (tile.block_m / 64) + 1); }
+constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
+  return 128 * (tile.consumer_groups * (tile.block_m / 64) + 1);
+}
 
 struct BwdTile {
   int head_dim;
@@ -256,10 +260,10 @@ struct Sm90BwdTile {
 };
 
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
-constexpr bool has_dq_group(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
 // A producer warpgroup, two consumers, and the one of dQ.
-constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_group(tile)); }
+constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
 
 // Warps that compute a step's dQ: with all its columns, or each consumer with half of them.
 constexpr int sm90_dq_warps(const Sm90BwdTile& tile) { return tile.block_n == 128 ? 4 : 8; }
@@ -272,7 +276,7 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 };
 
 // Short dense batches of this head dim: a thread block takes whole heads and sums up dQ of all rows in shared memory
-// (prefers_shared_dq()).
+// (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 

@@ -5,8 +5,8 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
+#include "kernels/decode/cta_work.h"
 #include "kernels/decode/output.h"
-#include "kernels/decode/start.h"
 #include "params/kvcache.h"
 #include "plan/kvcache.h"
 
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = plan::kMergedParts;
+constexpr int kBatchedLoads = plan::kCombinedParts;
 
 // A tile of which several partial results exist.
-struct CutTile {
+struct SplitTile {
   KvQueries queries;
   int head = 0;
   int first_row = 0;  // packed
@@ -30,13 +30,13 @@ struct CutTile {
 };
 
 // Where thread block `index` left its part of the tile; -1: it has none.
-__device__ int slot_of_part(const Flash_kvcache_params& params, const CutTile& tile, int index) {
-  const KvSegment segment =
-      kv_segment(params.cuts, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
+__device__ int slot_of_part(const Flash_kvcache_params& params, const SplitTile& tile, int index) {
+  const BlockSpan segment =
+      block_span(params.split_points, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
   return segment.empty() ? -1 : kv_slot(index, segment);
 }
 
-__device__ void set_item(const Flash_kvcache_params& params, int item, CutTile& tile) {
+__device__ void set_item(const Flash_kvcache_params& params, int item, SplitTile& tile) {
   KvItem at;
   if (params.is_varlen()) {
     at = packed_item(params, item);
@@ -48,31 +48,32 @@ __device__ void set_item(const Flash_kvcache_params& params, int item, CutTile& 
   tile.first_row = at.row_tile * params.tile_rows;
 }
 
-__device__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile) {
+__device__ int tile_rows(const Flash_kvcache_params& params, const SplitTile& tile) {
   return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
 }
 
 // The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
-__device__ void find_parts(const Flash_kvcache_params& params, int first, CutTile& tile) {
+__device__ void find_parts(const Flash_kvcache_params& params, int first, SplitTile& tile) {
   const int count = kv_count(tile.range);
   const int64_t last = (tile.tile_begin + count - 1) / tile.share;
   tile.first = first;
   tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
-  const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, first);
-  const bool has_pair = params.in_pairs && kv_is_half(segment, count, tile.share, first);
+  const BlockSpan segment =
+      block_span(params.split_points, tile.range.begin, count, tile.tile_begin, tile.share, first);
+  const bool has_pair = params.in_clusters && kv_is_cluster_half(segment, count, tile.share, first);
   if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
 }
 
 // The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
-__device__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  CutTile tile;
-  KvStart start = find_kv_start(params, index, scratch);
+__device__ SplitTile tile_split_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  SplitTile tile;
+  CtaWork start = find_cta_work(params, index, scratch);
   if (start.item >= kv_items(params)) return tile;
   set_item(params, start.item, tile);
   const int count = kv_count(tile.range);
-  if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
+  if (start.share == 0) start = cta_work_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
   if (start.item >= kv_items(params)) return tile;
-  const KvPlace place = kv_place(start, index, count);
+  const KvPlace place = kv_state(start, index, count);
   tile.share = start.share;
   tile.tile_begin = place.tile_begin;
   tile.head = place.head;
@@ -82,8 +83,8 @@ __device__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index
 }
 
 // Tile `index` of all; the threads add up the work before it.
-__device__ CutTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  CutTile tile;
+__device__ SplitTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  SplitTile tile;
   const int items = kv_items(params), item = index / params.h_k;
   set_item(params, item, tile);
   const int count = kv_count(tile.range);
@@ -102,15 +103,15 @@ __device__ CutTile tile_at(const Flash_kvcache_params& params, int index, int64_
     item_begin = scratch[kWarps];
   }
   tile.share = params.schedule != nullptr ? max(params.schedule->share, int64_t{1})
-                                          : kv_share(total, params.thread_blocks, params.least_share);
+                                          : blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
   tile.tile_begin = item_begin + static_cast<int64_t>(tile.head) * count;
   const int64_t first = tile.tile_begin / tile.share;
   if (first < params.thread_blocks) find_parts(params, static_cast<int>(first), tile);
   return tile;
 }
 
-__device__ CutTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
-  CutTile tile;
+__device__ SplitTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
+  SplitTile tile;
   set_item(params, static_cast<int>(index / params.h_k), tile);
   tile.tile = index;
   tile.head = static_cast<int>(index % params.h_k);
@@ -164,18 +165,18 @@ struct PartsOfLane {
   int index;
   int slot;
 
-  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile)
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const SplitTile& tile)
       : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
   }
 
-  __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
+  __device__ void next(const Flash_kvcache_params& params, const SplitTile& tile) {
     index += 32;
     look_up(params, tile);
   }
 
  private:
-  __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
+  __device__ void look_up(const Flash_kvcache_params& params, const SplitTile& tile) {
     slot = index <= tile.last ? slot_of_part(params, tile, index) : -1;
   }
 };
@@ -256,11 +257,11 @@ __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
 // This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
 // row works out for itself.
 template <int kQuads>
-__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTile& tile, int row, const RowWarps& warps,
                               PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
-  bool refused = false;
+  bool rejected = false;
   sum.clear();
   RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
@@ -268,7 +269,7 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     RowStats own = loads.load_stats();
     loads.load_rows(values);
     if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
-    refused |= own.refused();
+    rejected |= own.rejected();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
     const float correction = partial_weight(stats.max, top, scale);
@@ -289,13 +290,14 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     parts.next(params, tile);
     loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
   }
-  if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
+  if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
   return stats;
 }
 
 // All runs of a row in the order of their keys, as KvEpilogue carries them.
 template <int kQuads>
-__device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile& tile, int row, RowValue<kQuads>& sum) {
+__device__ RowStats combine_ordered(const Flash_kvcache_params& params, const SplitTile& tile, int row,
+                                    RowValue<kQuads>& sum) {
   RowStats stats{};
   for (int base = tile.first; base <= tile.last; base += kBatchedLoads) {
     RowValue<kQuads> values[kBatchedLoads];
@@ -319,7 +321,7 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         merged = stats;
-        merge_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
+        combine_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
       }
       stats = merged;
     }
@@ -332,7 +334,7 @@ template <class Element, int kQuads>
 struct RowPlace {
   OutputPlace<Element> quads[kQuads];
 
-  __device__ RowPlace(const Flash_kvcache_params& params, const CutTile& tile, int row) {
+  __device__ RowPlace(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
     const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -349,7 +351,7 @@ struct RowPlace {
 
 // Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
 __host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
-  return params.merges_one_row ? 1 : kWarps;
+  return params.combines_one_row ? 1 : kWarps;
 }
 
 __host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
@@ -357,7 +359,7 @@ __host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
 }
 
 // Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
-__host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
+__host__ __device__ bool combines_by_tile(const Flash_kvcache_params& params) {
   return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
 }
 
@@ -383,45 +385,46 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
 // Tiles that were cut anywhere.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
-    kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+    decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
   const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
   const int index = static_cast<int>(blockIdx.x) / blocks;
   int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
-  const CutTile tile =
-      merges_by_tile(params) ? tile_at(params, index, scratch) : tile_cut_before(params, index + 1, scratch);
+  const SplitTile tile =
+      combines_by_tile(params) ? tile_at(params, index, scratch) : tile_split_before(params, index + 1, scratch);
   const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
   const bool idle = begin >= end;
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
   const int warp = threadIdx.x / 32;
-  const bool shares_row = rows == 1;
-  const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
-  const int row = min(shares_row ? begin : begin + warp, max(end - 1, 0));
-  const bool writes = warps.index == 0 && (shares_row || begin + warp < end);
+  const bool splits_row = rows == 1;
+  const RowWarps warps = splits_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
+  const int row = min(splits_row ? begin : begin + warp, max(end - 1, 0));
+  const bool writes = warps.index == 0 && (splits_row || begin + warp < end);
   const PartsOfLane parts(params, tile);
   RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
   loads.settle();
   const RowPlace<Element, kQuads> place(params, tile, row);
-  if (shares_row) __syncthreads();  // the scratch is done with
+  if (splits_row) __syncthreads();  // the scratch is done with
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
   const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
-  if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
+  if (splits_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
   if (writes) place.store(params, stats, sum);
 }
 
 // Tiles that were cut between their runs.
 template <class Element, int kQuads>
-__global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_constant__ Flash_kvcache_params params) {
-  const CutTile tile = tile_of_runs(params, blockIdx.x);
+__global__ void __launch_bounds__(kThreads)
+    decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const SplitTile tile = tile_of_runs(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
   wait_for_previous_kernel();
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
-    const RowStats stats = fold_runs(params, tile, row, sum);
+    const RowStats stats = combine_ordered(params, tile, row, sum);
     RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
   }
 }
@@ -431,13 +434,13 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
   const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
-  if (params.cuts.rule == CutRule::kChunks) {
-    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
-                            configured_devices);
+  if (params.split_points.rule == SplitRule::kChunks) {
+    return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device,
+                            stream, configured_devices);
   }
-  const int64_t places = merges_by_tile(params) ? tiles : params.thread_blocks - 1;
-  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads, kSmemBytes,
-                          params, params.device, stream, configured_devices);
+  const int64_t places = combines_by_tile(params) ? tiles : params.thread_blocks - 1;
+  return launch_dependent(decode_combine_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads,
+                          kSmemBytes, params, params.device, stream, configured_devices);
 }
 
 template <class Element>
@@ -448,12 +451,12 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 }  // namespace
 
 template <>
-cudaError_t run_kvcache_merge_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_decode_combine_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kFp16>>(params, stream);
 }
 
 template <>
-cudaError_t run_kvcache_merge_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_decode_combine_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kBf16>>(params, stream);
 }
 

@@ -10,21 +10,22 @@ template <class Config>
 cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
-  params.in_pairs = params.in_pairs && Config::kMayPair;
-  if (params.in_pairs) {
-    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_pairs);
+  params.in_clusters = params.in_clusters && Config::kMayCluster;
+  if (params.in_clusters) {
+    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_clusters);
     if (status != cudaSuccess) return status;
   }
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
   return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-                          params.device, stream, configured_devices, params.in_pairs ? 2 : 1);
+                          params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
 }
 
 inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
   const bool whole_steps = params.paged.block_table == nullptr ||
                            (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
   const double line = static_cast<double>(params.items) * params.h_k * (params.capacity / params.block_n + 1);
-  const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
+  const bool free_cuts =
+      params.split_points.rule == SplitRule::kAnywhere || params.split_points.rule == SplitRule::kWhole;
   return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
          params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded &&
          line < kMostPlainPlaces;
@@ -48,7 +49,7 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
     if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
-  return run_kvcache_merge_<kDtype>(params, stream);
+  return run_decode_combine_<kDtype>(params, stream);
 }
 
 }  // namespace flash

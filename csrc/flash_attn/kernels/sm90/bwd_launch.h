@@ -31,10 +31,10 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   for (const Matrix& matrix : matrices) {
     const cudaError_t status = make_tensor_map(
         matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim), dtype,
-        {Config::kChunkCols, matrix.rows});
+        {Config::kAtomCols, matrix.rows});
     if (status != cudaSuccess) return status;
   }
-  if constexpr (Config::kKeepsDq) {
+  if constexpr (Config::kDqInSmem) {
     return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true, params.d),
                            dtype, {Config::kDqCols, kStoredRows});
   }
@@ -45,7 +45,7 @@ template <class Config>
 constexpr int checked_smem_bytes() {
   constexpr int kBytes = static_cast<int>(sizeof(BwdStorage<Config>));
   static_assert(kBytes == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kVariant != BwdVariant::kPlain,
-                                                    Config::kKeepsDq, Config::kDtype),
+                                                    Config::kDqInSmem, Config::kDtype),
                 "plan and kernel agree on the shared memory");
   return kBytes;
 }
@@ -76,11 +76,12 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
   cudaError_t status = make_tensor_maps<Config>(launch, Config::kDtype);
   if (status == cudaSuccess) status = run_softmax_d_<Config::kDtype>(params, stream);
   if (status != cudaSuccess) return status;
-  if constexpr (Config::kKeepsDq) {
+  if constexpr (Config::kDqInSmem) {
     return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
   } else {
     status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
-    using Plain = BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain, DqPlace::kGlobal, Config::kHeadDimV>;
+    using Plain =
+        BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, Config::kHeadDimV>;
     return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(params, plan, stream) : status;
   }
 }
@@ -88,15 +89,15 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
-    using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqPlace::kShared>;
+    using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>;
     if (plan.dq_in_smem) return run_flash_bwd<Shared>(params, plan, stream);
   }
   if (plan.variant == plan::BwdVariant::kGeneral) {
-    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kGeneral, DqPlace::kGlobal, kHeadDimV>>(params, plan,
-                                                                                                         stream);
+    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kGeneral, DqLocation::kGlobal, kHeadDimV>>(
+        params, plan, stream);
   }
-  return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqPlace::kGlobal, kHeadDimV>>(params, plan,
-                                                                                                     stream);
+  return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, kHeadDimV>>(params, plan,
+                                                                                                        stream);
 }
 
 }  // namespace sm90

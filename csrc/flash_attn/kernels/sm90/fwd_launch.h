@@ -18,7 +18,7 @@ cudaError_t make_page_maps(FwdLaunch& launch, Dtype dtype) {
   auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, int head_dim) {
     const TensorMapSource pool{data,       strides, false, params.paged.num_pages, params.paged.page_size.divisor,
                                params.h_k, head_dim};
-    return make_tensor_map(map, pool, dtype, {Config::kChunkCols, launch.page_box_rows});
+    return make_tensor_map(map, pool, dtype, {Config::kAtomCols, launch.page_box_rows});
   };
   const cudaError_t status = make(launch.k_map, params.k_ptr, params.k_strides, params.d);
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, params.d_v) : status;
@@ -30,7 +30,7 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, bool is_query, int rows,
                   int head_dim) {
     return make_tensor_map(map, tensor_map_source(params, data, strides, is_query, head_dim), dtype,
-                           {Config::kChunkCols, rows});
+                           {Config::kAtomCols, rows});
   };
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64, params.d);
   constexpr int kStoredRows = Config::kHasStoreWarp ? 64 : 16;
@@ -42,21 +42,21 @@ cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
   return make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN, params.d_v);
 }
 
-inline FwdLaunch fwd_launch(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan) {
+inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::FwdPlan& plan) {
   FwdLaunch launch{};
   launch.params = params;
-  launch.shares = params.shares;
+  launch.splits = params.splits;
   if (plan.num_splits > 1) {
-    launch.params.softmax_lse_ptr = params.shares.lse_ptr;
+    launch.params.softmax_lse_ptr = params.splits.lse_ptr;
     launch.params.sinks_ptr = nullptr;  // the merge takes them in
   }
   launch.page_box_rows = plan.page_box_rows;
   launch.tiles = static_cast<int>(plan.num_work_tiles / plan.num_splits);
-  launch.short_ones = plan.short_tiles;
-  launch.sorted = plan.sort_varlen_tiles;
+  launch.short_tiles = plan.short_tiles;
+  launch.sort_varlen_tiles = plan.sort_varlen_tiles;
   launch.order = plan.order;
   launch.heads_of_batch = FastDiv(params.h);
-  launch.interior_blocks = FastDiv(plan.interior_blocks);
+  launch.unmasked_blocks = FastDiv(plan.unmasked_blocks);
   launch.group = FastDiv(params.h_h_k_ratio);
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
   return launch;
@@ -75,11 +75,11 @@ cudaError_t launch_kernel(const FwdLaunch& launch, const plan::FwdPlan& plan, cu
 }
 
 template <class Config, Dtype kDtype>
-cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  static_assert(Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>)) ==
+cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+  static_assert(Config::kConsumerGroups * static_cast<int>(sizeof(FwdStorage<Config>)) ==
                     plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, kDtype),
                 "plan and kernel agree on the shared memory");
-  static_assert(sizeof(RowBlock) == plan::kWorkTileBytes);
+  static_assert(sizeof(WorkTile) == plan::kWorkTileBytes);
   FwdLaunch launch = fwd_launch(params, plan);
   const cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
   return status == cudaSuccess ? launch_kernel<Config>(launch, plan, stream) : status;
@@ -87,7 +87,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, const plan::Fwd
 
 // Variants without a kernel are in no plan.
 template <Dtype kDtype, int kHeadDim, FwdVariant kVariant>
-cudaError_t run_variant(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::sm90_has_variant(kHeadDim, kVariant)) {
     return run_flash_fwd<FwdConfig<kDtype, kHeadDim, kVariant>, kDtype>(params, plan, stream);
   }
@@ -95,7 +95,7 @@ cudaError_t run_variant(const Flash_fwd_shares_params& params, const plan::FwdPl
 }
 
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd(const Flash_fwd_shares_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDimV != kHeadDim) {
     return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>, kDtype>(params, plan, stream);
   } else {

@@ -3,16 +3,16 @@
 
 #include <type_traits>
 
-#include "kernels/decode/start.h"
+#include "kernels/decode/cta_work.h"
 
 namespace flash {
 
 // A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
-struct alignas(16) KvPart {
+struct alignas(16) WorkPart {
   KvRequest request;
   int row_tile = 0;
   int head = 0;  // K/V head
-  KvSegment segment;
+  BlockSpan segment;
   int first_block = 0, end_block = 0;  // key blocks of the whole tile; none where the second is not larger
 
   __device__ __forceinline__ bool empty() const { return end_block <= first_block; }
@@ -28,7 +28,7 @@ struct alignas(16) KvPart {
 constexpr int kMostPlainPlaces = 1 << 30;
 
 template <bool kPlain>
-struct KvWalk {
+struct WorkWalk {
   using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
 
   const Flash_kvcache_params& params;
@@ -37,10 +37,10 @@ struct KvWalk {
   Place tile_begin;
   int item;
   int cached;
-  KvPart part;
+  WorkPart part;
   bool begun = false;
 
-  __device__ __forceinline__ KvWalk(const Flash_kvcache_params& params_, int index_, const KvStart& start)
+  __device__ __forceinline__ WorkWalk(const Flash_kvcache_params& params_, int index_, const CtaWork& start)
       : params(params_),
         index(index_),
         share(static_cast<Place>(start.share)),
@@ -75,15 +75,15 @@ struct KvWalk {
   }
 
  private:
-  __device__ __forceinline__ KvSegment find_segment() const {
+  __device__ __forceinline__ BlockSpan find_segment() const {
     if constexpr (kPlain) {
-      // As kv_segment() says.
+      // As block_span() says.
       const int count = part.count(), first = index * share - tile_begin;
-      const KvSegment segment{min(max(first, 0), count), min(max(first + share, 0), count)};
-      if (params.cuts.rule == CutRule::kAnywhere && count > params.cuts.value) return segment;
+      const BlockSpan segment{min(max(first, 0), count), min(max(first + share, 0), count)};
+      if (params.split_points.rule == SplitRule::kAnywhere && count > params.split_points.value) return segment;
       return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
     } else {
-      return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, share, index);
+      return block_span(params.split_points, part.first_block, part.count(), tile_begin, share, index);
     }
   }
 
@@ -117,8 +117,8 @@ struct KvWalk {
   __device__ __forceinline__ void find_place() {
     if (share == 0) {
       const Place work = static_cast<Place>(params.h_k) * part.count();
-      share =
-          max(divided(work + params.thread_blocks - 1, params.thread_blocks), static_cast<Place>(params.least_share));
+      share = max(divided(work + params.thread_blocks - 1, params.thread_blocks),
+                  static_cast<Place>(params.min_blocks_per_cta));
       if (index * share >= work) item = 1;
     }
     const Place head = divided(max(index * share - tile_begin, Place{0}), part.count());
