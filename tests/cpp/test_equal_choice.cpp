@@ -10,6 +10,7 @@
 namespace {
 
 using flash::kUnbounded;
+using flash::KvBlockOrder;
 using flash::Window;
 using flash::plan::Device;
 using flash::plan::FwdPlan;
