@@ -219,7 +219,7 @@ int main() {
       const int head_dim = flash::plan::kFwdTiles[0][i].head_dim;
       const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);
       check_tile(tile, head_dim, variant);
-      if (!flash::plan::sm90_splits_keys(variant)) continue;
+      if (!flash::plan::sm90_splits_kv(variant)) continue;
       check::that(tile.block_m == 128 && tile.consumer_groups == 1, "one of the tiles that the plan counts", head_dim);
       check::that(flash::plan::sm90_reads_pages(tile, variant), "any call may be of one wave", head_dim);
     }

@@ -42,14 +42,14 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
 // The kernels of the KV cache have no dropout, no sinks and no max_logit, and count packed rows in 32 bits.
-constexpr bool serves_split_kv(const FwdProblem& problem) {
+constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = (problem.is_varlen ? 1 : problem.batch) * problem.seqlen_q;
   return !problem.has_dropout && !problem.has_sinks && !problem.returns_max_logit &&
          rows * problem.group() <= kMaxLength;
 }
 
 // Dropout takes the keys as they are.
-constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
+constexpr bool may_split_kv(const FwdProblem& problem) {
   const FwdVariant variant = problem.has_score_mod() ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
   const Sm90FwdTile tile = sm90_fwd_tile(wgmma_head_dim(problem.max_head_dim()), variant);
   const bool reads_keys = !problem.is_paged || sm90_reads_pages(tile, variant);
@@ -66,13 +66,13 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.head_dim = problem.max_head_dim();
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
-  query.may_use_decode = serves_split_kv(problem);
+  query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? rows * problem.group() : 0;
   query.decode_tiles = problem.batch * problem.heads_k * kv_row_tiles(query.head_dim, query.decode_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
   const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
   query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
-  if (may_use_decode_kernels(problem)) {
+  if (may_split_kv(problem)) {
     query.split_kv_tiles = query.row_tiles;
     query.split_kv_rows = problem.all_rows();
   }

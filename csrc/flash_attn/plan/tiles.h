@@ -185,21 +185,21 @@ constexpr bool sm90_splits_masked(int head_dim) {
 
 // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is faster,
 // though its loops have the same instructions (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_sees_all(int head_dim, FwdVariant variant) {
+constexpr bool sm90_needs_no_mask(int head_dim, FwdVariant variant) {
   return variant == FwdVariant::kPlain && sm90_splits_masked(head_dim);
 }
 
 // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
 // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
 // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_draws_late(int head_dim, FwdVariant variant) {
-  return !sm90_sees_all(head_dim, variant) &&
+constexpr bool sm90_fetches_late(int head_dim, FwdVariant variant) {
+  return !sm90_needs_no_mask(head_dim, variant) &&
          (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked || variant == FwdVariant::kDropout);
 }
 
 // Serves calls whose keys are split. Without score modifiers a variant of its own does, so that the kernels of whole
 // row blocks keep their instructions.
-constexpr bool sm90_splits_keys(FwdVariant variant) {
+constexpr bool sm90_splits_kv(FwdVariant variant) {
   return modifies_scores(variant) || variant == FwdVariant::kOneWave;
 }
 
@@ -207,8 +207,9 @@ constexpr bool sm90_splits_keys(FwdVariant variant) {
 constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile own = sm90_fwd_tile(head_dim, variant);
-  if (variant == FwdVariant::kShort)
+  if (variant == FwdVariant::kShort) {
     return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
+  }
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 

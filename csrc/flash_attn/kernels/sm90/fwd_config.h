@@ -31,14 +31,14 @@ struct FwdConfig {
                 "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
-  static constexpr bool kNoMask = !kHasValueDim && plan::sm90_sees_all(kHeadDim_, kVariant);
+  static constexpr bool kNoMask = !kHasValueDim && plan::sm90_needs_no_mask(kHeadDim_, kVariant);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
   static constexpr bool kIssueNextQkEarly =
       kVariant == FwdVariant::kMasked ||
       (plan::sm90_splits_masked(kHeadDim_) &&
        (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kOneWave || plan::modifies_scores(kVariant)));
   static_assert(!kIssueNextQkEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
-  static constexpr bool kFetchNextTileLate = plan::sm90_draws_late(kHeadDim_, kVariant);
+  static constexpr bool kFetchNextTileLate = plan::sm90_fetches_late(kHeadDim_, kVariant);
   // Row blocks that follow each other behind a window load the same keys first (KvBlockOrder::align_unmasked()).
   static constexpr bool kAlignUnmasked = kFetchNextTileLate;
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
@@ -69,7 +69,7 @@ struct FwdConfig {
   // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it
   // (docs/tuning/fwd_sm90.md).
   static constexpr bool kCheckBoundByNorm = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
-  static constexpr bool kSplitKv = plan::sm90_splits_keys(kVariant);
+  static constexpr bool kSplitKv = plan::sm90_splits_kv(kVariant);
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
   // it, or has other interior loops, which are slower (docs/tuning/fwd_sm90.md).
   static constexpr bool kMaskBoundsInRegs = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
