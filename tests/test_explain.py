@@ -14,13 +14,32 @@ from flash_attn import backends
 pytestmark = pytest.mark.devices("cuda")
 
 FORWARD = {
-    "out": None, "alibi_slopes": None, "p_dropout": 0.0, "softmax_scale": 0.125, "is_causal": True, "window_size_left": -1,
-    "window_size_right": -1, "softcap": 0.0, "return_softmax": False, "gen": None,
-}  # fmt: skip
+    "out": None,
+    "alibi_slopes": None,
+    "p_dropout": 0.0,
+    "softmax_scale": 0.125,
+    "is_causal": True,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "return_softmax": False,
+    "gen": None,
+}
 BACKWARD = {
-    "dq": None, "dk": None, "dv": None, "alibi_slopes": None, "p_dropout": 0.0, "softmax_scale": 0.125, "is_causal": True,
-    "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "deterministic": False, "gen": None, "rng_state": None,
-}  # fmt: skip
+    "dq": None,
+    "dk": None,
+    "dv": None,
+    "alibi_slopes": None,
+    "p_dropout": 0.0,
+    "softmax_scale": 0.125,
+    "is_causal": True,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "deterministic": False,
+    "gen": None,
+    "rng_state": None,
+}
 CALL = """
 import torch
 from flash_attn import flash_attn_func
