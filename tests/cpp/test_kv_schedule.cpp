@@ -29,16 +29,25 @@ bool may_cut(const KvCuts& cuts, const Tile& tile, int offset) {
   }
 }
 
+// The kernel's way to find a segment where tiles are cut anywhere or nowhere, in both widths.
+void check_free_segment(const KvCuts& cuts, const Tile& tile, int64_t share, int index, const KvSegment& expected) {
+  if (cuts.rule != CutRule::kAnywhere && cuts.rule != CutRule::kWhole) return;
+  const KvSegment wide = flash::kv_free_segment(cuts, tile.count, tile.begin, share, index);
+  check::that(wide.from == expected.from && wide.to == expected.to, "free cuts", wide.from, expected.from, tile.count);
+  if (tile.begin + tile.count >= flash::kMostShortPlaces) return;
+  const KvSegment narrow = flash::kv_free_segment(cuts, tile.count, static_cast<int>(tile.begin),
+                                                  static_cast<int>(share), index);
+  check::that(narrow.from == expected.from && narrow.to == expected.to, "in 32 bits", narrow.from, expected.from,
+              tile.count, tile.begin, share, index);
+}
+
 void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_blocks, std::set<int>& slots) {
   int done = 0, parts = 0;
   const int first = static_cast<int>(tile.begin / share);
   const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
     const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
-    if (cuts.rule == CutRule::kAnywhere) {
-      const KvSegment same = flash::kv_free_segment(cuts.value, tile.count, tile.begin, share, index);
-      check::that(same.from == segment.from && same.to == segment.to, "free cuts", same.from, segment.from, tile.count);
-    }
+    check_free_segment(cuts, tile, share, index, segment);
     if (segment.empty()) continue;
     ++parts;
     check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
@@ -101,6 +110,24 @@ void check_line(std::mt19937& random) {
     }
     const bool reached = tile.begin / share != (tile.begin + tile.count - 1) / share;
     check::that(found == (reached ? 1 : 0), "one thread block merges a tile", found, tile.count, share);
+  }
+}
+
+// Lines as long as 32 bits allow, and beyond: no product or sum passes the type (-fsanitize=undefined).
+void check_long_lines(std::mt19937& random) {
+  auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
+  for (int i = 0; i < 20000; ++i) {
+    const int64_t total = flash::kMostShortPlaces - 1 - below(i % 2 ? 3 : 1 << 29) + (i % 3 == 0 ? 1 << 30 : 0);
+    const int thread_blocks = 1 + static_cast<int>(below(1000));
+    const int64_t share = flash::kv_share(total, thread_blocks, 1 + below(64));
+    const int64_t most = total < 0x7fffffff ? total : 0x7fffffff;
+    const int count = static_cast<int>(1 + below(most));
+    const Tile tile{0, count, below(total - count + 1)};
+    const KvCuts cuts{i % 5 ? CutRule::kAnywhere : CutRule::kWhole, static_cast<int>(below(1 << 20))};
+    // A stretch that begins beyond the line is never asked for its segments.
+    const int index = static_cast<int>(below((total - 1) / share + 1));
+    check_free_segment(cuts, tile, share, index,
+                       flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index));
   }
 }
 
@@ -274,6 +301,7 @@ void check_pairs() {
 int main() {
   std::mt19937 random(7);
   for (int i = 0; i < 20000; ++i) check_line(random);
+  check_long_lines(random);
   check_lengths();
   check_plans();
   check_many_splits();

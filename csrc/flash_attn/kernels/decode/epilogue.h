@@ -6,6 +6,7 @@
 #include "kernels/common/partial.h"
 #include "kernels/decode/block_pair.h"
 #include "kernels/decode/mainloop.h"
+#include "kernels/decode/output.h"
 
 namespace flash {
 

@@ -27,7 +27,7 @@ inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step)
   const bool free_cuts = params.cuts.rule == CutRule::kAnywhere || params.cuts.rule == CutRule::kWhole;
   return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
          params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded &&
-         line < kMostPlainPlaces;
+         line < kMostShortPlaces;
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>

@@ -24,9 +24,7 @@ struct alignas(16) KvPart {
   __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
 };
 
-// kPlain: of a dense batch whose line is shorter than kMostPlainPlaces, and tiles are cut anywhere or nowhere.
-constexpr int kMostPlainPlaces = 1 << 30;
-
+// kPlain: of a dense batch whose line has fewer than kMostShortPlaces places, and tiles are cut anywhere or nowhere.
 template <bool kPlain>
 struct KvWalk {
   using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
@@ -77,11 +75,7 @@ struct KvWalk {
  private:
   __device__ __forceinline__ KvSegment find_segment() const {
     if constexpr (kPlain) {
-      // As kv_segment() says.
-      const int count = part.count(), first = index * share - tile_begin;
-      const KvSegment segment{min(max(first, 0), count), min(max(first + share, 0), count)};
-      if (params.cuts.rule == CutRule::kAnywhere && count > params.cuts.value) return segment;
-      return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+      return kv_free_segment(params.cuts, part.count(), tile_begin, share, index);
     } else {
       return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, share, index);
     }
