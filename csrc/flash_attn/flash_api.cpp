@@ -559,13 +559,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("softcap"), py::arg("deterministic"), py::arg("gen"), py::arg("rng_state"),
         py::arg("dlse") = py::none(), py::arg("sinks") = py::none(), py::arg("batch_invariant") = false,
         py::call_guard<CallGuard>());
-  m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
-        py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
-        py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),
-        py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
-        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("rotary_interleaved"),
-        py::arg("num_splits"), py::arg("plan") = py::none(), py::arg("batch_invariant") = false,
-        py::call_guard<CallGuard>());
+  const auto def_kvcache = [&m](const char* name, auto function, const char* doc) {
+    m.def(name, function, doc, py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
+          py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"),
+          py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"),
+          py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+          py::arg("softcap"), py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
+          py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+  };
+  def_kvcache("fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache>,
+              "Forward against a KV cache, which receives k and v first: [out, softmax_lse]");
+  def_kvcache("explain_kvcache", &with_kvcache_call<explain_kvcache>,
+              "How fwd_kvcache would run with the same arguments, as a dict; launches nothing");
   m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),

@@ -3,20 +3,20 @@
 #include <string>
 
 #include "check.h"
+#include "plan/decode_plan.h"
 #include "plan/family.h"
-#include "plan/kvcache.h"
 
 namespace {
 
 using flash::KeyWalk;
 using flash::kUnbounded;
 using flash::Window;
+using flash::plan::DecodePlan;
+using flash::plan::Device;
 using flash::plan::FamilyChoice;
 using flash::plan::FamilyQuery;
 using flash::plan::FwdShape;
 using flash::plan::FwdVariant;
-using flash::plan::KvDevice;
-using flash::plan::KvPlan;
 
 constexpr int kMultiprocessors[] = {58, 108, 132};
 constexpr int kHeadDims[] = {8, 32, 64, 96, 128, 192, 256};
@@ -49,18 +49,18 @@ bool takes_short(const FwdShape& shape, bool sm90) {
 
 // What decides where the kernels of the KV cache cut a tile and in which order its parts are added up. `work`: of the
 // line, at most that of full sequences.
-void check_split(const FwdShape& dense, const KvDevice& device) {
+void check_split(const FwdShape& dense, const Device& device) {
   const auto plan_of = [&device](const FwdShape& shape) {
     const int keys = static_cast<int>(shape.seqlen_k);
-    return flash::plan::kv_plan({static_cast<int>(shape.batch), static_cast<int>(shape.seqlen_q),
-                                 static_cast<int>(shape.heads), static_cast<int>(shape.heads_k), shape.head_dim, keys,
-                                 0, false, shape.is_varlen, static_cast<int>(shape.keys())},
-                                device);
+    return flash::plan::plan_decode({static_cast<int>(shape.batch), static_cast<int>(shape.seqlen_q),
+                                     static_cast<int>(shape.heads), static_cast<int>(shape.heads_k), shape.head_dim,
+                                     keys, 0, false, shape.is_varlen, static_cast<int>(shape.keys())},
+                                    device);
   };
-  const KvPlan a = plan_of(dense), b = plan_of(packed_shape(dense));
+  const DecodePlan a = plan_of(dense), b = plan_of(packed_shape(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
   check::that(a.cuts.rule == b.cuts.rule && a.cuts.value == b.cuts.value, "cuts", dense.batch, dense.seqlen_q);
-  check::that(a.merges_one_row == b.merges_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
+  check::that(a.combines_one_row == b.combines_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
   const int block_n = flash::plan::kv_block_n(flash::plan::kv_tile(dense.head_dim, a.tile_size));
   const int64_t tiles = dense.batch * dense.heads_k * a.row_tiles;
   const int64_t full = tiles * flash::plan::kv_most_blocks(static_cast<int>(dense.seqlen_k), block_n);
@@ -84,7 +84,7 @@ void check_shape(const FwdShape& dense) {
                 dense.head_dim, dense.batch, dense.seqlen_q, dense.heads);
   }
   if (dense.window.left == kUnbounded && dense.head_dim >= 32) {
-    check_split(dense, {dense.multiprocessors, 233472, 232448});
+    check_split(dense, {90, dense.multiprocessors, 233472, 232448});
   }
 }
 

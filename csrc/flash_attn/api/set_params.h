@@ -63,12 +63,18 @@ inline float normal_float(double value) {
   return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
 }
 
+// Whether scores are more than scaled before the softmax, or by what is not positive.
+inline bool has_score_mod(const Scores& scores) {
+  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
+         !(normal_float(scores.softmax_scale) > 0.0f);
+}
+
 inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
   params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
-  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
+  params.has_score_mod = has_score_mod(scores);
   params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
   params.window = make_window(scores);
   if (scores.alibi_slopes.has_value()) {

@@ -9,6 +9,9 @@
 
 namespace flash {
 
+// Rows and keys are counted in 32 bits, with room for sums of two lengths.
+constexpr int kMaxLength = 0x3fffffff;
+
 // The value of an open side of a window.
 constexpr int kUnbounded = 0x7fffffff;
 

@@ -99,20 +99,30 @@ FLASH_HOST_DEVICE constexpr int64_t kv_share(int64_t total, int thread_blocks, i
 }
 
 // The combine of tiles that were cut anywhere. A warp reads so many parts of a row at once; where a tile has more of
-// them, all warps of a thread block add up parts of one row, else each has a row of its own.
+// them, all warps of a thread block add up parts of one row, else each has a row of its own. Sizes by reference: a
+// kernel reads its parameters where it uses them.
 constexpr int kCombineLoads = 8;
 constexpr int kCombineWarps = 4;
 
-FLASH_HOST_DEVICE constexpr int kv_combine_rows(bool one_row) { return one_row ? 1 : kCombineWarps; }
+FLASH_HOST_DEVICE constexpr int kv_combine_rows(const bool& one_row) { return one_row ? 1 : kCombineWarps; }
 
 // Thread blocks of a tile, or of a place where one may have been cut.
-FLASH_HOST_DEVICE constexpr int kv_combine_blocks(int slot_rows, bool one_row) {
+FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bool& one_row) {
   return (slot_rows + kv_combine_rows(one_row) - 1) / kv_combine_rows(one_row);
 }
 
-// Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
-FLASH_HOST_DEVICE constexpr bool kv_combines_by_tile(bool is_varlen, int64_t tiles, int thread_blocks) {
-  return !is_varlen && tiles < thread_blocks;
+// Few tiles: those of a dense batch have their thread blocks each; else each place where a stretch begins has.
+FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& heads_k, const int& thread_blocks) {
+  return static_cast<int64_t>(items) * heads_k < thread_blocks;
+}
+
+// Thread blocks of the combine.
+constexpr int64_t kv_combine_grid(CutRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
+                                  int slot_rows, bool one_row) {
+  const int64_t tiles = static_cast<int64_t>(items) * heads_k;
+  if (rule == CutRule::kChunks) return tiles;
+  const bool by_tile = !is_varlen && kv_has_few_tiles(items, heads_k, thread_blocks);
+  return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
 // A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.

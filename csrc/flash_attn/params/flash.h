@@ -12,9 +12,6 @@
 
 namespace flash {
 
-// Rows and keys are counted in 32 bits, with room for sums of two lengths.
-constexpr int kMaxLength = 0x3fffffff;
-
 // How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
 // to 2^8 are as exact as those up to 1.
 constexpr float kSoftmaxSlackLog2 = 8.0f;

@@ -8,14 +8,14 @@
 #include "kernels/decode/output.h"
 #include "kernels/decode/start.h"
 #include "params/kvcache.h"
-#include "plan/kvcache.h"
 
 namespace flash {
 namespace {
 
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
-constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = plan::kMergedParts;
+constexpr int kWarps = kCombineWarps;
+static_assert(kThreads == 32 * kWarps);
+constexpr int kBatchedLoads = kCombineLoads;
 
 // A tile of which several partial results exist.
 struct CutTile {
@@ -347,18 +347,14 @@ struct RowPlace {
   }
 };
 
-// Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
-__host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
-  return params.merges_one_row ? 1 : kWarps;
+__device__ int rows_per_block(const Flash_kvcache_params& params) { return kv_combine_rows(params.merges_one_row); }
+
+__device__ int blocks_per_tile(const Flash_kvcache_params& params) {
+  return kv_combine_blocks(params.slot_rows, params.merges_one_row);
 }
 
-__host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
-  return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
-}
-
-// Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
-__host__ __device__ bool merges_by_tile(const Flash_kvcache_params& params) {
-  return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
+__device__ bool merges_by_tile(const Flash_kvcache_params& params) {
+  return !params.is_varlen() && kv_has_few_tiles(params.items, params.h_k, params.thread_blocks);
 }
 
 // All warps have a share of one row; on return the first one has the sum.
@@ -430,14 +426,14 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
-  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
+  const int64_t blocks = kv_combine_grid(params.cuts.rule, params.is_varlen(), params.items, params.h_k,
+                                         params.thread_blocks, params.slot_rows, params.merges_one_row);
   if (params.cuts.rule == CutRule::kChunks) {
-    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device, stream,
+    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device, stream,
                             configured_devices);
   }
-  const int64_t places = merges_by_tile(params) ? tiles : params.thread_blocks - 1;
-  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads, kSmemBytes,
-                          params, params.device, stream, configured_devices);
+  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, blocks, kThreads, kSmemBytes, params, params.device,
+                          stream, configured_devices);
 }
 
 template <class Element>
