@@ -3,7 +3,7 @@
 The configurations are data (sweep_configs.py); the tile in use comes from csrc/flash_attn/plan/tiles.h. Compiles all
 on all cores; then, for each head dim, compares each with float64 attention, times them interleaved on the cells of the
 head dim, prints scores and the effect of each choice, writes DIR/sweep_d64.json, and with --write-docs puts the table
-into docs/tuning.md.
+into docs/tuning/sweeps.md.
 Needs nvcc, the CUTLASS headers (CUTLASS_PATH or the pip package), torch and a GPU; --compile-only needs no GPU.
 """
 
@@ -25,7 +25,7 @@ import sweep_report
 from sweep_build import BuildError, Kernel, compile_all, table_tile
 from sweep_configs import ALTERNATIVES
 
-TUNING_LOG = ROOT / "docs" / "tuning.md"
+SWEEPS = ROOT / "docs" / "tuning" / "sweeps.md"
 SEQLENS = (512, 1024, 4096, 16384)
 CHECKED_SEQLENS = (1, 200, 577)
 
@@ -134,8 +134,8 @@ def report(result, folder, write_docs):
     say("\n" + sweep_report.section(result))
     say(f"\nplan/tiles.h: {sweep_report.table_line(result)}")
     if write_docs:
-        text = TUNING_LOG.read_text(encoding="utf-8")
-        TUNING_LOG.write_text(sweep_report.written(text, result), encoding="utf-8")
+        text = SWEEPS.read_text(encoding="utf-8")
+        SWEEPS.write_text(sweep_report.written(text, result), encoding="utf-8")
 
 
 def parse_arguments(argv):
@@ -145,7 +145,7 @@ def parse_arguments(argv):
     parser.add_argument("--arch", help="like 90; default: of the visible GPU")
     parser.add_argument("--only", default="", help="names of alternatives, like m64_n64_w4_b3; default: all")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/tuning.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/tuning/sweeps.md")
     parser.add_argument("--min-ms", type=float, default=40.0, help="time per alternative and cell")
     parser.add_argument("--from-json", type=Path, nargs="*", help="report earlier results instead of measuring")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What a sweep found: scores, the effect of each choice, and the table in docs/tuning.md. Plain data, no torch."""
+"""What a sweep found: scores, the effect of each choice, and the table in docs/tuning/sweeps.md. Plain data."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def table_line(result):
 
 
 def written(text, result):
-    """The tuning log `text` with the section of this head dim put in the place of an earlier one, or at the end."""
+    """The document `text` with the section of this head dim put in the place of an earlier one, or at the end."""
     begin, end = (f"<!-- sweep:d{result['head_dim']} {side} -->" for side in ("begin", "end"))
     block = f"{begin}\n{section(result)}\n{end}"
     if begin in text:

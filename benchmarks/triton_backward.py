@@ -16,7 +16,7 @@ from triton_common import LOG2_E, Launch, Tile, keys_of_tile, load_tile, outer_s
 ROW_ALIGNMENT = 128
 DELTA_ROWS = 64
 
-# By padded head dim, tuned at run time among these. All fit an H200; docs/tuning.md has their resources.
+# By padded head dim, tuned at run time among these. All fit an H200; docs/tuning/triton.md has their resources.
 DKDV_TILES = {
     16: (Tile(64, 64, 4, 2),),
     32: (Tile(64, 128, 8, 2),),

@@ -1,6 +1,6 @@
 """What the documents name exists: files, functions, types, macros, knobs, links.
 
-The convention, for docs/*.md, README.md and examples/**/README.md:
+The convention, for docs/**/*.md, README.md and examples/**/README.md:
 - a code span or a word of it that looks like a path (it has a slash or a source file's suffix) is a path of the tree,
   counted from the document, the root, csrc/flash_attn, csrc/flash_attn/kernels or flash_attn; a bare file name is
   that of some file of the tree. What a build makes stands under build/ and is not checked;
@@ -8,7 +8,8 @@ The convention, for docs/*.md, README.md and examples/**/README.md:
 - `name()` is something that the sources define or call by this name, `Type::member` two names;
 - any other code span that is one identifier with an underscore or a capital letter occurs in the sources as a word;
 - in unlabelled code blocks the same holds for name() and for words with a slash and a source file's suffix;
-- relative links lead to files, and to headings where they state one.
+- relative links lead to files, and to headings or `<a id="...">` where they state one.
+docs/tuning/log is closed and keeps the names of its commits: of it only the links are checked.
 Names of other packages (OTHER_PACKAGES) and files of CUDA (EXTERNAL) are not checked.
 """
 
@@ -21,7 +22,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
+DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
+TUNING = ROOT / "docs" / "tuning"
+LOG = TUNING / "log"
+TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "triton")
+COLUMNS = ["version", "change", "predicted", "measured, worst", "verdict", "commit, GPU"]
 BASES = ("", "csrc/flash_attn", "csrc/flash_attn/kernels", "flash_attn")
 SOURCE_FOLDERS = ("csrc", "flash_attn", "tests", "benchmarks", "examples", "tools", ".ci")
 SOURCE_FILES = ("setup.py", "pyproject.toml", "Makefile")
@@ -35,6 +40,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*")
 CALL = re.compile(r"([A-Za-z_][\w:.]*)\(\)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PLACE = re.compile(r'<a id="([^"]+)"></a>')
 
 
 @cache
@@ -125,6 +131,12 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
+def anchors(path):
+    """The fragments by which places of a document are linked."""
+    text = path.read_text(encoding="utf-8")
+    return [*map(anchor, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), *PLACE.findall(text)]
+
+
 def broken_links(text, document):
     found = []
     for target in LINK.findall(FENCE.sub("", text)):
@@ -133,8 +145,7 @@ def broken_links(text, document):
         place, _, fragment = target.partition("#")
         path = document.parent / place if place else document
         is_document = path.is_file() and path.suffix == ".md"
-        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE) if is_document else []
-        if not path.exists() or (fragment and fragment not in map(anchor, headings)):
+        if not path.exists() or (fragment and fragment not in (anchors(path) if is_document else [])):
             found.append(target)
     return found
 
@@ -142,8 +153,9 @@ def broken_links(text, document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_documents_name_what_exists(document):
     text = document.read_text(encoding="utf-8")
-    assert problems(text, document) == []
     assert broken_links(text, document) == []
+    if document.parent != LOG:
+        assert problems(text, document) == []
 
 
 @pytest.mark.parametrize(
@@ -168,5 +180,76 @@ def test_broken_links_are_found():
     assert broken_links(text, ROOT / "README.md") == ["docs/design.md#nothing", "gone.md"]
 
 
+def test_sources_name_documents_that_exist():
+    named = set(re.findall(r"\bdocs/[\w/]+\.md\b", sources()))
+    assert named and [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_documents_are_found():
-    assert {path.name for path in DOCUMENTS} >= {"how_it_works.md", "design.md", "tuning.md", "README.md"}
+    paths = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
+    assert paths >= {"docs/how_it_works.md", "docs/design.md", "docs/tuning/findings.md", "README.md"}
+    assert paths >= {f"docs/tuning/{name}.md" for name in TABLES}
+
+
+def cells(line):
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def prose(text):
+    """The lines of a document that are neither of a table nor of a code block."""
+    return [line for line in FENCE.sub("", text).splitlines() if not line.startswith("|")]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tuning_tables_have_their_columns(name):
+    text = (TUNING / f"{name}.md").read_text(encoding="utf-8")
+    head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert cells(head) == COLUMNS and set(rule) <= set("|-")
+    assert rows
+    for row in map(cells, rows):
+        assert len(row) == len(COLUMNS) and all(row), row
+        assert LINK.search(row[0]), f"no link to where it is told: {row[0]}"
+    versions = [cells(row)[0] for row in rows]
+    assert len(set(versions)) == len(versions)
+
+
+def findings():
+    """The rules of findings.md: {their number: their text}."""
+    text = (TUNING / "findings.md").read_text(encoding="utf-8")
+    parts = re.split(r"^(\d+)\. ", text, flags=re.MULTILINE)[1:]
+    return {int(number): rule.split("\n\n")[0] for number, rule in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_findings_are_short():
+    text = (TUNING / "findings.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert list(findings()) == list(range(1, len(findings()) + 1))
+    assert len(findings()) >= 20
+
+
+def test_each_finding_has_a_figure_and_a_link():
+    for number, rule in findings().items():
+        targets = LINK.findall(rule)
+        assert targets and all("#" in target for target in targets), f"finding {number} links to no place"
+        assert re.search(r"\d → \d|\d\.\d{2}", LINK.sub("", rule)), f"finding {number} has no figure"
+
+
+@pytest.mark.parametrize("name", ["README", "findings", *TABLES, "log/README"])
+def test_lines_of_the_tuning_documents_are_short(name):
+    path = TUNING / f"{name}.md"
+    assert [line for line in prose(path.read_text(encoding="utf-8")) if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("path", sorted(LOG.glob("*.md")), ids=lambda path: path.name)
+def test_the_log_says_that_it_is_closed(path):
+    text = path.read_text(encoding="utf-8")
+    assert re.search(r"^Closed.*\b[0-9a-f]{7}\b", text, re.MULTILINE)
+    places = PLACE.findall(text)
+    assert len(set(places)) == len(places)
+
+
+def test_each_entry_of_the_log_has_a_row():
+    tables = "".join((TUNING / f"{name}.md").read_text(encoding="utf-8") for name in TABLES)
+    linked = set(LINK.findall(tables))
+    entries = {f"log/{path.name}#{place}" for path in LOG.glob("*.md") for place in PLACE.findall(path.read_text())}
+    assert entries and entries <= linked

@@ -53,7 +53,7 @@ void check_width() {
   }
 }
 
-// What was measured on an H200 (docs/tuning.md), and the limits of the kernel.
+// What was measured on an H200 (docs/tuning/bwd_sm90.md), and the limits of the kernel.
 void check_shared_dq() {
   using flash::plan::BwdShape;
   using flash::plan::prefers_shared_dq;

@@ -58,7 +58,7 @@ FamilyQuery shape(int64_t batch, int queries, int64_t keys, int heads, int heads
   return query;
 }
 
-// What was measured to be the fastest on an H200 (docs/tuning.md).
+// What was measured to be the fastest on an H200 (docs/tuning/fwd_sm90.md).
 void check_measured() {
   const FamilyQuery split[] = {
       shape(1, 1, 512, 16, 16, 128),   shape(1, 1, 4096, 16, 16, 128),  shape(4, 1, 2048, 16, 16, 128),

@@ -69,7 +69,7 @@ constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDi
 constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
 // What one wave of row tiles takes by each family, in picoseconds, of an H200: fitted to 507 calls, the ratios are what
-// counts (docs/tuning.md).
+// counts (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {

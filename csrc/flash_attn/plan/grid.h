@@ -48,7 +48,7 @@ struct FwdShape {
 };
 
 // Whether half as many rows per thread block are faster: where whole blocks leave multiprocessors idle, and under a
-// causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning.md).
+// causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning/fwd_sm80.md).
 constexpr int kShortRows = 512;
 
 constexpr int kSm90ShortRows = 1024;
@@ -67,7 +67,7 @@ constexpr int page_box_rows(int page_size, int block_n) {
 }
 
 // Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
-// semaphore, instead of one head after the other in equal shares (docs/tuning.md).
+// semaphore, instead of one head after the other in equal shares (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
 // Whether a launch of the wgmma family hands out row blocks by a semaphore. `uneven`: they see unequal numbers of keys;
@@ -102,11 +102,11 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 }
 
 // How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
-// to dQ after the ones before it, so that the last of them starts late by about one step for each (docs/tuning.md). A
-// head with few row blocks under a causal mask is better off with few of them. With too few, the rows of all heads that
-// advance together leave the L2 cache, earlier with 64 keys, whose heads are wide; half of the rows where a causal mask
-// hides the others. Nothing waits in the other mode: there the more of them read the same rows at a time, the less
-// power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
+// to dQ after the ones before it, so that the last of them starts late by about one step for each
+// (docs/tuning/bwd_sm90.md). A head with few row blocks under a causal mask is better off with few of them. With too
+// few, the rows of all heads that advance together leave the L2 cache, earlier with 64 keys, whose heads are wide; half
+// of the rows where a causal mask hides the others. Nothing waits in the other mode: there the more of them read the
+// same rows at a time, the less power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
 
@@ -140,8 +140,8 @@ struct BwdShape {
 
 // Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
 // enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
-// after (docs/tuning.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or the sign
-// of a zero may differ from what memory adds up: batch-invariant calls have one way.
+// after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or
+// the sign of a zero may differ from what memory adds up: batch-invariant calls have one way.
 constexpr bool prefers_shared_dq(const BwdShape& shape) {
   if (shape.batch_invariant || shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
   if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;

@@ -12,7 +12,7 @@ namespace plan {
 
 // Heads that are worked on together. A section should hold several row blocks for each of the teams that run at a time,
 // so that short ones even out the long ones at its end; beyond that it should be small: few heads are read by many
-// teams at the same time, and their keys and values stay in the L2 cache (docs/tuning.md).
+// teams at the same time, and their keys and values stay in the L2 cache (docs/tuning/fwd_sm90.md).
 constexpr int kTilesPerTeam = 4;
 constexpr int64_t kSectionBytes = 16 << 20;
 
@@ -30,7 +30,7 @@ constexpr int section_heads(int64_t heads, int64_t tiles_of_head, int64_t head_b
 }
 
 // Row blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window are none
-// where row blocks are not drawn late: beside so many equal row blocks they even out nothing (docs/tuning.md).
+// where row blocks are not drawn late: beside so many equal row blocks they even out nothing (docs/tuning/fwd_sm90.md).
 constexpr int kFewRowBlocks = 4;
 
 constexpr int64_t short_row_blocks(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool draws_late) {

@@ -144,8 +144,8 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
     {192, 128, 96, 2, 1, false, 1, 0, 64}, {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning.md). Other pairs of head dims go by the
-// kernels of the greater one.
+// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning/fwd_sm90.md). Other pairs of head dims go
+// by the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
@@ -201,7 +201,7 @@ struct BwdTile {
   int blocks_per_sm;
 };
 
-// Warp grids are chosen for the least shared memory traffic per step; see docs/tuning.md.
+// Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
 constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},

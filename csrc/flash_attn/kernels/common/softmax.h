@@ -182,7 +182,8 @@ struct Softmax {
   __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series,
                                                       const ShortSoftcapSeries& short_series, float slack_log2) {
     using namespace cute;
-    // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials (docs/tuning.md).
+    // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials
+    // (docs/tuning/fwd_sm90.md).
     const auto apply = [&](const auto& factor) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {

@@ -3,7 +3,6 @@
 
 #include "kernels/common/dropout.h"
 #include "kernels/decode/epilogue.h"
-#include "kernels/decode/output.h"
 #include "kernels/decode/query.h"
 
 namespace flash {

@@ -32,7 +32,7 @@ struct FwdConfig {
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
   // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is
-  // faster, though its loops have the same instructions (docs/tuning.md).
+  // faster, though its loops have the same instructions (docs/tuning/fwd_sm90.md).
   static constexpr bool kSeesAll =
       kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
@@ -43,7 +43,7 @@ struct FwdConfig {
   static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
   // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
-  // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning.md).
+  // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
   static constexpr bool kDrawsLate = !kSeesAll && (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked ||
                                                    kVariant == FwdVariant::kDropout);
   // Row blocks that follow each other behind a window load the same keys first (KeyWalk::align_interior()).
@@ -61,7 +61,7 @@ struct FwdConfig {
                 "registers are shared out for two, three or twice two consumers");
   // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
   static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
-  // Three consumers draw between the wgmmas of P V (docs/tuning.md).
+  // Three consumers draw between the wgmmas of P V (docs/tuning/fwd_sm90.md).
   static constexpr bool kDrawsInPv = kDropsPacked && kWarpGroups == 3;
   // They start their products by turns. So do two of 128 keys alone on their multiprocessor: without turns it is left
   // to chance whether one multiplies while the other takes exponentials.
@@ -69,23 +69,24 @@ struct FwdConfig {
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
   // Softcap alone and ALiBi alone have kernels of their own: one for everything takes twice what multiprocessors keep
-  // of the instructions (docs/tuning.md).
+  // of the instructions (docs/tuning/fwd_sm90.md).
   static constexpr Modifiers kModifiers = kVariant == FwdVariant::kSoftcap ? Modifiers::kSoftcap
                                           : kVariant == FwdVariant::kAlibi ? Modifiers::kAlibi
                                                                            : Modifiers::kAny;
-  // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it (docs/tuning.md).
+  // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it
+  // (docs/tuning/fwd_sm90.md).
   static constexpr bool kBoundsBySquares = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
   static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kOneWave;
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
-  // it, or has other interior loops, which are slower (docs/tuning.md).
+  // it, or has other interior loops, which are slower (docs/tuning/fwd_sm90.md).
   static constexpr bool kKeepsLimits = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
-  // Exponentials run beside the product of P V, not behind it (docs/tuning.md): a long one hides them.
+  // Exponentials run beside the product of P V, not behind it (docs/tuning/fwd_sm90.md): a long one hides them.
   static constexpr bool kFinishesExponentials = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,
-  // or three by turns, wait for each other: looking afterwards makes the way from S to P longer (docs/tuning.md).
-  // With score modifiers ALiBi alone does.
+  // or three by turns, wait for each other: looking afterwards makes the way from S to P longer
+  // (docs/tuning/fwd_sm90.md). With score modifiers ALiBi alone does.
   static constexpr bool kGoesAhead = kHasScoreMod
                                          ? kModifiers == Modifiers::kAlibi
                                          : !kDropsPacked && !(kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
@@ -99,7 +100,7 @@ struct FwdConfig {
   static constexpr bool kEdgesGoAhead = kVariant == FwdVariant::kMasked && kGoesAhead;
 
   // What holds conditions of a warp (Softmax). For all score modifiers but ALiBi alone ptxas has the better loops with
-  // a bool (docs/tuning.md).
+  // a bool (docs/tuning/fwd_sm90.md).
   using Flag = std::conditional_t<kHasScoreMod && kModifiers != Modifiers::kAlibi, bool, int>;
   // Sums of a row, so that a step of the softcap does not end with adding up; wide heads have no registers for four.
   static constexpr int kSums = kModifiers != Modifiers::kSoftcap ? 1 : kHeadDim <= 128 ? 4 : 2;
@@ -150,7 +151,7 @@ struct FwdConfig {
   static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
   static constexpr int kStoredChunks = kStoredCols / kChunkCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;
-  // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning.md).
+  // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning/fwd_sm90.md).
   static constexpr bool kHasStoreWarp = kStartsEarly && !kHasScoreMod && !kStagesApart;
   static_assert(!kHasStoreWarp || (kTeams == 1 && !kDropsPacked && !kTile.overlaps),
                 "a warp is idle, and O is staged before S of the next row block is started");

@@ -42,7 +42,8 @@ struct FwdConsumer {
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it (docs/tuning.md).
+  // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it
+  // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Tile next_tile() {
     if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
     Tile tile{queue.take(mainloop.group).block};

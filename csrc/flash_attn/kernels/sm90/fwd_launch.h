@@ -114,7 +114,9 @@ cudaError_t run_flash_fwd(const Flash_fwd_shares_params& params, cudaStream_t st
   const int tiles = launch.tiles * shares;
   const int grid = tiles < params.multiprocessors ? tiles : params.multiprocessors;
   const int smem_bytes = Config::kTeams * static_cast<int>(sizeof(FwdStorage<Config>));
-  if (overlaps_launches<Config>(launch) || params.follows_prepare) {
+  // Who overlaps a kernel has to wait for it: the scheduler waits where it reads what run_prepare() leaves.
+  const bool reads_prepared = params.packs_keys() || launch.tile_count_semaphore != nullptr;
+  if (overlaps_launches<Config>(launch) || (params.follows_prepare && reads_prepared)) {
     return flash::launch_dependent(flash_fwd_kernel<Config>, grid, Config::kThreads, smem_bytes, launch, params.device,
                                    stream, configured_devices);
   }
