@@ -207,7 +207,7 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
         selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
         left_out = [f for f in files if f not in selected]
         text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
-        stub = "cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>(const Flash_fwd_shares_params&, cudaStream_t)"
+        stub = "cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>(const Flash_fwd_split_params&, cudaStream_t)"
         assert (stub in text) == ("90" not in archs)
         assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
         assert text.count("return cudaErrorNotSupported;") == len(left_out)

@@ -40,7 +40,7 @@ class KernelFile:
     def parameters(self) -> str:
         """The structure that the function takes."""
         shares = self.direction == "fwd" and self.family == "sm90"
-        return "Flash_fwd_shares_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        return "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
 
     @property
     def arguments(self) -> str:

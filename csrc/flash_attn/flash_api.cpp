@@ -51,7 +51,7 @@ int64_t common_head_dim(const at::Tensor& q, const at::Tensor& v) {
   return round_up(std::max(q.size(-1), v.size(-1)), 8);
 }
 
-at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
+at::Tensor padded_head_dim(const at::Tensor& tensor, int64_t head_dim) {
   const int64_t own = tensor.size(-1);
   if (own == head_dim) return tensor;
   at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
@@ -63,7 +63,7 @@ at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
 }
 
 // The first columns of a widened result, in the tensor that the caller gave or in a new one.
-at::Tensor narrowed(const at::Tensor& wide, int64_t head_dim, const OptionalTensor& given) {
+at::Tensor sliced_head_dim(const at::Tensor& wide, int64_t head_dim, const OptionalTensor& given) {
   if (wide.size(-1) == head_dim) return wide;
   const at::Tensor columns = wide.narrow(-1, 0, head_dim);
   if (!given.has_value()) return columns.contiguous();
@@ -77,7 +77,7 @@ at::Tensor narrowed(const at::Tensor& wide, int64_t head_dim, const OptionalTens
 at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
-  params.softmax_slack_log2 = 0.0f;
+  params.rescale_threshold_log2 = 0.0f;
   return max_logit;
 }
 
@@ -87,15 +87,15 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
                                 const OptionalGenerator& gen, bool return_max_logit);
 
 // The same with q, k and v of one head dim.
-std::vector<at::Tensor> widened_forward(const Flash_fwd_params& sequences, const at::Tensor& q, const at::Tensor& k,
-                                        const at::Tensor& v, const OptionalTensor& out, at::IntArrayRef lse_shape,
-                                        const Scores& scores, double p_dropout, bool return_softmax,
-                                        const OptionalGenerator& gen, bool return_max_logit) {
+std::vector<at::Tensor> padded_forward(const Flash_fwd_params& sequences, const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const OptionalTensor& out, at::IntArrayRef lse_shape,
+                                       const Scores& scores, double p_dropout, bool return_softmax,
+                                       const OptionalGenerator& gen, bool return_max_logit) {
   const int64_t wide = common_head_dim(q, v);
-  std::vector<at::Tensor> results =
-      forward(sequences, widened(q, wide), widened(k, wide), widened(v, wide), v.size(-1) == wide ? out : std::nullopt,
-              lse_shape, scores, p_dropout, return_softmax, gen, return_max_logit);
-  results[0] = narrowed(results[0], v.size(-1), out);
+  std::vector<at::Tensor> results = forward(sequences, padded_head_dim(q, wide), padded_head_dim(k, wide),
+                                            padded_head_dim(v, wide), v.size(-1) == wide ? out : std::nullopt,
+                                            lse_shape, scores, p_dropout, return_softmax, gen, return_max_logit);
+  results[0] = sliced_head_dim(results[0], v.size(-1), out);
   return results;
 }
 
@@ -106,9 +106,9 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
                                 const Scores& scores, double p_dropout, bool return_softmax,
                                 const OptionalGenerator& gen, bool return_max_logit) {
   const bool one_head_dim = v.size(-1) == q.size(-1);
-  auto widened_call = [&] {
-    return widened_forward(sequences, q, k, v, out_, lse_shape, scores, p_dropout, return_softmax, gen,
-                           return_max_logit);
+  auto padded_call = [&] {
+    return padded_forward(sequences, q, k, v, out_, lse_shape, scores, p_dropout, return_softmax, gen,
+                          return_max_logit);
   };
   Flash_fwd_params params = sequences;
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v);
@@ -134,13 +134,13 @@ std::vector<at::Tensor> forward(const Flash_fwd_params& sequences, const at::Ten
   if (launches) {
     set_params_dropout(params, p_dropout);
     const plan::FamilyChoice choice = choose_family(params);
-    if (!one_head_dim && !takes_value_dim(choice.family, v)) return widened_call();
+    if (!one_head_dim && !takes_value_dim(choice.family, v)) return padded_call();
     params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, gen);
-    if (choice.family == plan::Family::kSplitKv) {
-      check_launch(run_split_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
+    if (choice.family == plan::Family::kDecode) {
+      check_launch(run_decode_forward(params, q_aligned, k_aligned, v_aligned, out), "flash_fwd_split_kernel", q);
     } else if (!run_mha_fwd(choice, params, q)) {
-      return widened_call();
+      return padded_call();
     }
   }
   if (out_.has_value() && !direct) {
@@ -184,9 +184,9 @@ struct Gradient {
 bool sums_dq_in_shared(plan::Family family, const Flash_bwd_params& params) {
   const bool is_plain = !params.has_dropout && !params.has_score_mod;
   return family == plan::Family::kWgmma &&
-         plan::prefers_shared_dq({params.is_varlen(), is_plain, params.b, params.h, params.h_k, params.seqlen_q,
-                                  params.seqlen_k, params.max_head_dim(), params.multiprocessors,
-                                  params.batch_invariant});
+         plan::prefers_dq_in_smem({params.is_varlen(), is_plain, params.b, params.h, params.h_k, params.seqlen_q,
+                                   params.seqlen_k, params.max_head_dim(), params.multiprocessors,
+                                   params.batch_invariant});
 }
 
 // fp32 accumulators of dQ, one tile for each block of rows, in deterministic mode a turn counter for each of them, and
@@ -195,15 +195,15 @@ at::Tensor allocate_bwd_workspace(plan::Family family, Flash_bwd_params& params,
                                   bool deterministic) {
   constexpr int64_t kWordsOfVector = 4;
   const plan::DqTile tile = plan::dq_tile(family, params.d, params.d_v);
-  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
-  const int64_t accum_words = tiles * tile.block_m * tile.head_dim, turn_words = deterministic ? tiles : 0;
-  params.workspace_vectors = (accum_words + turn_words + 1 + kWordsOfVector - 1) / kWordsOfVector;
+  const int64_t tiles = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, tile.block_m);
+  const int64_t accum_words = tiles * tile.block_m * tile.head_dim, semaphore_words = deterministic ? tiles : 0;
+  params.workspace_vectors = (accum_words + semaphore_words + 1 + kWordsOfVector - 1) / kWordsOfVector;
   at::Tensor workspace = new_empty(q, {params.workspace_vectors, kWordsOfVector}, at::kFloat);
   params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr());
   params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
   int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + accum_words);
-  params.dq_turns_ptr = deterministic ? counters : nullptr;
-  params.tile_count_semaphore = counters + turn_words;
+  params.dq_semaphore_ptr = deterministic ? counters : nullptr;
+  params.tile_count_semaphore = counters + semaphore_words;
   return workspace;
 }
 
@@ -234,8 +234,8 @@ bool run_mha_bwd(plan::Family family, Flash_bwd_params& params, const at::Tensor
 // Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
 at::Tensor allocate_dsinks(Flash_bwd_params& params, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
-  const int64_t blocks = plan::row_blocks(params.is_varlen(), params.is_varlen() ? params.b : 1, params.seqlen_q,
-                                          static_cast<int>(plan::kSoftmaxDGap));
+  const int64_t blocks = plan::m_blocks(params.is_varlen(), params.is_varlen() ? params.b : 1, params.seqlen_q,
+                                        static_cast<int>(plan::kSoftmaxDGap));
   at::Tensor sums = new_zeros(q, {batch, params.h, blocks}, at::kFloat);
   params.dsinks_ptr = sums.mutable_data_ptr<float>();
   return sums;
@@ -282,22 +282,22 @@ std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradie
                                  const OptionalTensor& rng_state);
 
 // The same with q, k and v of one head dim.
-std::vector<at::Tensor> widened_backward(const Flash_bwd_params& sequences, const Gradients& gradients,
-                                         const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                         const at::Tensor& out, const at::Tensor& lse, const Scores& scores,
-                                         double p_dropout, bool deterministic, const OptionalTensor& rng_state) {
+std::vector<at::Tensor> padded_backward(const Flash_bwd_params& sequences, const Gradients& gradients,
+                                        const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                        const at::Tensor& out, const at::Tensor& lse, const Scores& scores,
+                                        double p_dropout, bool deterministic, const OptionalTensor& rng_state) {
   const int64_t wide = common_head_dim(q, v);
   auto direct = [wide](const OptionalTensor& given, const at::Tensor& forward) {
     return forward.size(-1) == wide ? given : std::nullopt;
   };
-  const at::Tensor dout = widened(gradients.dout, wide);
+  const at::Tensor dout = padded_head_dim(gradients.dout, wide);
   const OptionalTensor dq = direct(gradients.dq, q), dk = direct(gradients.dk, k), dv = direct(gradients.dv, v);
   std::vector<at::Tensor> results =
-      backward(sequences, {dout, gradients.dlse, dq, dk, dv}, widened(q, wide), widened(k, wide), widened(v, wide),
-               widened(out, wide), lse, scores, p_dropout, deterministic, rng_state);
-  results[0] = narrowed(results[0], q.size(-1), gradients.dq);
-  results[1] = narrowed(results[1], k.size(-1), gradients.dk);
-  results[2] = narrowed(results[2], v.size(-1), gradients.dv);
+      backward(sequences, {dout, gradients.dlse, dq, dk, dv}, padded_head_dim(q, wide), padded_head_dim(k, wide),
+               padded_head_dim(v, wide), padded_head_dim(out, wide), lse, scores, p_dropout, deterministic, rng_state);
+  results[0] = sliced_head_dim(results[0], q.size(-1), gradients.dq);
+  results[1] = sliced_head_dim(results[1], k.size(-1), gradients.dk);
+  results[2] = sliced_head_dim(results[2], v.size(-1), gradients.dv);
   return results;
 }
 
@@ -305,13 +305,13 @@ std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradie
                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                  const Scores& scores, double p_dropout, bool deterministic,
                                  const OptionalTensor& rng_state) {
-  auto widened_call = [&] {
-    return widened_backward(sequences, gradients, q, k, v, out, lse, scores, p_dropout, deterministic, rng_state);
+  auto padded_call = [&] {
+    return padded_backward(sequences, gradients, q, k, v, out, lse, scores, p_dropout, deterministic, rng_state);
   };
   const int head_dim = static_cast<int>(std::max(q.size(-1), v.size(-1)));
   const plan::Family family =
       plan::choose_backward_family(compute_capability(q.device().index()), head_dim, forced_family());
-  if (v.size(-1) != q.size(-1) && !takes_value_dim(family, v)) return widened_call();
+  if (v.size(-1) != q.size(-1) && !takes_value_dim(family, v)) return padded_call();
   Flash_bwd_params params = sequences;
   const at::Tensor q_aligned = aligned(q), k_aligned = aligned(k), v_aligned = aligned(v), out_aligned = aligned(out),
                    dout_aligned = aligned(gradients.dout), lse_contiguous = lse.contiguous(),
@@ -336,7 +336,7 @@ std::vector<at::Tensor> backward(const Flash_bwd_params& sequences, const Gradie
   params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
   at::Tensor dsinks;
   if (scores.sinks.has_value()) dsinks = allocate_dsinks(params, q);
-  if (!run_mha_bwd(family, params, q, deterministic)) return widened_call();
+  if (!run_mha_bwd(family, params, q, deterministic)) return padded_call();
   dq.finish();
   dk.finish();
   dv.finish();

@@ -16,9 +16,9 @@ int main(int argc, char** argv) {
   for (int row = 0; row < rows; ++row) {
     std::string line;
     for (int column = 0; column < columns; ++column) {
-      const bool kept =
+      const bool keep_mask =
           flash::dropout_keeps(stream, first_row + row, first_column + column, static_cast<uint32_t>(number(7)));
-      line += kept ? '1' : '0';
+      line += keep_mask ? '1' : '0';
     }
     std::cout << line << '\n';
   }

@@ -70,8 +70,8 @@ void check_words() {
   const flash::DropoutStream stream = flash::dropout_stream(3, 5, 1, 2);
   std::vector<std::pair<uint32_t, uint32_t>> rows, pairs;
   for (int i = 0; i < 1 << 20; ++i) {
-    const flash::DropoutWords row = flash::dropout_row(stream, i), pair = flash::dropout_column_pair(stream, i);
-    const flash::DropoutWords other = flash::dropout_column_pair(stream, i ^ 4);
+    const flash::RandomBits row = flash::dropout_row(stream, i), pair = flash::dropout_column_pair(stream, i);
+    const flash::RandomBits other = flash::dropout_column_pair(stream, i ^ 4);
     rows.emplace_back(row.fine, row.coarse);
     pairs.emplace_back(pair.fine, pair.coarse);
     check::that(pair.coarse == other.coarse && (pair.fine - other.fine) % 2 == 1, "words of pairs 4 apart", i);
@@ -93,7 +93,7 @@ void check_limits() {
       below += limit;
       largest = std::max(largest, limit);
     }
-    const uint64_t dropped = flash::dropout_draws_kept(threshold) ? (uint64_t{1} << 32) - below : below;
+    const uint64_t dropped = flash::dropout_rare_is_kept(threshold) ? (uint64_t{1} << 32) - below : below;
     check::that(dropped == threshold, "mean limit", threshold, below);
     check::that(largest <= 1u << 14, "limit", threshold, largest);
   }

@@ -4,8 +4,8 @@
 
 #include "check.h"
 #include "core/block_range.h"
-#include "core/hidden_steps.h"
-#include "core/seen.h"
+#include "core/trip_count.h"
+#include "core/unmasked.h"
 
 namespace {
 
@@ -23,8 +23,8 @@ bool sees(int64_t row, int64_t key, int64_t seqlen_q, int64_t seqlen_k, Window w
 
 // The limits of the rows from `first_row` on are those of each of them.
 void check_row_limits(const Visibility& visibility, int first_row, int row) {
-  const flash::RowLimits limits = flash::row_limits(visibility, first_row);
-  const int begin = limits.begin + (row - first_row), end = limits.end + (row - first_row);
+  const flash::ColBounds bounds = flash::col_bounds(visibility, first_row);
+  const int begin = bounds.begin + (row - first_row), end = bounds.end + (row - first_row);
   check::that(std::clamp(begin, 0, visibility.seqlen_k) == visibility.key_begin(row) &&
                   std::clamp(end, 0, visibility.seqlen_k) == visibility.key_end(row),
               "limits of a row", first_row, row, visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
@@ -47,7 +47,7 @@ void check_rows(const Visibility& visibility) {
 
 // The keys that some row sees, and the rows that see some key, are the last ones.
 void check_seen(const Visibility& visibility) {
-  const int first_key = flash::first_seen_key(visibility), first_row = flash::first_seeing_row(visibility);
+  const int first_key = flash::first_unmasked_key(visibility), first_row = flash::first_unmasked_row(visibility);
   const auto pair = [&](int row, int key) {
     return sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
   };
@@ -67,7 +67,7 @@ void check_seen(const Visibility& visibility) {
 
 struct BlockFacts {
   bool needed = false;   // some row sees some key of the block
-  bool interior = true;  // every row sees every key of the block
+  bool unmasked = true;  // every row sees every key of the block
 };
 
 BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end, int block, int block_n) {
@@ -76,7 +76,7 @@ BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end,
     for (int key = block * block_n; key < (block + 1) * block_n; ++key) {
       const bool seen = sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
       facts.needed |= seen;
-      facts.interior &= seen;
+      facts.unmasked &= seen;
     }
   }
   return facts;
@@ -84,11 +84,11 @@ BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end,
 
 // The backward's walk: row block m visits key block n exactly when key block n is visited by row block m.
 void check_directions(const Visibility& visibility, int block_m, int block_n) {
-  const int row_blocks = (visibility.seqlen_q + block_m - 1) / block_m;
+  const int m_blocks = (visibility.seqlen_q + block_m - 1) / block_m;
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
     const flash::RowRange rows = flash::row_range(visibility, n, block_m, block_n);
-    check::that(rows.begin >= 0 && rows.end <= row_blocks, "row range within the sequence", n, rows.begin, rows.end);
-    for (int m = 0; m < row_blocks; ++m) {
+    check::that(rows.begin >= 0 && rows.end <= m_blocks, "row range within the sequence", n, rows.begin, rows.end);
+    for (int m = 0; m < m_blocks; ++m) {
       const int row_end = std::min((m + 1) * block_m, visibility.seqlen_q);
       const BlockRange keys = flash::block_range(visibility, m * block_m, row_end, block_n);
       const bool forwards = keys.count() > 0 && n >= keys.begin && n < keys.end;
@@ -101,11 +101,11 @@ void check_directions(const Visibility& visibility, int block_m, int block_n) {
 // Row blocks whose scores with a range of keys need no mask: exactly those of which every row sees every key.
 void check_interior_rows(const Visibility& visibility, int block_m, int block_n) {
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
-    const flash::RowRange range = flash::interior_rows(visibility, n * block_n, (n + 1) * block_n, block_m);
+    const flash::RowRange range = flash::unmasked_rows(visibility, n * block_n, (n + 1) * block_n, block_m);
     for (int m = 0; m * block_m < visibility.seqlen_q; ++m) {
       const int row_end = std::min((m + 1) * block_m, visibility.seqlen_q);
-      const bool interior = block_facts(visibility, m * block_m, row_end, n, block_n).interior;
-      check::that((m >= range.begin && m < range.end) == interior, "interior rows", m, n, visibility.seqlen_q,
+      const bool unmasked = block_facts(visibility, m * block_m, row_end, n, block_n).unmasked;
+      check::that((m >= range.begin && m < range.end) == unmasked, "interior rows", m, n, visibility.seqlen_q,
                   visibility.seqlen_k, visibility.window.left, visibility.window.right, block_m, block_n);
     }
   }
@@ -121,36 +121,36 @@ void check_row_block(const Visibility& visibility, int row_begin, int row_end, i
     check::that(block >= 0 && block < blocks, "visited block exists", block, blocks);
     if (block < 0 || block >= blocks) continue;
     ++visits[block];
-    const bool interior = block >= range.interior_begin && block < range.interior_end;
-    check::that(interior == (step >= range.edge_count()), "edges come before the interior", step, block);
-    check::that(interior || !in_interior, "no edge after the interior", step, block);
-    in_interior |= interior;
+    const bool unmasked = block >= range.unmasked_begin && block < range.unmasked_end;
+    check::that(unmasked == (step >= range.masked_count()), "edges come before the interior", step, block);
+    check::that(unmasked || !in_interior, "no edge after the interior", step, block);
+    in_interior |= unmasked;
   }
   for (int block = 0; block < blocks; ++block) {
     const BlockFacts facts = block_facts(visibility, row_begin, row_end, block, block_n);
     check::that(visits[block] == (facts.needed ? 1 : 0), "needed blocks visited once, others never", block,
                 visits[block], visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
                 visibility.window.right, row_begin, row_end, block_n);
-    const bool interior = visits[block] && block >= range.interior_begin && block < range.interior_end;
-    check::that(interior == facts.interior, "interior is exactly the wholly visible blocks", block, visibility.seqlen_q,
+    const bool unmasked = visits[block] && block >= range.unmasked_begin && block < range.unmasked_end;
+    check::that(unmasked == facts.unmasked, "interior is exactly the wholly visible blocks", block, visibility.seqlen_q,
                 visibility.seqlen_k, visibility.window.left, visibility.window.right, row_begin, row_end, block_n);
   }
 }
 
 // 0 for the interior, 1 for the left edge, 2 for the right edge.
 int part_of(const BlockRange& range, int block) {
-  return block >= range.interior_begin && block < range.interior_end ? 0 : block < range.interior_begin ? 1 : 2;
+  return block >= range.unmasked_begin && block < range.unmasked_end ? 0 : block < range.unmasked_begin ? 1 : 2;
 }
 
 // The order of the wgmma family: the blocks of block_at(), each once, the interior before the edges, upwards in each.
 void check_interior_first(const BlockRange& range, int row_begin, int row_end, int block_n) {
   int previous = 0;
   for (int step = 0; step < range.count(); ++step) {
-    const int block = range.block_interior_first(step);
+    const int block = range.block_unmasked_first(step);
     check::that(block >= range.begin && block < range.end, "interior first: a visited block", step, block, row_begin,
                 row_end, block_n);
-    const int interior = range.interior_end - range.interior_begin;
-    check::that((part_of(range, block) == 0) == (step < interior), "interior first", step, block, row_begin, row_end,
+    const int unmasked = range.unmasked_end - range.unmasked_begin;
+    check::that((part_of(range, block) == 0) == (step < unmasked), "interior first", step, block, row_begin, row_end,
                 block_n);
     if (step > 0) {
       const bool rises = part_of(range, block) == part_of(range, previous)
@@ -158,7 +158,7 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
                              : part_of(range, block) > part_of(range, previous);
       check::that(rises, "interior first: upwards, part after part", step, previous, block, row_begin, row_end,
                   block_n);
-      const bool follows = step <= interior || block == range.next_edge(previous);
+      const bool follows = step <= unmasked || block == range.next_masked(previous);
       check::that(follows, "the edge after an edge", step, previous, block, row_begin, row_end, block_n);
     }
     previous = block;
@@ -168,39 +168,39 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
 // Any block may come first: the others keep their order.
 void check_walks(const BlockRange& range, int block_n) {
   for (int first = 0; first < range.count(); ++first) {
-    flash::KeyWalk walk{range};
-    walk.begin_with(range.block_interior_first(first));
-    check::that(walk.first == first, "the step of the first block", walk.first, first, block_n);
-    check::that(walk.block(0) == range.block_interior_first(first), "the first block", first, block_n);
+    flash::KvBlockOrder order{range};
+    order.start_at(range.block_unmasked_first(first));
+    check::that(order.first == first, "the step of the first block", order.first, first, block_n);
+    check::that(order.block(0) == range.block_unmasked_first(first), "the first block", first, block_n);
     int next = 0;
-    for (int step = 1; step < walk.count(); ++step, ++next) {
+    for (int step = 1; step < order.count(); ++step, ++next) {
       if (next == first) ++next;
-      check::that(walk.block(step) == range.block_interior_first(next), "the others", first, step, block_n);
-      const bool is_interior = part_of(range, walk.block(step)) == 0;
-      check::that(is_interior == (step < walk.interior_steps_end()), "interior steps", first, step, block_n);
+      check::that(order.block(step) == range.block_unmasked_first(next), "the others", first, step, block_n);
+      const bool is_unmasked = part_of(range, order.block(step)) == 0;
+      check::that(is_unmasked == (step < order.unmasked_steps_end()), "interior steps", first, step, block_n);
     }
   }
 }
 
 // Who loads goes round the interior, from the multiple of its length that is in it, and else as everybody does.
 void check_loads(const BlockRange& range, int apart, int block_n) {
-  const flash::KeyWalk plain{range};
-  flash::KeyWalk walk{range};
-  walk.align_interior(FastDiv(apart));
-  const int interior = walk.interior();
-  const bool has_multiple = (range.interior_end - 1) / apart * apart >= range.interior_begin;
-  for (int step = 0; step < walk.count(); ++step) {
-    check::that(plain.loaded_block(step) == plain.block(step), "loads of a walk as it is", step, block_n);
-    check::that(walk.block(step) == plain.block(step), "steps of an aligned walk", step, block_n);
-    const int block = walk.loaded_block(step);
-    if (step >= interior) {
-      check::that(block == walk.block(step), "loads of edges", step, block, block_n);
+  const flash::KvBlockOrder plain{range};
+  flash::KvBlockOrder order{range};
+  order.align_unmasked(FastDiv(apart));
+  const int unmasked = order.unmasked();
+  const bool has_multiple = (range.unmasked_end - 1) / apart * apart >= range.unmasked_begin;
+  for (int step = 0; step < order.count(); ++step) {
+    check::that(plain.block_to_load(step) == plain.block(step), "loads of a walk as it is", step, block_n);
+    check::that(order.block(step) == plain.block(step), "steps of an aligned walk", step, block_n);
+    const int block = order.block_to_load(step);
+    if (step >= unmasked) {
+      check::that(block == order.block(step), "loads of edges", step, block, block_n);
     } else if (step == 0) {
-      check::that(part_of(range, block) == 0 && (has_multiple ? block % apart == 0 : block == range.interior_begin),
-                  "the first load", block, interior, apart);
+      check::that(part_of(range, block) == 0 && (has_multiple ? block % apart == 0 : block == range.unmasked_begin),
+                  "the first load", block, unmasked, apart);
     } else {
-      const int before = walk.loaded_block(step - 1);
-      check::that(block == (before + 1 == range.interior_end ? range.interior_begin : before + 1), "the next load",
+      const int before = order.block_to_load(step - 1);
+      check::that(block == (before + 1 == range.unmasked_end ? range.unmasked_begin : before + 1), "the next load",
                   step, block, block_n);
     }
   }
@@ -216,18 +216,19 @@ void check_hidden_steps(const Visibility& visibility, const BlockRange& range, i
     const int most_left = (row - row_begin + block_n - 1) / block_n;
     const int most_right = (row_end - part_end + block_n - 1) / block_n;
     for (int first = range.begin; first < range.end; ++first) {
-      flash::KeyWalk walk{range};
-      walk.begin_with(first);
-      const flash::HiddenSteps hidden = flash::hidden_steps(visibility, walk, begin, part_end, block_n);
-      check::that(hidden.left >= 0 && hidden.left <= most_left, "hidden by the rows before", hidden.left, row, first);
-      check::that(hidden.right >= 0 && hidden.right <= most_right, "hidden by the rows after", hidden.right, row,
+      flash::KvBlockOrder order{range};
+      order.start_at(first);
+      const flash::SkippedBlocks skipped = flash::skipped_blocks(visibility, order, begin, part_end, block_n);
+      check::that(skipped.left >= 0 && skipped.left <= most_left, "hidden by the rows before", skipped.left, row,
                   first);
-      check::that(hidden.begin == walk.interior_steps_end(), "where the edges begin", hidden.begin, row, first);
-      for (int step = 1; step < walk.count(); ++step) {
+      check::that(skipped.right >= 0 && skipped.right <= most_right, "hidden by the rows after", skipped.right, row,
+                  first);
+      check::that(skipped.begin == order.unmasked_steps_end(), "where the edges begin", skipped.begin, row, first);
+      for (int step = 1; step < order.count(); ++step) {
         const bool passes =
-            (step >= hidden.begin && step < hidden.begin + hidden.left) || step >= walk.count() - hidden.right;
-        const bool seen = block_facts(visibility, row, part_end, walk.block(step), block_n).needed;
-        check::that(passes == !seen, "hidden steps", step, walk.count(), row, row_begin, row_end, block_n, first);
+            (step >= skipped.begin && step < skipped.begin + skipped.left) || step >= order.count() - skipped.right;
+        const bool seen = block_facts(visibility, row, part_end, order.block(step), block_n).needed;
+        check::that(passes == !seen, "hidden steps", step, order.count(), row, row_begin, row_end, block_n, first);
       }
     }
   }
@@ -241,19 +242,20 @@ void check_part_steps(const Visibility& visibility, const BlockRange& range, int
     const int begin = row_begin + part * part_rows, part_end = std::min(begin + part_rows, row_end);
     const int row = std::min(begin, row_end - 1);
     for (int first = range.begin; first < range.end; ++first) {
-      flash::KeyWalk walk{range};
-      walk.begin_with(first);
-      const flash::PartSteps steps = flash::part_steps(visibility, walk, begin, part_end, block_n);
-      check::that(steps.count == walk.count() - steps.hidden.right, "steps of a part", steps.count, row, first);
-      const bool is_masked = steps.masked_first != flash::PartSteps::kNoBlock;
-      const bool is_whole = block_facts(visibility, row, part_end, walk.block(0), block_n).interior;
+      flash::KvBlockOrder order{range};
+      order.start_at(first);
+      const flash::WarpgroupTripCount steps = flash::warpgroup_trip_count(visibility, order, begin, part_end, block_n);
+      check::that(steps.count == order.count() - steps.skipped.right, "steps of a part", steps.count, row, first);
+      const bool is_masked = steps.first_to_mask != flash::WarpgroupTripCount::kNoBlock;
+      const bool is_whole = block_facts(visibility, row, part_end, order.block(0), block_n).unmasked;
       check::that(begin > row || is_masked != is_whole, "mask of the first step", row, part_end, block_n, first,
                   visibility.seqlen_q, visibility.seqlen_k, visibility.window.left, visibility.window.right);
-      if (is_masked) check::that(steps.masked_first == walk.block(0), "first step", steps.masked_first, row, first);
-      int step = std::min(steps.hidden.begin, steps.count);
-      while (step < steps.count && !block_facts(visibility, row, part_end, walk.block(step), block_n).needed) ++step;
+      if (is_masked) check::that(steps.first_to_mask == order.block(0), "first step", steps.first_to_mask, row, first);
+      int step = std::min(steps.skipped.begin, steps.count);
+      while (step < steps.count && !block_facts(visibility, row, part_end, order.block(step), block_n).needed) ++step;
       if (step < steps.count) {
-        check::that(steps.first_edge == walk.block(step), "first edge", steps.first_edge, step, row, first);
+        check::that(steps.first_masked_block == order.block(step), "first edge", steps.first_masked_block, step, row,
+                    first);
       }
     }
   }
@@ -262,16 +264,16 @@ void check_part_steps(const Visibility& visibility, const BlockRange& range, int
 // Shares are of one length but for the last ones, and follow each other; they know the interior and the hidden blocks.
 void check_shares(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
   const int parts = (row_end - row_begin) / 2 + 2;
-  for (int shares : {1, 2, 3, 7}) {
+  for (int splits : {1, 2, 3, 7}) {
     int next = range.begin, longest = 0;
-    for (int share = 0; share < shares; ++share) {
-      const BlockRange own = flash::share_of(range, share, shares);
-      check::that(own.begin == next && own.count() >= 0, "shares follow each other", own.begin, next, share, shares);
+    for (int split = 0; split < splits; ++split) {
+      const BlockRange own = flash::split_range(range, split, splits);
+      check::that(own.begin == next && own.count() >= 0, "shares follow each other", own.begin, next, split, splits);
       for (int block = own.begin; block < own.end; ++block) {
-        const bool interior = block >= own.interior_begin && block < own.interior_end;
-        check::that(interior == (part_of(range, block) == 0), "interior of a share", block, share, shares);
-        check::that(part_of(own, block) == part_of(range, block) || own.interior_begin == own.interior_end,
-                    "edges of a share", block, share, shares);
+        const bool unmasked = block >= own.unmasked_begin && block < own.unmasked_end;
+        check::that(unmasked == (part_of(range, block) == 0), "interior of a share", block, split, splits);
+        check::that(part_of(own, block) == part_of(range, block) || own.unmasked_begin == own.unmasked_end,
+                    "edges of a share", block, split, splits);
       }
       check_interior_first(own, row_begin, row_end, block_n);
       check_walks(own, block_n);
@@ -283,8 +285,8 @@ void check_shares(const Visibility& visibility, const BlockRange& range, int row
       next = own.end;
       longest = std::max(longest, own.count());
     }
-    check::that(next == range.end, "shares have all blocks", next, range.end, shares);
-    check::that(longest == (range.count() + shares - 1) / shares, "the longest share", longest, range.count(), shares);
+    check::that(next == range.end, "shares have all blocks", next, range.end, splits);
+    check::that(longest == (range.count() + splits - 1) / splits, "the longest share", longest, range.count(), splits);
   }
 }
 
@@ -305,10 +307,10 @@ void check_all_small_problems() {
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
                 check_interior_first(range, row, row_end, block_n);
                 check_walks(range, block_n);
-                const int apart = flash::most_interior_blocks(visibility.window, seqlen_k, block_m, block_n);
+                const int apart = flash::max_unmasked_blocks(visibility.window, seqlen_k, block_m, block_n);
                 const bool is_short = row_end < row + block_m, is_open = left == kUnbounded || right == kUnbounded;
-                check::that(is_short || is_open || range.interior_end - range.interior_begin <= apart,
-                            "most interior blocks", range.interior_begin, range.interior_end, apart, left, right);
+                check::that(is_short || is_open || range.unmasked_end - range.unmasked_begin <= apart,
+                            "most interior blocks", range.unmasked_begin, range.unmasked_end, apart, left, right);
                 check_loads(range, apart, block_n);
                 for (int parts : {2, 3}) {
                   if (block_m % parts != 0) continue;
@@ -336,18 +338,18 @@ void check_first_loads() {
     const int block_m = tile[0], block_n = tile[1];
     for (int left : {512, 1000, 1023, 2048, 4096}) {
       const Visibility visibility{kRows, kRows, Window{left, 0}};
-      const int apart = flash::most_interior_blocks(visibility.window, kRows, block_m, block_n);
-      int previous = -1, changes = 0, row_blocks = 0;
-      for (int row = left; row + block_m <= kRows; row += block_m, ++row_blocks) {
-        flash::KeyWalk walk{flash::block_range(visibility, row, row + block_m, block_n)};
-        walk.align_interior(FastDiv(apart));
-        const int first = walk.loaded_block(0);
+      const int apart = flash::max_unmasked_blocks(visibility.window, kRows, block_m, block_n);
+      int previous = -1, changes = 0, m_blocks = 0;
+      for (int row = left; row + block_m <= kRows; row += block_m, ++m_blocks) {
+        flash::KvBlockOrder order{flash::block_range(visibility, row, row + block_m, block_n)};
+        order.align_unmasked(FastDiv(apart));
+        const int first = order.block_to_load(0);
         // Where an interior is a block shorter it may hold no multiple.
-        changes += first != previous && (first % apart == 0 || walk.interior() == apart);
+        changes += first != previous && (first % apart == 0 || order.unmasked() == apart);
         previous = first;
       }
-      const int passed = row_blocks * block_m / block_n;  // blocks by which the interior moves on
-      check::that(changes <= passed / apart + 2, "first loads", changes, row_blocks, apart, left, block_m, block_n);
+      const int passed = m_blocks * block_m / block_n;  // blocks by which the interior moves on
+      check::that(changes <= passed / apart + 2, "first loads", changes, m_blocks, apart, left, block_m, block_n);
     }
   }
 }

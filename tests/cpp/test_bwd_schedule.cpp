@@ -13,8 +13,8 @@
 namespace {
 
 using flash::kUnbounded;
-using flash::RowStep;
-using flash::RowWalk;
+using flash::QBlockOrder;
+using flash::QStep;
 using flash::Visibility;
 using flash::Window;
 
@@ -56,14 +56,14 @@ void check_width() {
 // What was measured on an H200 (docs/tuning/bwd_sm90.md), and the limits of the kernel.
 void check_shared_dq() {
   using flash::plan::BwdShape;
-  using flash::plan::prefers_shared_dq;
+  using flash::plan::prefers_dq_in_smem;
   const BwdShape shape{false, true, 32, 32, 32, 512, 512, 64, 132};
   auto changed = [&](auto change) {
     BwdShape other = shape;
     change(other);
-    return prefers_shared_dq(other);
+    return prefers_dq_in_smem(other);
   };
-  check::that(prefers_shared_dq(shape), "short sequences");
+  check::that(prefers_dq_in_smem(shape), "short sequences");
   check::that(changed([](BwdShape& s) { s.seqlen_k = 5000; }), "as many keys as there are");
   check::that(changed([](BwdShape& s) { s.batch = 4, s.heads = s.heads_k = 33; }), "one head each");
   check::that(!changed([](BwdShape& s) { s.seqlen_q = 513; }), "rows");
@@ -96,9 +96,9 @@ void check_walk() {
     for (int end = begin; end <= 7; ++end) {
       for (int heads : {1, 2, 5}) {
         for (int block_m : {1, 64}) {
-          const RowWalk walk{{begin, end}, 3, heads};
+          const QBlockOrder walk{{begin, end}, 3, heads};
           check::that(walk.count() == (end - begin) * heads, "steps", begin, end, heads);
-          RowStep at = walk.start();
+          QStep at = walk.start();
           int64_t place = at.row_block * block_m * row_stride + at.head * head_stride;
           for (int i = 0; i < walk.count(); ++i) {
             const int row_block = end - 1 - i / heads, head = 3 + i % heads;
@@ -106,7 +106,7 @@ void check_walk() {
             check::that(place == row_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end,
                         heads);
             place += walk.offset(walk.advance(at), row_stride, head_stride, block_m);
-            const RowStep before = walk.before(at);
+            const QStep before = walk.before(at);
             check::that(before.row_block == row_block && before.head == head, "the step before", i, begin, end, heads);
           }
         }
@@ -130,31 +130,31 @@ struct Shape {
   int block_n;
 };
 
-struct KeyBlock {
+struct BwdWorkTile {
   int sequence = 0;
   int head_k = 0;
   int n_block = 0;
-  RowWalk walk;
+  QBlockOrder walk;
 };
 
 Visibility visibility_of(const Shape& shape, int sequence) {
   return {shape.sequences[sequence].seqlen_q, shape.sequences[sequence].seqlen_k, shape.window};
 }
 
-KeyBlock make_block(const Shape& shape, int sequence, int head_k, int n_block) {
+BwdWorkTile make_block(const Shape& shape, int sequence, int head_k, int n_block) {
   const Visibility visibility = visibility_of(shape, sequence);
   const flash::RowRange rows = flash::row_range(visibility, n_block, shape.block_m, shape.block_n);
   return {sequence, head_k, n_block, {rows, head_k * shape.ratio, shape.ratio}};
 }
 
 // The thread blocks in launch order, without those that have nothing to do.
-std::vector<KeyBlock> launch_order(const Shape& shape, int resident) {
+std::vector<BwdWorkTile> launch_order(const Shape& shape, int resident) {
   const int batch = static_cast<int>(shape.sequences.size());
   std::vector<int> first_key{0};
   for (const Sequence& sequence : shape.sequences) first_key.push_back(first_key.back() + sequence.seqlen_k);
   const int rows = shape.packed ? first_key.back() : shape.sequences[0].seqlen_k;
   const flash::BwdGrid grid = flash::plan::bwd_grid(shape.packed, batch, shape.heads_k, rows, shape.block_n, resident);
-  std::vector<KeyBlock> order;
+  std::vector<BwdWorkTile> order;
   for (int index = 0; index < grid.blocks; ++index) {
     const flash::HeadBlock at = grid.order.at(index);
     int sequence = at.head / shape.heads_k, n_block = at.block;
@@ -175,8 +175,8 @@ std::vector<KeyBlock> launch_order(const Shape& shape, int resident) {
 using Tile = std::tuple<int, int, int>;  // sequence, query head, row block
 
 struct Running {
-  KeyBlock block;
-  RowStep at{};
+  BwdWorkTile block;
+  QStep at{};
   int step = 0;
   bool has_added = false;  // and has not yet passed the turn
 
@@ -230,15 +230,15 @@ class Simulation {
       it.block.walk.advance(it.at);
       return true;
     }
-    const int turn = flash::dq_turn(visibility_of(shape_, it.block.sequence), it.at.row_block, it.block.n_block,
-                                    shape_.block_m, shape_.block_n);
+    const int turn = flash::dq_semaphore_value(visibility_of(shape_, it.block.sequence), it.at.row_block,
+                                               it.block.n_block, shape_.block_m, shape_.block_n);
     if (turns_[it.tile()] != turn) return false;
     additions_[it.tile()].push_back(it.block.n_block);
     return it.has_added = true;
   }
 
   Shape shape_;
-  std::vector<KeyBlock> order_;
+  std::vector<BwdWorkTile> order_;
   int resident_;
   Policy policy_;
   std::mt19937 random_;

@@ -8,8 +8,8 @@
 
 namespace {
 
-using flash::CutRule;
 using flash::kUnbounded;
+using flash::SplitRule;
 using flash::Window;
 using flash::plan::DecodeKernel;
 using flash::plan::DecodePlan;
@@ -26,8 +26,8 @@ constexpr Device kDevices[] = {kH200, kA100, kSmall};
 struct Expected {
   DecodeKernel kernel;
   int tile_rows, thread_blocks;
-  CutRule rule;
-  bool is_plain, in_pairs, combines;
+  SplitRule rule;
+  bool is_plain, in_clusters, combines;
   int64_t combine_blocks;
 };
 
@@ -38,9 +38,9 @@ void check_row(const char* name, const DecodeProblem& problem, const Device& dev
   const int rows = flash::plan::kv_tile(problem.head_dim, plan.tile_size).rows();
   check::that(rows == expected.tile_rows, name, "rows of a tile", rows);
   check::that(plan.thread_blocks == expected.thread_blocks, name, "thread blocks", plan.thread_blocks);
-  check::that(plan.cuts.rule == expected.rule, name, "cuts", static_cast<int>(plan.cuts.rule));
+  check::that(plan.split_points.rule == expected.rule, name, "cuts", static_cast<int>(plan.split_points.rule));
   check::that(plan.is_plain == expected.is_plain, name, "plain");
-  check::that(plan.in_pairs == expected.in_pairs, name, "in pairs");
+  check::that(plan.in_clusters == expected.in_clusters, name, "in pairs");
   check::that(plan.combines == expected.combines, name, "combines");
   check::that(plan.combine_blocks == expected.combine_blocks, name, "blocks of the combine", plan.combine_blocks);
 }
@@ -53,33 +53,33 @@ DecodeProblem decoding(int batch, int heads, int heads_k, int head_dim, int capa
 void check_decoding() {
   constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
   const DecodeProblem problem = decoding(16, 32, 8, 128, 8192);
-  check_row("16 sequences", problem, kH200, {kSplit, 16, 264, CutRule::kAnywhere, true, true, true, 128});
-  check_row("no clusters", problem, kA100, {kSplit, 16, 216, CutRule::kAnywhere, true, false, true, 128});
-  check_row("small GPU", problem, kSmall, {kSplit, 16, 84, CutRule::kAnywhere, true, false, true, 83});
+  check_row("16 sequences", problem, kH200, {kSplit, 16, 264, SplitRule::kAnywhere, true, true, true, 128});
+  check_row("no clusters", problem, kA100, {kSplit, 16, 216, SplitRule::kAnywhere, true, false, true, 128});
+  check_row("small GPU", problem, kSmall, {kSplit, 16, 84, SplitRule::kAnywhere, true, false, true, 83});
   check_row("whole tiles", decoding(64, 32, 8, 128, 8192), kH200,
-            {kSplit, 16, 256, CutRule::kAnywhere, true, false, true, 255});
+            {kSplit, 16, 256, SplitRule::kAnywhere, true, false, true, 255});
   check_row("one sequence", decoding(1, 32, 8, 128, 65536), kH200,
-            {kSplit, 16, 264, CutRule::kAnywhere, true, false, true, 32});
+            {kSplit, 16, 264, SplitRule::kAnywhere, true, false, true, 32});
   check_row("a short cache", decoding(4, 8, 8, 128, 64), kH200,
-            {kSplit, 16, 16, CutRule::kAnywhere, true, false, false, 0});
+            {kSplit, 16, 16, SplitRule::kAnywhere, true, false, false, 0});
   check_row("padded head dim", decoding(16, 32, 8, 120, 8192), kH200,
-            {kSplit, 16, 264, CutRule::kAnywhere, false, false, true, 128});
+            {kSplit, 16, 264, SplitRule::kAnywhere, false, false, true, 128});
   check_row("head dim 256", decoding(16, 32, 8, 256, 8192), kH200,
-            {kSplit, 16, 128, CutRule::kAnywhere, true, false, true, 127});
+            {kSplit, 16, 128, SplitRule::kAnywhere, true, false, true, 127});
 }
 
 void check_splits() {
   constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
   DecodeProblem problem = decoding(2, 16, 4, 128, 4096);
   problem.num_splits = 1;
-  check_row("one split", problem, kH200, {kSplit, 16, 264, CutRule::kWhole, true, false, false, 0});
+  check_row("one split", problem, kH200, {kSplit, 16, 264, SplitRule::kWhole, true, false, false, 0});
   problem.num_splits = 5;
-  check_row("five splits", problem, kH200, {kSplit, 16, 264, CutRule::kParts, false, false, true, 32});
+  check_row("five splits", problem, kH200, {kSplit, 16, 264, SplitRule::kParts, false, false, true, 32});
   problem.num_splits = 0;
   problem.batch_invariant = true;
-  check_row("batch invariant", problem, kH200, {kSplit, 16, 264, CutRule::kChunks, false, false, true, 8});
+  check_row("batch invariant", problem, kH200, {kSplit, 16, 264, SplitRule::kChunks, false, false, true, 8});
   problem.capacity = 512;
-  check_row("one run", problem, kH200, {kSplit, 16, 64, CutRule::kWhole, false, false, false, 0});
+  check_row("one run", problem, kH200, {kSplit, 16, 64, SplitRule::kWhole, false, false, false, 0});
 }
 
 // Each of these alone takes the kernel with all features.
@@ -156,8 +156,11 @@ void check_schedule_does_not_depend_on_options() {
         problem.options = {7, {100, 0}, true, true, true, 16, 1600, false, 2, true, "wgmma"};
         const DecodePlan b = flash::plan::plan_decode(problem, kH200);
         check::that(a.tile_size == b.tile_size && a.items == b.items && a.thread_blocks == b.thread_blocks, "grid");
-        check::that(a.least_share == b.least_share && a.run_blocks == b.run_blocks && a.max_runs == b.max_runs, "runs");
-        check::that(a.cuts.rule == b.cuts.rule && a.cuts.value == b.cuts.value, "cuts", seqlen_q, num_splits);
+        check::that(
+            a.min_blocks_per_cta == b.min_blocks_per_cta && a.run_blocks == b.run_blocks && a.max_runs == b.max_runs,
+            "runs");
+        check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
+                    seqlen_q, num_splits);
         check::that(a.schedule_words == b.schedule_words && a.workspace_words == b.workspace_words, "memory");
       }
     }
@@ -224,11 +227,12 @@ void check_many_splits() {
       const DecodePlan expected = plan_decode({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
       for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
         const DecodePlan plan = plan_decode({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
-        check::that(plan.cuts.rule == CutRule::kParts && plan.cuts.value > 0, "parts", plan.cuts.value);
+        check::that(plan.split_points.rule == SplitRule::kParts && plan.split_points.value > 0, "parts",
+                    plan.split_points.value);
         check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
         for (int count : {1, 2, 3, 1000, 0x1000000}) {
           for (int offset : {0, 1, 2, count - 1, count}) {
-            const int cut = plan.cuts.next(0, count, offset);
+            const int cut = plan.split_points.next(0, count, offset);
             check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
           }
         }
@@ -271,7 +275,7 @@ void check_allocation_does_not_matter() {
       for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
         const DecodePlan plan = plan_decode({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
         const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
-        const int64_t share = flash::kv_share(total, plan.thread_blocks, plan.least_share);
+        const int64_t share = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
         check::that(expected < 0 || share == expected, "share", share, expected, capacity);
         expected = share;
       }
@@ -296,7 +300,7 @@ void check_whole_tiles() {
       const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
       const int64_t tiles = expected.batch * expected.heads_k;
       check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
-      const int64_t share = flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share);
+      const int64_t share = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
       check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
     }
   }
@@ -307,7 +311,7 @@ void check_pairs() {
   using namespace flash::plan;
   struct Expected {
     int batch, heads_k;
-    bool in_pairs;
+    bool in_clusters;
     int most_keys;  // of which a tile is cut into halves
   };
   for (const Expected& expected :
@@ -315,17 +319,18 @@ void check_pairs() {
         Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
     const DecodePlan plan =
         plan_decode({expected.batch, 1, 4 * expected.heads_k, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
-    check::that(plan.in_pairs == expected.in_pairs, "in pairs", expected.batch, expected.heads_k);
-    if (!plan.in_pairs) continue;
+    check::that(plan.in_clusters == expected.in_clusters, "in pairs", expected.batch, expected.heads_k);
+    if (!plan.in_clusters) continue;
     const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
     for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
       const int64_t count = ceil_div(keys, block_n), tiles = expected.batch * expected.heads_k;
-      check::that(2 * flash::kv_share(tiles * count, plan.thread_blocks, plan.least_share) == count, "halves", keys);
+      check::that(2 * flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta) == count,
+                  "halves", keys);
     }
   }
-  check::that(!plan_decode({132, 1, 32, 1, 128, 4096, 0, false}, kDevices[0]).in_pairs, "tiles of 32 rows");
-  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_pairs, "given splits");
-  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_pairs, "batch invariant");
+  check::that(!plan_decode({132, 1, 32, 1, 128, 4096, 0, false}, kDevices[0]).in_clusters, "tiles of 32 rows");
+  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_clusters, "given splits");
+  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
 }
 
 }  // namespace

@@ -8,8 +8,8 @@
 
 namespace {
 
-using flash::KeyWalk;
 using flash::kUnbounded;
+using flash::KvBlockOrder;
 using flash::Window;
 using flash::plan::DecodePlan;
 using flash::plan::Device;
@@ -30,12 +30,12 @@ FwdShape packed_shape(const FwdShape& dense) {
   return shape;
 }
 
-FamilyChoice chosen(const FwdShape& shape, int capability, bool may_split, const char* forced = nullptr) {
-  return flash::plan::choose_family(flash::plan::family_query(shape, capability, may_split, true), forced);
+FamilyChoice chosen(const FwdShape& shape, int capability, bool may_use_decode, const char* forced = nullptr) {
+  return flash::plan::choose_family(flash::plan::family_query(shape, capability, may_use_decode, true), forced);
 }
 
 bool same(const FamilyChoice& a, const FamilyChoice& b) {
-  return a.family == b.family && a.key_shares == b.key_shares && a.is_one_wave == b.is_one_wave;
+  return a.family == b.family && a.num_splits == b.num_splits && a.is_one_wave == b.is_one_wave;
 }
 
 bool takes_short(const FwdShape& shape, bool sm90) {
@@ -59,25 +59,27 @@ void check_split(const FwdShape& dense, const Device& device) {
   };
   const DecodePlan a = plan_of(dense), b = plan_of(packed_shape(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
-  check::that(a.cuts.rule == b.cuts.rule && a.cuts.value == b.cuts.value, "cuts", dense.batch, dense.seqlen_q);
+  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
+              dense.batch, dense.seqlen_q);
   check::that(a.combines_one_row == b.combines_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
   const int block_n = flash::plan::kv_block_n(flash::plan::kv_tile(dense.head_dim, a.tile_size));
   const int64_t tiles = dense.batch * dense.heads_k * a.row_tiles;
   const int64_t full = tiles * flash::plan::kv_most_blocks(static_cast<int>(dense.seqlen_k), block_n);
   for (int64_t work = tiles; work <= full; work += full / 7 + 1) {
-    check::that(
-        flash::kv_share(work, a.thread_blocks, a.least_share) == flash::kv_share(work, b.thread_blocks, b.least_share),
-        "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
+    check::that(flash::blocks_per_cta(work, a.thread_blocks, a.min_blocks_per_cta) ==
+                    flash::blocks_per_cta(work, b.thread_blocks, b.min_blocks_per_cta),
+                "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
   }
 }
 
 void check_shape(const FwdShape& dense) {
   const FwdShape packed = packed_shape(dense);
   for (int capability : {80, 90}) {
-    for (bool may_split : {false, true}) {
+    for (bool may_use_decode : {false, true}) {
       for (const char* forced : {static_cast<const char*>(nullptr), "wgmma", "wgmma:1", "wgmma:3", "mma_sync"}) {
-        check::that(same(chosen(dense, capability, may_split, forced), chosen(packed, capability, may_split, forced)),
-                    "family", capability, dense.head_dim, dense.batch, dense.seqlen_q, dense.seqlen_k, dense.heads);
+        check::that(
+            same(chosen(dense, capability, may_use_decode, forced), chosen(packed, capability, may_use_decode, forced)),
+            "family", capability, dense.head_dim, dense.batch, dense.seqlen_q, dense.seqlen_k, dense.heads);
       }
     }
     check::that(takes_short(dense, capability == 90) == takes_short(packed, capability == 90), "tile", capability,
@@ -92,11 +94,11 @@ void check_shape(const FwdShape& dense) {
 void check_invariant(FwdShape shape) {
   shape.batch_invariant = true;
   for (int capability : {80, 90}) {
-    for (bool may_split : {false, true}) {
+    for (bool may_use_decode : {false, true}) {
       for (const char* forced : {static_cast<const char*>(nullptr), "split_kv", "wgmma", "wgmma:1", "wgmma:8"}) {
-        const FamilyChoice choice = chosen(shape, capability, may_split, forced);
+        const FamilyChoice choice = chosen(shape, capability, may_use_decode, forced);
         const auto expected = capability == 90 ? flash::plan::Family::kWgmma : flash::plan::Family::kMmaSync;
-        check::that(choice.family == expected && choice.key_shares == 1 && !choice.is_one_wave, "invariant", capability,
+        check::that(choice.family == expected && choice.num_splits == 1 && !choice.is_one_wave, "invariant", capability,
                     shape.head_dim, shape.batch, shape.seqlen_q, shape.seqlen_k);
       }
     }
@@ -104,7 +106,7 @@ void check_invariant(FwdShape shape) {
   }
   flash::plan::BwdShape backward{false,          true,           shape.batch,    shape.heads,           shape.heads,
                                  shape.seqlen_q, shape.seqlen_k, shape.head_dim, shape.multiprocessors, true};
-  check::that(!flash::plan::prefers_shared_dq(backward), "invariant dQ", shape.head_dim, shape.seqlen_q);
+  check::that(!flash::plan::prefers_dq_in_smem(backward), "invariant dQ", shape.head_dim, shape.seqlen_q);
 }
 
 void check_shapes() {
@@ -137,15 +139,16 @@ void check_walk() {
       for (int left : {0, 63, 200, 1000, 4096}) {
         for (int right : {0, 100}) {
           const Window window{left, right};
-          const flash::FastDiv apart(flash::most_interior_blocks(window, 0x3fffffff, block_m, block_n));
+          const flash::FastDiv apart(flash::max_unmasked_blocks(window, 0x3fffffff, block_m, block_n));
           for (int seqlen_q : {1, 100, 700, 3000}) {
             for (int seqlen_k : {1, 130, 700, 2999, 6000}) {
-              const flash::FastDiv own(flash::most_interior_blocks(window, seqlen_k, block_m, block_n));
+              const flash::FastDiv own(flash::max_unmasked_blocks(window, seqlen_k, block_m, block_n));
               for (int row = 0; row < seqlen_q; row += block_m) {
                 const int row_end = row + block_m < seqlen_q ? row + block_m : seqlen_q;
-                KeyWalk walk{flash::block_range({seqlen_q, seqlen_k, window}, row, row_end, block_n)}, other = walk;
-                walk.align_interior(apart);
-                other.align_interior(own);
+                KvBlockOrder walk{flash::block_range({seqlen_q, seqlen_k, window}, row, row_end, block_n)},
+                    other = walk;
+                walk.align_unmasked(apart);
+                other.align_unmasked(own);
                 check::that(walk.shift == other.shift, "walk", block_m, block_n, left, right, seqlen_q, seqlen_k, row);
               }
             }

@@ -16,7 +16,7 @@ Family chosen_family(const FamilyQuery& query, const char* forced) {
 }
 
 int chosen_shares(const FamilyQuery& query, const char* forced) {
-  return flash::plan::choose_family(query, forced).key_shares;
+  return flash::plan::choose_family(query, forced).num_splits;
 }
 
 void check_choice() {
@@ -53,8 +53,8 @@ void check_one_wave() {
 FamilyQuery shape(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query{90, head_dim, 0, 132, true, 0, 0, keys, keys};
   query.row_tiles = batch * heads * ((queries + 127) / 128);
-  query.split_rows = queries * (heads / heads_k);
-  query.split_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.split_rows);
+  query.decode_rows = queries * (heads / heads_k);
+  query.decode_tiles = batch * heads_k * flash::plan::kv_row_tiles(head_dim, query.decode_rows);
   return query;
 }
 
@@ -82,28 +82,28 @@ void check_measured() {
   for (const FamilyQuery& query : wgmma) {
     check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma", query.row_tiles, query.seen_keys,
                 query.head_dim);
-    check::that(chosen_family(query, "split_kv") == Family::kSplitKv, "split_kv", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") == Family::kDecode, "split_kv", query.seen_keys);
   }
   for (const FamilyQuery& query : mma_sync) {
     check::that(chosen_family(query, nullptr) == Family::kMmaSync, "mma_sync", query.row_tiles, query.seen_keys,
                 query.head_dim);
   }
   for (FamilyQuery query : split) {
-    check::that(chosen_family(query, nullptr) == Family::kSplitKv, "split", query.split_rows, query.seen_keys,
+    check::that(chosen_family(query, nullptr) == Family::kDecode, "split", query.decode_rows, query.seen_keys,
                 query.head_dim);
     check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
     check::that(chosen_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
-    query.may_split = false;
-    check::that(chosen_family(query, nullptr) != Family::kSplitKv, "not served", query.seen_keys);
-    check::that(chosen_family(query, "split_kv") != Family::kSplitKv, "not served, but asked for", query.seen_keys);
+    query.may_use_decode = false;
+    check::that(chosen_family(query, nullptr) != Family::kDecode, "not served", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") != Family::kDecode, "not served, but asked for", query.seen_keys);
   }
 }
 
 // The same where the wgmma family may share the keys out, as calls without dropout have it.
 FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
-  query.share_tiles = query.row_tiles;
-  query.share_rows = batch * heads * queries;
+  query.split_kv_tiles = query.row_tiles;
+  query.split_kv_rows = batch * heads * queries;
   return query;
 }
 
@@ -115,8 +115,8 @@ void check_key_shares() {
     for (const FamilyQuery& query : shared) {
       const int shares = chosen_shares(query, nullptr);
       check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
-      check::that(shares > 1 && shares * query.share_tiles <= query.multiprocessors, "one wave of shares", shares,
-                  query.share_tiles, query.seen_keys, head_dim);
+      check::that(shares > 1 && shares * query.split_kv_tiles <= query.multiprocessors, "one wave of shares", shares,
+                  query.split_kv_tiles, query.seen_keys, head_dim);
       for (int wanted : {1, 2, 8, 32}) {
         const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
         check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
@@ -127,7 +127,7 @@ void check_key_shares() {
         check::that(chosen_shares(query, other) == shares, "not a number of shares", other);
       }
       FamilyQuery unsplit = query;
-      unsplit.may_split = false;
+      unsplit.may_use_decode = false;
       check::that(chosen_shares(unsplit, "split_kv") == shares, "asks for a family that does not serve it", shares);
     }
     FamilyQuery causal = shareable(1, 16384, 16384, 1, 1, head_dim);
@@ -164,9 +164,9 @@ void check_backward_choice() {
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
   const bool stages_dq = tile.block_n == 128 || tile.head_dim_v > 0;
-  const bool has_dq_group = flash::plan::has_dq_group(tile);
-  const int dq_bytes = stages_dq ? (has_dq_group ? 2 : 1) * 4 * tile.block_m * tile.head_dim : 0;
-  const int key_rows = (has_dq_group ? 3 : 1) * tile.block_n;
+  const bool has_dq_warpgroup = flash::plan::has_dq_warpgroup(tile);
+  const int dq_bytes = stages_dq ? (has_dq_warpgroup ? 2 : 1) * 4 * tile.block_m * tile.head_dim : 0;
+  const int key_rows = (has_dq_warpgroup ? 3 : 1) * tile.block_n;
   const int bytes = 2 * (tile.head_dim + tile.value_dim()) * (key_rows + tile.stages * tile.block_m) +
                     2 * 2 * tile.block_m * tile.block_n + dq_bytes +
                     tile.stages * ((2 * 4 + 8) * tile.block_m + 2 * tile.block_n);
@@ -192,10 +192,11 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
   check::that(tile.block_n % 16 == 0 && tile.block_n <= 256, "a wgmma of this width exists", head_dim, tile.block_n);
   check::that(tile.kv_stages >= 2, "V of a block is in use while K of the next is waited for", head_dim);
   check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
-  check::that(tile.teams == 1 || (tile.teams == 2 && tile.block_m == 128), "the loading warps serve two teams",
-              head_dim);
+  check::that(tile.consumer_groups == 1 || (tile.consumer_groups == 2 && tile.block_m == 128),
+              "the loading warps serve two teams", head_dim);
   const int team_bytes = flash::plan::sm90_fwd_tensor_bytes(tile) + kBarrierBytes;
-  check::that(tile.teams * team_bytes <= kSmemBytes, "shared memory", head_dim, tile.teams, team_bytes);
+  check::that(tile.consumer_groups * team_bytes <= kSmemBytes, "shared memory", head_dim, tile.consumer_groups,
+              team_bytes);
 }
 
 void check_value_dims() {
@@ -231,8 +232,8 @@ int main() {
   int one_wave = flash::plan::kSm90FirstHeadDim;
   for (const flash::plan::Sm90FwdTile& tile : flash::plan::kSm90OneWaveTiles) {
     check_tile(tile, flash::plan::kFwdTiles[0][one_wave++].head_dim);
-    check::that(tile.block_m == 128 && tile.teams == 1, "one of the tiles that the plan counts, with a multiprocessor",
-                tile.head_dim);
+    check::that(tile.block_m == 128 && tile.consumer_groups == 1,
+                "one of the tiles that the plan counts, with a multiprocessor", tile.head_dim);
     check::that(flash::plan::sm90_reads_pages(tile, flash::plan::FwdVariant::kOneWave), "pages", tile.head_dim);
   }
   check_tile(flash::plan::kSm90MaskedTile, 128);

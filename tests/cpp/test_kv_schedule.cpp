@@ -10,9 +10,9 @@
 
 namespace {
 
-using flash::CutRule;
-using flash::KvCuts;
-using flash::KvSegment;
+using flash::BlockSpan;
+using flash::SplitPoints;
+using flash::SplitRule;
 
 struct Tile {
   int first_block;
@@ -20,38 +20,41 @@ struct Tile {
   int64_t begin;
 };
 
-bool may_cut(const KvCuts& cuts, const Tile& tile, int offset) {
-  switch (cuts.rule) {
-    case CutRule::kWhole: return false;
-    case CutRule::kAnywhere: return tile.count > cuts.value;
-    case CutRule::kParts: return offset % ((int64_t{tile.count} + cuts.value - 1) / cuts.value) == 0;
-    default: return (tile.first_block + offset) % cuts.value == 0;
+bool may_cut(const SplitPoints& split_points, const Tile& tile, int offset) {
+  switch (split_points.rule) {
+    case SplitRule::kWhole: return false;
+    case SplitRule::kAnywhere: return tile.count > split_points.value;
+    case SplitRule::kParts: return offset % ((int64_t{tile.count} + split_points.value - 1) / split_points.value) == 0;
+    default: return (tile.first_block + offset) % split_points.value == 0;
   }
 }
 
 // The kernel's way to find a segment where tiles are cut anywhere or nowhere, in both widths.
-void check_free_segment(const KvCuts& cuts, const Tile& tile, int64_t share, int index, const KvSegment& expected) {
-  if (cuts.rule != CutRule::kAnywhere && cuts.rule != CutRule::kWhole) return;
-  const KvSegment wide = flash::kv_free_segment(cuts, tile.count, tile.begin, share, index);
+void check_free_segment(const SplitPoints& split_points, const Tile& tile, int64_t share, int index,
+                        const BlockSpan& expected) {
+  if (split_points.rule != SplitRule::kAnywhere && split_points.rule != SplitRule::kWhole) return;
+  const BlockSpan wide = flash::free_block_span(split_points, tile.count, tile.begin, share, index);
   check::that(wide.from == expected.from && wide.to == expected.to, "free cuts", wide.from, expected.from, tile.count);
   if (tile.begin + tile.count >= flash::kMostShortPlaces) return;
-  const KvSegment narrow =
-      flash::kv_free_segment(cuts, tile.count, static_cast<int>(tile.begin), static_cast<int>(share), index);
+  const BlockSpan narrow =
+      flash::free_block_span(split_points, tile.count, static_cast<int>(tile.begin), static_cast<int>(share), index);
   check::that(narrow.from == expected.from && narrow.to == expected.to, "in 32 bits", narrow.from, expected.from,
               tile.count, tile.begin, share, index);
 }
 
-void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_blocks, std::set<int>& slots) {
+void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share, int thread_blocks,
+                std::set<int>& slots) {
   int done = 0, parts = 0;
   const int first = static_cast<int>(tile.begin / share);
   const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
-    const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
-    check_free_segment(cuts, tile, share, index, segment);
+    const BlockSpan segment = flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
+    check_free_segment(split_points, tile, share, index, segment);
     if (segment.empty()) continue;
     ++parts;
     check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
-    check::that(segment.from == 0 || may_cut(cuts, tile, segment.from), "permitted cut", segment.from, tile.count);
+    check::that(segment.from == 0 || may_cut(split_points, tile, segment.from), "permitted cut", segment.from,
+                tile.count);
     check::that(index >= first && index <= last, "the merge looks at these thread blocks", index, first, last);
     check::that(segment.from > 0 || index == first, "the first part is done by the owner of the first block", index);
     done = segment.to;
@@ -59,18 +62,20 @@ void check_tile(const KvCuts& cuts, const Tile& tile, int64_t share, int thread_
     check::that(slots.insert(flash::kv_slot(index, segment)).second, "a slot for each partial result", index);
   }
   check::that(done == tile.count, "every block is done", done, tile.count, share, thread_blocks);
-  if (cuts.rule == CutRule::kParts) check::that(parts <= cuts.value, "number of parts", parts, cuts.value);
+  if (split_points.rule == SplitRule::kParts)
+    check::that(parts <= split_points.value, "number of parts", parts, split_points.value);
 }
 
 // Free cuts: both stretches of a pair know of a half, and have nothing else.
-void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
+void check_halves(const SplitPoints& split_points, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
   for (int pair = 0; 2 * pair + 1 < thread_blocks; ++pair) {
     for (const Tile& tile : tiles) {
       bool is_half[2];
       for (int rank : {0, 1}) {
         const int index = 2 * pair + rank;
-        const KvSegment segment = flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index);
-        is_half[rank] = !segment.empty() && flash::kv_is_half(segment, tile.count, share, index);
+        const BlockSpan segment =
+            flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
+        is_half[rank] = !segment.empty() && flash::kv_is_cluster_half(segment, tile.count, share, index);
         const bool same = tile.begin == 2 * pair * share && tile.count == 2 * share;
         const bool is_cut = segment.from > 0 || segment.to < tile.count;
         check::that(is_half[rank] == (same && is_cut && !segment.empty()), "a tile of two stretches", pair, share);
@@ -83,11 +88,11 @@ void check_halves(const KvCuts& cuts, const std::vector<Tile>& tiles, int64_t sh
 void check_line(std::mt19937& random) {
   auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
   constexpr int kMany[] = {128, 1 << 30, 0x7ffffffe, 0x7fffffff};
-  const KvCuts all_cuts[] = {{CutRule::kAnywhere, below(6)},
-                             {CutRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
-                             {CutRule::kChunks, 1 + below(9)},
-                             {CutRule::kWhole, 0}};
-  const KvCuts cuts = all_cuts[below(4)];
+  const SplitPoints all_cuts[] = {{SplitRule::kAnywhere, below(6)},
+                                  {SplitRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
+                                  {SplitRule::kChunks, 1 + below(9)},
+                                  {SplitRule::kWhole, 0}};
+  const SplitPoints split_points = all_cuts[below(4)];
   std::vector<Tile> tiles;
   int64_t total = 0;
   for (int i = 1 + below(12); i > 0; --i) {
@@ -95,11 +100,11 @@ void check_line(std::mt19937& random) {
     total += tiles.back().count;
   }
   const int thread_blocks = 1 + below(40);
-  const int64_t share = flash::kv_share(total, thread_blocks, 1 + below(5));
+  const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(5));
   check::that(share * thread_blocks >= total, "the shares cover the line", share, thread_blocks, total);
   std::set<int> slots;
-  for (const Tile& tile : tiles) check_tile(cuts, tile, share, thread_blocks, slots);
-  if (cuts.rule == CutRule::kAnywhere) check_halves(cuts, tiles, share, thread_blocks);
+  for (const Tile& tile : tiles) check_tile(split_points, tile, share, thread_blocks, slots);
+  if (split_points.rule == SplitRule::kAnywhere) check_halves(split_points, tiles, share, thread_blocks);
   // A merge is found by the first stretch that begins inside of the tile.
   for (const Tile& tile : tiles) {
     int found = 0;
@@ -119,15 +124,15 @@ void check_long_lines(std::mt19937& random) {
   for (int i = 0; i < 20000; ++i) {
     const int64_t total = flash::kMostShortPlaces - 1 - below(i % 2 ? 3 : 1 << 29) + (i % 3 == 0 ? 1 << 30 : 0);
     const int thread_blocks = 1 + static_cast<int>(below(1000));
-    const int64_t share = flash::kv_share(total, thread_blocks, 1 + below(64));
+    const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(64));
     const int64_t most = total < 0x7fffffff ? total : 0x7fffffff;
     const int count = static_cast<int>(1 + below(most));
     const Tile tile{0, count, below(total - count + 1)};
-    const KvCuts cuts{i % 5 ? CutRule::kAnywhere : CutRule::kWhole, static_cast<int>(below(1 << 20))};
+    const SplitPoints split_points{i % 5 ? SplitRule::kAnywhere : SplitRule::kWhole, static_cast<int>(below(1 << 20))};
     // A stretch that begins beyond the line is never asked for its segments.
     const int index = static_cast<int>(below((total - 1) / share + 1));
-    check_free_segment(cuts, tile, share, index,
-                       flash::kv_segment(cuts, tile.first_block, tile.count, tile.begin, share, index));
+    check_free_segment(split_points, tile, share, index,
+                       flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index));
   }
 }
 

@@ -4,52 +4,52 @@
 
 #include "check.h"
 #include "plan/grid.h"
-#include "plan/row_order.h"
 #include "plan/tiles.h"
+#include "plan/work_tile_order.h"
 
 namespace {
 
-using flash::plan::RowOrder;
-using flash::plan::section_heads;
+using flash::plan::band_heads;
+using flash::plan::WorkTileOrder;
 
-void check_order(int heads, int tiles_of_head, int section, int late) {
+void check_order(int heads, int tiles_of_head, int band, int late) {
   const int tiles = heads * tiles_of_head, early = tiles_of_head - late;
-  std::vector<int> seen(tiles, 0), sections(heads, 0);
-  const RowOrder order(heads, tiles_of_head, section, late);
+  std::vector<int> seen(tiles, 0), bands(heads, 0);
+  const WorkTileOrder order(heads, tiles_of_head, band, late);
   int last_head = -1;  // of the sections that are done
   for (int index = 0; index < tiles; ++index) {
     const auto [head, row] = order.at(index);
     const bool exists = head >= 0 && head < heads && row >= 0 && row < tiles_of_head;
-    check::that(exists, "the row block exists", heads, tiles_of_head, section, index, head, row);
+    check::that(exists, "the row block exists", heads, tiles_of_head, band, index, head, row);
     if (!exists) return;
     ++seen[head * tiles_of_head + row];
     const bool is_late = index >= heads * early;
-    check::that(is_late == (row >= early), "the late ones behind all others", heads, tiles_of_head, section, late);
+    check::that(is_late == (row >= early), "the late ones behind all others", heads, tiles_of_head, band, late);
     if (is_late) {
       const int place = index - heads * early;
-      check::that(row == early + place / heads, "of all heads together", heads, tiles_of_head, section, late);
+      check::that(row == early + place / heads, "of all heads together", heads, tiles_of_head, band, late);
       continue;
     }
-    if (section == 1) continue;
-    const int odd = heads % section, number = (head + (section - odd) % section) / section;
-    check::that(number >= last_head, "one section after the other", heads, tiles_of_head, section, index);
-    if (number > last_head) std::fill(sections.begin(), sections.end(), 0);
+    if (band == 1) continue;
+    const int odd = heads % band, number = (head + (band - odd) % band) / band;
+    check::that(number >= last_head, "one section after the other", heads, tiles_of_head, band, index);
+    if (number > last_head) std::fill(bands.begin(), bands.end(), 0);
     last_head = number;
-    check::that(sections[head]++ == row, "row blocks of a head in their order", heads, tiles_of_head, section, index);
-    for (int other = std::max(number * section - (section - odd) % section, 0);
-         other < (number + 1) * section - (section - odd) % section; ++other) {
-      check::that(sections[other] >= row, "all heads of a section advance together", heads, tiles_of_head, section);
+    check::that(bands[head]++ == row, "row blocks of a head in their order", heads, tiles_of_head, band, index);
+    for (int other = std::max(number * band - (band - odd) % band, 0);
+         other < (number + 1) * band - (band - odd) % band; ++other) {
+      check::that(bands[other] >= row, "all heads of a section advance together", heads, tiles_of_head, band);
     }
   }
   check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each row block once", heads,
-              tiles_of_head, section);
+              tiles_of_head, band);
 }
 
 // What a kernel finds out about the row blocks of a head, against what the host knows.
 void check_resized() {
-  RowOrder resized(12, 100, 5, 0);
-  resized.set_blocks(7, 2);
-  const RowOrder expected(12, 7, 5, 2);
+  WorkTileOrder resized(12, 100, 5, 0);
+  resized.set_tiles_per_head(7, 2);
+  const WorkTileOrder expected(12, 7, 5, 2);
   for (int index = 0; index < 12 * 7; ++index) {
     const auto [head, row] = resized.at(index);
     check::that(head == expected.at(index).head && row == expected.at(index).block, "other row blocks", index);
@@ -58,22 +58,22 @@ void check_resized() {
 
 // Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
 void check_sections() {
-  const auto section = [](int head_dim, int seqlen, int block_m, int teams) {
+  const auto band = [](int head_dim, int seqlen, int block_m, int consumer_groups) {
     const int64_t heads = 16384 / seqlen * (2048 / head_dim);
-    return section_heads(heads, (seqlen + block_m - 1) / block_m, int64_t{4} * seqlen * head_dim, teams);
+    return band_heads(heads, (seqlen + block_m - 1) / block_m, int64_t{4} * seqlen * head_dim, consumer_groups);
   };
-  check::that(section(128, 512, 128, 132) == 64 && section(128, 1024, 128, 132) == 37, "short",
-              section(128, 512, 128, 132), section(128, 1024, 128, 132));
-  check::that(section(128, 4096, 128, 132) == 16 && section(128, 16384, 128, 132) == 4, "long");
-  check::that(section(64, 512, 128, 264) == 128 && section(64, 4096, 128, 264) == 43, "two teams");
-  check::that(section(256, 512, 128, 132) == 37 && section(256, 8192, 128, 132) == 8, "head dim 256");
-  check::that(section_heads(5, 4, 1, 132) == 5 && section_heads(9, 100000, 1, 132) == 1, "at most all, at least one");
-  check::that(section_heads(0, 0, 0, 132) == 1, "nothing to do");
-  check::that(section(128, 8192, 192, 132) == 16 && section(256, 2048, 128, 132) == 32, "of equal size");
+  check::that(band(128, 512, 128, 132) == 64 && band(128, 1024, 128, 132) == 37, "short", band(128, 512, 128, 132),
+              band(128, 1024, 128, 132));
+  check::that(band(128, 4096, 128, 132) == 16 && band(128, 16384, 128, 132) == 4, "long");
+  check::that(band(64, 512, 128, 264) == 128 && band(64, 4096, 128, 264) == 43, "two teams");
+  check::that(band(256, 512, 128, 132) == 37 && band(256, 8192, 128, 132) == 8, "head dim 256");
+  check::that(band_heads(5, 4, 1, 132) == 5 && band_heads(9, 100000, 1, 132) == 1, "at most all, at least one");
+  check::that(band_heads(0, 0, 0, 132) == 1, "nothing to do");
+  check::that(band(128, 8192, 192, 132) == 16 && band(256, 2048, 128, 132) == 32, "of equal size");
   for (int heads = 1; heads <= 300; ++heads) {
     for (int tiles_of_head : {1, 3, 8, 16, 43, 200}) {
-      const int size = section_heads(heads, tiles_of_head, 1 << 20, 132), sections = (heads + size - 1) / size;
-      check::that(size >= 1 && size <= heads && size * sections - heads < sections, "of equal size", heads, size);
+      const int size = band_heads(heads, tiles_of_head, 1 << 20, 132), bands = (heads + size - 1) / size;
+      check::that(size >= 1 && size <= heads && size * bands - heads < bands, "of equal size", heads, size);
     }
   }
 }
@@ -81,12 +81,12 @@ void check_sections() {
 // Which row blocks come last of all: a quarter under a causal mask, none where all see about as many keys.
 void check_late() {
   using flash::kUnbounded;
-  using flash::plan::late_row_blocks;
-  using flash::plan::short_row_blocks;
-  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m, bool draws_late = true) {
+  using flash::plan::num_short_tiles;
+  using flash::plan::num_tail_tiles;
+  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m, bool fetches_late = true) {
     const int tiles = (seqlen_q + block_m - 1) / block_m;
-    const int64_t short_ones = short_row_blocks(seqlen_q, seqlen_k, {left, right}, block_m, draws_late);
-    return late_row_blocks(tiles, static_cast<int>(short_ones));
+    const int64_t short_tiles = num_short_tiles(seqlen_q, seqlen_k, {left, right}, block_m, fetches_late);
+    return num_tail_tiles(tiles, static_cast<int>(short_tiles));
   };
   check::that(late(8192, 8192, kUnbounded, 0, 192) == 10 && late(512, 512, kUnbounded, 0, 128) == 1, "causal");
   check::that(late(8192, 8192, kUnbounded, kUnbounded, 192) == 0 && late(8192, 8192, 1024, kUnbounded, 192) == 0,
@@ -99,25 +99,25 @@ void check_late() {
               "windows, and a causal mask, whose row blocks are drawn early");
   check::that(late(8192, 8192, kUnbounded, 8192, 192) == 0, "a mask that hides nothing");
   const int most = 0x3fffffff;
-  check::that(short_row_blocks(most, most, {most, most}, 64, true) == 0, "the greatest numbers");
-  check::that(short_row_blocks(most, 1, {kUnbounded, 0}, 64, false) == most / 64, "all rows");
+  check::that(num_short_tiles(most, most, {most, most}, 64, true) == 0, "the greatest numbers");
+  check::that(num_short_tiles(most, 1, {kUnbounded, 0}, 64, false) == most / 64, "all rows");
 }
 
 // Unequal row blocks at every head dim, equal ones at some; none where the multiprocessors hold all tiles at a time.
 void check_draws() {
-  using flash::plan::row_blocks;
-  using flash::plan::sm90_draws_tiles;
+  using flash::plan::m_blocks;
+  using flash::plan::sm90_dynamic_scheduler;
   for (int head_dim : {40, 64, 96, 97, 128, 129, 192, 256}) {
     const bool equal = head_dim == 97 || head_dim == 128;
-    check::that(sm90_draws_tiles(head_dim, true, 133, 132), "unequal", head_dim);
-    check::that(sm90_draws_tiles(head_dim, false, 133, 132) == equal, "equal", head_dim);
-    for (bool uneven : {false, true}) check::that(!sm90_draws_tiles(head_dim, uneven, 132, 132), "few", head_dim);
+    check::that(sm90_dynamic_scheduler(head_dim, true, 133, 132), "unequal", head_dim);
+    check::that(sm90_dynamic_scheduler(head_dim, false, 133, 132) == equal, "equal", head_dim);
+    for (bool uneven : {false, true}) check::that(!sm90_dynamic_scheduler(head_dim, uneven, 132, 132), "few", head_dim);
   }
   for (const auto& tiles : flash::plan::kSm90FwdTiles) {
     for (const flash::plan::Sm90FwdTile& tile : tiles) {
       for (int rows : {0, 1, 127, 128, 129, 1000, 16384}) {
         for (bool is_varlen : {false, true}) {
-          check::that(row_blocks(is_varlen, 3, rows, tile.block_m) <= row_blocks(is_varlen, 3, rows, 128),
+          check::that(m_blocks(is_varlen, 3, rows, tile.block_m) <= m_blocks(is_varlen, 3, rows, 128),
                       "no more tiles than of 128 rows", tile.block_m, rows);
         }
       }
@@ -145,9 +145,9 @@ int main() {
   check_draws();
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
-      for (int section = 1; section <= heads; ++section) {
+      for (int band = 1; band <= heads; ++band) {
         for (int late = 0; late <= tiles_of_head; late += 1 + late / 3) {
-          check_order(heads, tiles_of_head, section, late);
+          check_order(heads, tiles_of_head, band, late);
         }
       }
     }
@@ -156,7 +156,7 @@ int main() {
   // The greatest numbers: no overflow.
   const int heads = 1 << 15, tiles_of_head = 1 << 15;
   for (int late : {0, 1, tiles_of_head}) {
-    const auto [head, row] = RowOrder(heads, tiles_of_head, heads - 1, late).at(heads * tiles_of_head - 1);
+    const auto [head, row] = WorkTileOrder(heads, tiles_of_head, heads - 1, late).at(heads * tiles_of_head - 1);
     check::that(head == heads - 1 && row == tiles_of_head - 1, "the last one", late, head, row);
   }
   check_resized();

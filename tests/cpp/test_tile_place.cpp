@@ -7,36 +7,36 @@
 
 namespace {
 
-using flash::sm90::kPieceCols;
-using flash::sm90::piece_place;
+using flash::sm90::kVectorCols;
+using flash::sm90::swizzle_offset;
 
-int hardware_place(int chunk_cols, int row, int col) {
-  const int address = 2 * (row * chunk_cols + col);
-  const int mask = chunk_cols == 64 ? 7 : 3;
+int hardware_place(int atom_cols, int row, int col) {
+  const int address = 2 * (row * atom_cols + col);
+  const int mask = atom_cols == 64 ? 7 : 3;
   return (address ^ (address >> 7 & mask) << 4) / 2;
 }
 
-void check_chunk(int chunk_cols, int rows) {
+void check_chunk(int atom_cols, int rows) {
   std::set<int> places;
   for (int row = 0; row < rows; ++row) {
-    for (int piece = 0; piece < chunk_cols / kPieceCols; ++piece) {
-      const int place = piece_place(chunk_cols, row, piece);
-      for (int col = 0; col < kPieceCols; ++col) {
-        check::that(place + col == hardware_place(chunk_cols, row, piece * kPieceCols + col), "place", chunk_cols, row,
-                    piece, col);
+    for (int vector = 0; vector < atom_cols / kVectorCols; ++vector) {
+      const int place = swizzle_offset(atom_cols, row, vector);
+      for (int col = 0; col < kVectorCols; ++col) {
+        check::that(place + col == hardware_place(atom_cols, row, vector * kVectorCols + col), "place", atom_cols, row,
+                    vector, col);
       }
       places.insert(place);
     }
   }
-  check::that(static_cast<int>(places.size()) == rows * chunk_cols / kPieceCols, "every piece has its own place");
-  check::that(*places.begin() == 0 && *places.rbegin() == rows * chunk_cols - kPieceCols, "the places fill the chunk");
+  check::that(static_cast<int>(places.size()) == rows * atom_cols / kVectorCols, "every piece has its own place");
+  check::that(*places.begin() == 0 && *places.rbegin() == rows * atom_cols - kVectorCols, "the places fill the chunk");
 }
 
 }  // namespace
 
 int main() {
-  for (int chunk_cols : {32, 64}) {
-    for (int rows : {16, 64, 96, 128}) check_chunk(chunk_cols, rows);
+  for (int atom_cols : {32, 64}) {
+    for (int rows : {16, 64, 96, 128}) check_chunk(atom_cols, rows);
   }
   return check::report();
 }

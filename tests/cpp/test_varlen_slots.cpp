@@ -12,7 +12,7 @@ namespace {
 void check_lengths(const std::vector<int>& offsets, int total_rows, int block_m) {
   const int batch = static_cast<int>(offsets.size()) - 1;
   const int slots = flash::varlen_slot_count(total_rows, batch, block_m);
-  check::that(flash::plan::row_blocks(true, batch, total_rows, block_m) == slots, "the grid has every slot", slots);
+  check::that(flash::plan::m_blocks(true, batch, total_rows, block_m) == slots, "the grid has every slot", slots);
   std::vector<int> bounds{0};
   bounds.insert(bounds.end(), offsets.begin(), offsets.end());
   bounds.push_back(total_rows);
@@ -47,12 +47,12 @@ void check_dense() {
       for (int block_m : {1, 4, 7, 16}) {
         int64_t blocks = 0;
         for (int row = 0; row < seqlen; row += block_m) ++blocks;
-        check::that(flash::plan::row_blocks(false, batch, seqlen, block_m) == batch * blocks, "dense row blocks", batch,
+        check::that(flash::plan::m_blocks(false, batch, seqlen, block_m) == batch * blocks, "dense row blocks", batch,
                     seqlen, block_m);
       }
     }
   }
-  check::that(flash::plan::row_blocks(false, 1 << 20, 0x7fffffff, 128) == (int64_t{1} << 20) * (1 << 24),
+  check::that(flash::plan::m_blocks(false, 1 << 20, 0x7fffffff, 128) == (int64_t{1} << 20) * (1 << 24),
               "dense row blocks beyond 32 bits");
 }
 

@@ -11,13 +11,13 @@
 namespace flash {
 
 // Contiguous and not initialised, on the device of `neighbor`.
-inline at::Tensor new_empty(const at::Tensor& neighbor, at::IntArrayRef shape, at::ScalarType dtype) {
-  return at::detail::empty_cuda(shape, dtype, neighbor.device(), std::nullopt);
+inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::detail::empty_cuda(shape, dtype, like.device(), std::nullopt);
 }
 
 // Zeroed on the current stream.
-inline at::Tensor new_zeros(const at::Tensor& neighbor, at::IntArrayRef shape, at::ScalarType dtype) {
-  at::Tensor tensor = new_empty(neighbor, shape, dtype);
+inline at::Tensor new_zeros(const at::Tensor& like, at::IntArrayRef shape, at::ScalarType dtype) {
+  at::Tensor tensor = new_empty(like, shape, dtype);
   if (tensor.nbytes() > 0) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     C10_CUDA_CHECK(cudaMemsetAsync(tensor.mutable_data_ptr(), 0, tensor.nbytes(), stream));

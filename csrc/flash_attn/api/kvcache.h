@@ -39,7 +39,7 @@ inline void set_params_partials(Flash_kvcache_params& params, const plan::Decode
                                 at::Tensor& workspace) {
   if (call.plan.has_value()) {
     int* const words = call.plan->mutable_data_ptr<int>();
-    params.schedule = reinterpret_cast<const KvHeader*>(words);
+    params.schedule = reinterpret_cast<const SchedHeader*>(words);
     set_params_workspace(params, plan, reinterpret_cast<float*>(words + plan.schedule_words));
   } else if (plan.workspace_words > 0) {
     workspace = new_empty(call.q, {plan.workspace_words}, at::kFloat);
@@ -109,8 +109,8 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
 // ---- a forward by the same kernels ----
 
 // k, v and out are those of `forward`.
-inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
-                                     const at::Tensor& v, const at::Tensor& out) {
+inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
+                                      const at::Tensor& v, const at::Tensor& out) {
   const plan::DecodeProblem problem = decode_problem(forward, q, k, v);
   const plan::DecodePlan plan = checked_decode_plan(problem, forward.device);
   Flash_kvcache_params params;
@@ -127,12 +127,12 @@ inline cudaError_t run_split_forward(const Flash_fwd_params& forward, const at::
     workspace = new_empty(q, {all_words}, at::kInt);
     int* const words = workspace.mutable_data_ptr<int>();
     if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
-    if (schedule_words > 0) params.schedule = reinterpret_cast<const KvHeader*>(words);
+    if (schedule_words > 0) params.schedule = reinterpret_cast<const SchedHeader*>(words);
     set_params_varlen_workspace(params, words + schedule_words + workspace_words);  // the schedule's kernel fills it
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (params.schedule != nullptr) {
-    const cudaError_t status = run_kvcache_plan(params, const_cast<KvHeader*>(params.schedule), stream);
+    const cudaError_t status = run_kvcache_plan(params, const_cast<SchedHeader*>(params.schedule), stream);
     if (status != cudaSuccess) return status;
   }
   return run_mha_fwd_split(params, q, stream);
@@ -166,7 +166,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
   set_params_plan(params, plan);
   params.seqlens_k = seqlens_k.const_data_ptr<int>();
   params.leftpad_k = int_or_null(leftpad_k);
-  KvHeader* const schedule = reinterpret_cast<KvHeader*>(result.mutable_data_ptr<int>());
+  SchedHeader* const schedule = reinterpret_cast<SchedHeader*>(result.mutable_data_ptr<int>());
   check_launch(run_kvcache_plan(params, schedule, c10::cuda::getCurrentCUDAStream().stream()), "kvcache_plan_kernel",
                seqlens_k);
   return result;

@@ -154,15 +154,15 @@ inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan
   params.row_tiles = plan.row_tiles;
   params.items = static_cast<int>(plan.items);
   params.thread_blocks = plan.thread_blocks;
-  params.least_share = plan.least_share;
-  params.cuts = plan.cuts;
+  params.min_blocks_per_cta = plan.min_blocks_per_cta;
+  params.split_points = plan.split_points;
   params.run_blocks = plan.run_blocks;
   params.max_runs = plan.max_runs;
   params.slot_rows = plan.slot_rows;
   params.merges = plan.combines;
-  params.merges_one_row = plan.combines_one_row;
+  params.combines_one_row = plan.combines_one_row;
   params.is_plain = plan.is_plain;
-  params.in_pairs = plan.in_pairs;
+  params.in_clusters = plan.in_clusters;
 }
 
 inline void set_params_workspace(Flash_kvcache_params& params, const plan::DecodePlan& plan, float* workspace) {

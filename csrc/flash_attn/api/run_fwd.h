@@ -22,15 +22,15 @@
 namespace flash {
 
 // Whether the choice hands out work tiles by a semaphore.
-inline bool draws_tiles(const Flash_fwd_params& params, const plan::FamilyChoice& choice) {
-  const bool uneven = params.window.right != kUnbounded || params.packs_keys();
-  const int64_t tiles = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
+inline bool uses_dynamic_scheduler(const Flash_fwd_params& params, const plan::FamilyChoice& choice) {
+  const bool uneven = params.window.right != kUnbounded || params.keys_packed();
+  const int64_t tiles = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, 128);
   return choice.family == plan::Family::kWgmma &&
-         plan::sm90_draws_tiles(params.max_head_dim(), uneven, choice.key_shares * tiles, params.multiprocessors);
+         plan::sm90_dynamic_scheduler(params.max_head_dim(), uneven, choice.num_splits * tiles, params.multiprocessors);
 }
 
 // Dropout takes the keys as they are.
-inline bool may_share_keys(const Flash_fwd_params& params) {
+inline bool may_split_kv(const Flash_fwd_params& params) {
   const plan::FwdVariant variant = params.has_score_mod ? plan::FwdVariant::kScoreMod : plan::FwdVariant::kOneWave;
   const plan::Sm90FwdTile tile = plan::sm90_fwd_tile(plan::wgmma_head_dim(params.max_head_dim()), variant);
   const bool reads_keys = !params.is_paged() || plan::sm90_reads_pages(tile, variant);
@@ -38,7 +38,7 @@ inline bool may_share_keys(const Flash_fwd_params& params) {
 }
 
 // The kernels of the KV cache have neither of these, and count packed rows in 32 bits.
-inline bool may_split_keys(const Flash_fwd_params& params) {
+inline bool may_use_decode_kernels(const Flash_fwd_params& params) {
   const int64_t rows = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.seqlen_q;
   return !params.has_dropout && params.sinks_ptr == nullptr && params.max_logit_ptr == nullptr &&
          rows * params.h_h_k_ratio <= kMaxLength;
@@ -68,31 +68,31 @@ inline const char* forced_family() { return ForcedFamily::current(); }
 
 inline plan::FamilyChoice choose_family(const Flash_fwd_params& params) {
   const plan::FamilyQuery query = plan::family_query(fwd_shape(params), compute_capability(params.device),
-                                                     may_split_keys(params), may_share_keys(params));
+                                                     may_use_decode_kernels(params), may_split_kv(params));
   return plan::choose_family(query, forced_family());
 }
 
 // What the wgmma family takes: `workspace` holds the results of the shares, if there are several.
-inline Flash_fwd_shares_params share_keys(const Flash_fwd_params& params, const plan::FamilyChoice& choice,
-                                          const at::Tensor& q, at::Tensor& workspace) {
-  Flash_fwd_shares_params shared;
+inline Flash_fwd_split_params set_splits(const Flash_fwd_params& params, const plan::FamilyChoice& choice,
+                                         const at::Tensor& q, at::Tensor& workspace) {
+  Flash_fwd_split_params shared;
   static_cast<Flash_fwd_params&>(shared) = params;
   shared.is_one_wave = choice.is_one_wave;
   shared.follows_prepare = params.is_varlen() || params.tile_count_semaphore != nullptr;
-  KeyShares& shares = shared.shares;
-  const int count = choice.key_shares;
-  shares.count = count;
+  KvSplits& splits = shared.splits;
+  const int count = choice.num_splits;
+  splits.count = count;
   if (count == 1) return shared;
-  shares.rows = fwd_shape(params).all_rows();
-  const int64_t results = count * shares.rows;
+  splits.rows = fwd_shape(params).all_rows();
+  const int64_t results = count * splits.rows;
   workspace = new_empty(q, {results * (params.d_v + 1)}, at::kFloat);
-  shares.out_ptr = workspace.mutable_data_ptr<float>();
-  shares.lse_ptr = shares.out_ptr + results * params.d_v;
+  splits.out_ptr = workspace.mutable_data_ptr<float>();
+  splits.lse_ptr = splits.out_ptr + results * params.d_v;
   return shared;
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_wgmma(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+cudaError_t run_mha_fwd_wgmma(const Flash_fwd_split_params& params, cudaStream_t stream) {
   constexpr plan::Sm90FwdTile kPair = plan::kSm90ValueDimTile;
   if constexpr (kHeadDim == kPair.head_dim) {
     if (plan::is_value_dim_pair(params.d, params.d_v)) {
@@ -108,9 +108,9 @@ cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd
                                cudaStream_t stream) {
   if (choice.family == plan::Family::kWgmma) {
     at::Tensor workspace;
-    const Flash_fwd_shares_params shared = share_keys(params, choice, q, workspace);
+    const Flash_fwd_split_params shared = set_splits(params, choice, q, workspace);
     cudaError_t status = run_mha_fwd_wgmma<kDtype, kHeadDim>(shared, stream);
-    if (status == cudaSuccess && shared.shares.count > 1) status = run_fwd_merge_<kDtype>(shared, stream);
+    if (status == cudaSuccess && shared.splits.count > 1) status = run_fwd_combine_<kDtype>(shared, stream);
     if (status != cudaErrorNotSupported) return status;
   }
   return params.d == params.d_v ? run_mha_fwd_<kDtype, kHeadDim>(params, stream) : cudaErrorNotSupported;
@@ -120,7 +120,7 @@ cudaError_t run_mha_fwd_family(const plan::FamilyChoice& choice, const Flash_fwd
 inline bool run_mha_fwd(const plan::FamilyChoice& choice, Flash_fwd_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   at::Tensor workspace;
-  check_launch(prepare(params, draws_tiles(params, choice), q, workspace), "prepare_kernel", q);
+  check_launch(prepare(params, uses_dynamic_scheduler(params, choice), q, workspace), "prepare_kernel", q);
   const bool is_fp16 = q.scalar_type() == at::kHalf;
   const cudaError_t status = FP16_SWITCH(is_fp16, [&] {
     return HEADDIM_SWITCH(params.max_head_dim(),

@@ -45,15 +45,15 @@ struct Visibility {
 
 // The limits of rows that follow each other, in 32 bits: row i of them, counted from the first one, sees the keys of
 // its sequence in [begin + i, end + i). For up to 2^30 rows.
-struct RowLimits {
+struct ColBounds {
   static constexpr int kFar = 0x3fffffff;  // of sides that are open: beyond all keys
 
   int begin = -kFar;
   int end = kFar;
 };
 
-FLASH_HOST_DEVICE constexpr RowLimits row_limits(const Visibility& visibility, int first_row) {
-  constexpr int64_t kFar = RowLimits::kFar;
+FLASH_HOST_DEVICE constexpr ColBounds col_bounds(const Visibility& visibility, int first_row) {
+  constexpr int64_t kFar = ColBounds::kFar;
   const auto near = [](int64_t key) { return static_cast<int>(key < -kFar ? -kFar : key > kFar ? kFar : key); };
   const Window& window = visibility.window;
   const int64_t diagonal = visibility.diagonal(first_row);
@@ -63,11 +63,11 @@ FLASH_HOST_DEVICE constexpr RowLimits row_limits(const Visibility& visibility, i
 
 // Whether a key before `key_end` is behind what some row with these limits sees: both limits grow with the row, so the
 // first row says it. And whether one from `key_begin` on is before what some of `rows` rows sees, as the last row says.
-FLASH_HOST_DEVICE constexpr bool hides_right(const RowLimits& limits, int seqlen_k, int key_end) {
-  return (limits.end < seqlen_k ? limits.end : seqlen_k) < key_end;
+FLASH_HOST_DEVICE constexpr bool masks_right(const ColBounds& bounds, int seqlen_k, int key_end) {
+  return (bounds.end < seqlen_k ? bounds.end : seqlen_k) < key_end;
 }
-FLASH_HOST_DEVICE constexpr bool hides_left(const RowLimits& limits, int rows, int key_begin) {
-  return limits.begin + (rows - 1) > key_begin;
+FLASH_HOST_DEVICE constexpr bool masks_left(const ColBounds& bounds, int rows, int key_begin) {
+  return bounds.begin + (rows - 1) > key_begin;
 }
 
 // The key blocks of one row block, walked "edges first": blocks that some row sees only in part come before the
@@ -76,39 +76,39 @@ FLASH_HOST_DEVICE constexpr bool hides_left(const RowLimits& limits, int rows, i
 struct BlockRange {
   int begin = 0;           // first visited block
   int end = 0;             // one past the last visited block; nothing is visited when end <= begin
-  int interior_begin = 0;  // blocks [interior_begin, interior_end) are visible to every row
-  int interior_end = 0;
+  int unmasked_begin = 0;  // blocks [unmasked_begin, unmasked_end) are visible to every row
+  int unmasked_end = 0;
 
   FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
-  FLASH_HOST_DEVICE constexpr int edge_count() const { return count() - (interior_end - interior_begin); }
+  FLASH_HOST_DEVICE constexpr int masked_count() const { return count() - (unmasked_end - unmasked_begin); }
 
   // The block visited at `step` in [0, count()): the right edge, then the left edge, then the interior, each downwards.
   FLASH_HOST_DEVICE constexpr int block_at(int step) const {
-    const int right_edges = end - interior_end;
-    if (step < right_edges) return end - 1 - step;
-    const int edges = edge_count();
-    if (step < edges) return interior_begin - 1 - (step - right_edges);
-    return interior_end - 1 - (step - edges);
+    const int masked_right_count = end - unmasked_end;
+    if (step < masked_right_count) return end - 1 - step;
+    const int masked_blocks = masked_count();
+    if (step < masked_blocks) return unmasked_begin - 1 - (step - masked_right_count);
+    return unmasked_end - 1 - (step - masked_blocks);
   }
 
   // The other way round, upwards: the interior, the left edge, the right edge. Thread blocks that start together read
   // the same keys at the same time.
-  FLASH_HOST_DEVICE constexpr int block_interior_first(int step) const {
-    const int interior = interior_end - interior_begin;
-    if (step < interior) return interior_begin + step;
-    const int edge = step - interior;
-    const int left_edges = interior_begin - begin;
-    return edge < left_edges ? begin + edge : interior_end + edge - left_edges;
+  FLASH_HOST_DEVICE constexpr int block_unmasked_first(int step) const {
+    const int unmasked = unmasked_end - unmasked_begin;
+    if (step < unmasked) return unmasked_begin + step;
+    const int masked_index = step - unmasked;
+    const int masked_left_count = unmasked_begin - begin;
+    return masked_index < masked_left_count ? begin + masked_index : unmasked_end + masked_index - masked_left_count;
   }
 
   // The edge that it visits after another one.
-  FLASH_HOST_DEVICE constexpr int next_edge(int block) const {
-    return block + 1 == interior_begin ? interior_end : block + 1;
+  FLASH_HOST_DEVICE constexpr int next_masked(int block) const {
+    return block + 1 == unmasked_begin ? unmasked_end : block + 1;
   }
 };
 
 // The most key blocks that are whole behind a window for all rows of a row block; 1 if a side is open.
-FLASH_HOST_DEVICE constexpr int most_interior_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
+FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
   if (window.left == kUnbounded || window.right == kUnbounded) return 1;
   const int64_t shown = int64_t{window.left} + window.right + 2 - block_m;  // to the first row and to the last
   const int64_t blocks = (shown < seqlen_k ? shown : seqlen_k) / block_n;
@@ -116,54 +116,54 @@ FLASH_HOST_DEVICE constexpr int most_interior_blocks(const Window& window, int s
 }
 
 // Share `share` of `shares` of a walk's blocks, which are as long as they can be: the last ones may have none.
-FLASH_HOST_DEVICE constexpr BlockRange share_of(const BlockRange& range, int share, int shares) {
-  const int length = (range.count() + shares - 1) / shares;
-  const int64_t first = range.begin + static_cast<int64_t>(share) * length;
+FLASH_HOST_DEVICE constexpr BlockRange split_range(const BlockRange& range, int split, int splits) {
+  const int length = (range.count() + splits - 1) / splits;
+  const int64_t first = range.begin + static_cast<int64_t>(split) * length;
   BlockRange own;
   own.begin = first < range.end ? static_cast<int>(first) : range.end;
   own.end = range.end - own.begin < length ? range.end : own.begin + length;
   const auto within = [&own](int block) { return block < own.begin ? own.begin : block > own.end ? own.end : block; };
-  own.interior_begin = within(range.interior_begin);
-  own.interior_end = within(range.interior_end);
+  own.unmasked_begin = within(range.unmasked_begin);
+  own.unmasked_end = within(range.unmasked_end);
   return own;
 }
 
-// block_interior_first(), but for one block that comes before all others; or with an interior that is loaded from
+// block_unmasked_first(), but for one block that comes before all others; or with an interior that is loaded from
 // another block on than its first, which only those who load need to know: interior blocks are computed alike.
-struct KeyWalk {
+struct KvBlockOrder {
   BlockRange range;
-  int first = 0;  // its step in block_interior_first()
+  int first = 0;  // its step in block_unmasked_first()
   int shift = 0;  // of the interior's beginning
 
   FLASH_HOST_DEVICE constexpr int count() const { return range.count(); }
-  FLASH_HOST_DEVICE constexpr int interior() const { return range.interior_end - range.interior_begin; }
+  FLASH_HOST_DEVICE constexpr int unmasked() const { return range.unmasked_end - range.unmasked_begin; }
   FLASH_HOST_DEVICE constexpr int block(int step) const {
-    return range.block_interior_first(step > first ? step : step == 0 ? first : step - 1);
+    return range.block_unmasked_first(step > first ? step : step == 0 ? first : step - 1);
   }
 
   // The block to load for a step, of a walk without a block that comes first.
-  FLASH_HOST_DEVICE constexpr int loaded_block(int step) const {
-    if (step >= interior()) return range.block_interior_first(step);
-    const int block = range.interior_begin + shift + step;
-    return block < range.interior_end ? block : block - interior();
+  FLASH_HOST_DEVICE constexpr int block_to_load(int step) const {
+    if (step >= unmasked()) return range.block_unmasked_first(step);
+    const int block = range.unmasked_begin + shift + step;
+    return block < range.unmasked_end ? block : block - unmasked();
   }
 
-  // The steps after the first one that visit interior blocks are [1, interior_steps_end()).
-  FLASH_HOST_DEVICE constexpr int interior_steps_end() const { return interior() + (first >= interior()); }
+  // The steps after the first one that visit interior blocks are [1, unmasked_steps_end()).
+  FLASH_HOST_DEVICE constexpr int unmasked_steps_end() const { return unmasked() + (first >= unmasked()); }
 
   // Begins with a visited block.
-  FLASH_HOST_DEVICE constexpr void begin_with(int block) {
-    first = block < range.interior_begin ? interior() + block - range.begin
-            : block < range.interior_end ? block - range.interior_begin
+  FLASH_HOST_DEVICE constexpr void start_at(int block) {
+    first = block < range.unmasked_begin ? unmasked() + block - range.begin
+            : block < range.unmasked_end ? block - range.unmasked_begin
                                          : block - range.begin;
   }
 
-  // The interior from the block on, if there is one, whose number is a multiple of most_interior_blocks(), `apart`. Row
+  // The interior from the block on, if there is one, whose number is a multiple of max_unmasked_blocks(), `apart`. Row
   // blocks behind a window, each of which sees other keys, so read the same ones at the same time when they start
   // together: each key comes from memory once, and not all of them do at once.
-  FLASH_HOST_DEVICE void align_interior(const FastDiv& apart) {
-    const int next = apart.divide(range.interior_begin + apart.divisor - 1) * apart.divisor - range.interior_begin;
-    shift = next < interior() ? next : 0;
+  FLASH_HOST_DEVICE void align_unmasked(const FastDiv& apart) {
+    const int next = apart.divide(range.unmasked_begin + apart.divisor - 1) * apart.divisor - range.unmasked_begin;
+    shift = next < unmasked() ? next : 0;
   }
 };
 
@@ -176,9 +176,9 @@ FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility,
   range.begin = visibility.key_begin(row_begin) / block_n;
   range.end = (visibility.key_end(last_row) + block_n - 1) / block_n;
   if (range.end <= range.begin) return BlockRange{};
-  range.interior_begin = (visibility.key_begin(last_row) + block_n - 1) / block_n;
-  range.interior_end = visibility.key_end(row_begin) / block_n;
-  if (range.interior_end <= range.interior_begin) range.interior_begin = range.interior_end = range.begin;
+  range.unmasked_begin = (visibility.key_begin(last_row) + block_n - 1) / block_n;
+  range.unmasked_end = visibility.key_end(row_begin) / block_n;
+  if (range.unmasked_end <= range.unmasked_begin) range.unmasked_begin = range.unmasked_end = range.begin;
   return range;
 }
 
@@ -211,7 +211,7 @@ FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int
 }
 
 // The row blocks of which every row sees all keys [key_begin, key_end): their scores need no mask.
-FLASH_HOST_DEVICE constexpr RowRange interior_rows(const Visibility& visibility, int key_begin, int key_end,
+FLASH_HOST_DEVICE constexpr RowRange unmasked_rows(const Visibility& visibility, int key_begin, int key_end,
                                                    int block_m) {
   const int seqlen_q = visibility.seqlen_q;
   const int64_t shift = static_cast<int64_t>(visibility.seqlen_k) - seqlen_q;

@@ -48,31 +48,30 @@ struct BwdGrid {
   FastDiv heads_k;
 };
 
-struct RowStep {
+struct QStep {
   int head;
   int row_block;
 };
 
 // The steps of one thread block: its row blocks from the last to the first, and for each of them the query heads of the
 // group, which read the same keys.
-struct RowWalk {
+struct QBlockOrder {
   RowRange rows;
   int first_head = 0;
   int heads = 1;
 
   FLASH_HOST_DEVICE constexpr int count() const { return (rows.end - rows.begin) * heads; }
-  FLASH_HOST_DEVICE constexpr RowStep start() const { return {first_head, rows.end - 1}; }
+  FLASH_HOST_DEVICE constexpr QStep start() const { return {first_head, rows.end - 1}; }
 
   // Returns whether the next step has other rows.
-  FLASH_HOST_DEVICE constexpr bool advance(RowStep& at) const {
+  FLASH_HOST_DEVICE constexpr bool advance(QStep& at) const {
     const bool other_rows = ++at.head == first_head + heads;
     if (other_rows) at = {first_head, at.row_block - 1};
     return other_rows;
   }
 
-  FLASH_HOST_DEVICE constexpr RowStep before(const RowStep& at) const {
-    return at.head > first_head ? RowStep{at.head - 1, at.row_block}
-                                : RowStep{first_head + heads - 1, at.row_block + 1};
+  FLASH_HOST_DEVICE constexpr QStep before(const QStep& at) const {
+    return at.head > first_head ? QStep{at.head - 1, at.row_block} : QStep{first_head + heads - 1, at.row_block + 1};
   }
 
   // By how much a pointer into a tensor of these strides moves with advance().
@@ -83,8 +82,8 @@ struct RowWalk {
 };
 
 // How many thread blocks add to the dQ of a row block before the one of `n_block`, which visits it.
-FLASH_HOST_DEVICE constexpr int dq_turn(const Visibility& visibility, int row_block, int n_block, int block_m,
-                                        int block_n) {
+FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int row_block, int n_block,
+                                                   int block_m, int block_n) {
   return n_block - visibility.key_begin(row_block * block_m) / block_n;
 }
 

@@ -46,18 +46,18 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
 }
 
 // The words of a row, or of a pair of columns. Of 16 columns, two pairs that are four apart have the same coarse word.
-struct alignas(8) DropoutWords {
+struct alignas(8) RandomBits {
   uint32_t fine;
   uint32_t coarse;
 };
 
-FLASH_HOST_DEVICE DropoutWords dropout_row(const DropoutStream& stream, int row) {
+FLASH_HOST_DEVICE RandomBits dropout_row(const DropoutStream& stream, int row) {
   const uint32_t coarse = murmur3_finalizer(static_cast<uint32_t>(row) ^ stream.row_key[0]) + stream.row_key[1];
   return {murmur3_finalizer(coarse) | 1, coarse};
 }
 
 // Fine words of the same coarse one differ by an odd number, so that their products with a random row are independent.
-FLASH_HOST_DEVICE DropoutWords dropout_column_pair(const DropoutStream& stream, int pair) {
+FLASH_HOST_DEVICE RandomBits dropout_column_pair(const DropoutStream& stream, int pair) {
   const uint32_t odd = static_cast<uint32_t>(pair) / 4 % 2, first = static_cast<uint32_t>(pair) - 4 * odd;
   const uint32_t coarse = murmur3_finalizer(murmur3_finalizer(first ^ stream.col_key[0]) + stream.col_key[1]);
   return {(murmur3_finalizer(coarse + odd) & ~1u) | odd, coarse | 1};
@@ -73,31 +73,31 @@ FLASH_HOST_DEVICE uint32_t swap_halves(uint32_t word) {
 
 // Two uniforms of 15 bits, each below a bit that does not count: of a row and a pair of columns, the even one's in the
 // lower half. A product knows little in its lower half, so the other one lies the other way round.
-FLASH_HOST_DEVICE uint32_t dropout_uniforms(const DropoutWords& row, const DropoutWords& column_pair) {
+FLASH_HOST_DEVICE uint32_t dropout_uniforms(const RandomBits& row, const RandomBits& column_pair) {
   return row.fine * column_pair.fine + swap_halves(row.coarse * column_pair.coarse);
 }
 
 // A uniform below its row's limit stands for the rarer of the two outcomes, which is to be kept where the probability
 // is above one half. So limits are at most 2^14, and comparable as numbers of 16 bits: none of them is a NaN.
-FLASH_HOST_DEVICE bool dropout_draws_kept(uint32_t threshold) { return threshold > 0x80000000u; }
+FLASH_HOST_DEVICE bool dropout_rare_is_kept(uint32_t threshold) { return threshold > 0x80000000u; }
 
 // 2^15 times the probability of the rarer outcome, rounded up or down by random bits of the row, so that it is exact on
 // the average.
-FLASH_HOST_DEVICE uint32_t dropout_limit(const DropoutWords& row, uint32_t threshold) {
-  const uint32_t rarer = dropout_draws_kept(threshold) ? 0u - threshold : threshold;
+FLASH_HOST_DEVICE uint32_t dropout_limit(const RandomBits& row, uint32_t threshold) {
+  const uint32_t rarer = dropout_rare_is_kept(threshold) ? 0u - threshold : threshold;
   return (rarer + (row.fine >> 15)) >> 17;
 }
 
 // Of a uniform that was drawn for a column: whether that column is kept.
-FLASH_HOST_DEVICE bool dropout_keeps(uint32_t uniforms, int col, uint32_t limit, bool draws_kept) {
+FLASH_HOST_DEVICE bool dropout_keeps(uint32_t uniforms, int col, uint32_t limit, bool rare_is_kept) {
   const int shift = col % 2 * 16;
-  return ((uniforms & (0x7FFFu << shift)) >= limit << shift) != draws_kept;
+  return ((uniforms & (0x7FFFu << shift)) >= limit << shift) != rare_is_kept;
 }
 
 FLASH_HOST_DEVICE bool dropout_keeps(const DropoutStream& stream, int row, int col, uint32_t threshold) {
-  const DropoutWords row_words = dropout_row(stream, row);
-  return dropout_keeps(dropout_uniforms(row_words, dropout_column_pair(stream, col / 2)), col,
-                       dropout_limit(row_words, threshold), dropout_draws_kept(threshold));
+  const RandomBits row_bits = dropout_row(stream, row);
+  return dropout_keeps(dropout_uniforms(row_bits, dropout_column_pair(stream, col / 2)), col,
+                       dropout_limit(row_bits, threshold), dropout_rare_is_kept(threshold));
 }
 
 }  // namespace flash

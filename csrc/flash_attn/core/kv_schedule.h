@@ -13,23 +13,23 @@
 namespace flash {
 
 // Where a tile may be cut.
-enum class CutRule : int {
+enum class SplitRule : int {
   kAnywhere,  // between any two blocks, but tiles of at most `value` blocks stay whole
   kParts,     // into at most `value` parts of equal size
   kChunks,    // where the block index is a multiple of `value`
   kWhole      // nowhere
 };
 
-struct KvCuts {
-  CutRule rule = CutRule::kWhole;
+struct SplitPoints {
+  SplitRule rule = SplitRule::kWhole;
   int value = 0;
 
   // The first permitted cut at or after `offset` of a tile of `count` blocks whose first block is `first_block`.
   FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
     if (offset <= 0) return 0;
-    if (offset >= count || rule == CutRule::kWhole) return count;
-    if (rule == CutRule::kAnywhere) return count <= value ? count : offset;
-    if (rule == CutRule::kChunks) {
+    if (offset >= count || rule == SplitRule::kWhole) return count;
+    if (rule == SplitRule::kAnywhere) return count <= value ? count : offset;
+    if (rule == SplitRule::kChunks) {
       const int64_t block = static_cast<int64_t>(first_block) + offset;
       const int64_t cut = (block + value - 1) / value * value - first_block;
       return cut < count ? static_cast<int>(cut) : count;
@@ -41,7 +41,7 @@ struct KvCuts {
 };
 
 // Blocks [from, to) of a tile, counted from its first one.
-struct KvSegment {
+struct BlockSpan {
   int from = 0;
   int to = 0;
 
@@ -59,43 +59,43 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int offset, int count) {
 }
 
 // What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
-FLASH_HOST_DEVICE constexpr KvSegment kv_segment(const KvCuts& cuts, int first_block, int count, int64_t tile_begin,
-                                                 int64_t share, int index) {
-  KvSegment segment;
-  segment.from = cuts.next(first_block, count, clamp_offset(index * share - tile_begin, count));
-  segment.to = cuts.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
+FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
+                                                 int64_t tile_begin, int64_t share, int index) {
+  BlockSpan segment;
+  segment.from = split_points.next(first_block, count, clamp_offset(index * share - tile_begin, count));
+  segment.to = split_points.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
   return segment;
 }
 
-// kv_segment() of a tile that is cut anywhere or nowhere. Place: int64_t, or int in a line of fewer than
+// block_span() of a tile that is cut anywhere or nowhere. Place: int64_t, or int in a line of fewer than
 // kMostShortPlaces places, which takes half of the instructions.
 constexpr int kMostShortPlaces = 1 << 30;
 
 template <class Place>
-FLASH_HOST_DEVICE constexpr KvSegment kv_free_segment(const KvCuts& cuts, int count, Place tile_begin, Place share,
-                                                      int index) {
+FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(const SplitPoints& split_points, int count, Place tile_begin,
+                                                      Place share, int index) {
   const Place first = index * share - tile_begin;
-  const KvSegment segment{clamp_offset(first, count), clamp_offset(first + share, count)};
-  if (cuts.rule == CutRule::kAnywhere && count > cuts.value) return segment;
+  const BlockSpan segment{clamp_offset(first, count), clamp_offset(first + share, count)};
+  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return segment;
   return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
 }
 
 // Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
 // where thread blocks are launched in pairs, these two merge it.
-FLASH_HOST_DEVICE constexpr bool kv_is_half(const KvSegment& segment, int count, int64_t share, int index) {
+FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& segment, int count, int64_t share, int index) {
   return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
 }
 
 // Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
 // leaves at most one other tile unfinished (slot 1).
-FLASH_HOST_DEVICE constexpr int kv_slot(int index, const KvSegment& segment) {
+FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
   return 2 * index + (segment.from == 0 ? 1 : 0);
 }
 
 // Blocks of the line for each thread block.
-FLASH_HOST_DEVICE constexpr int64_t kv_share(int64_t total, int thread_blocks, int64_t least_share) {
+FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
   const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
-  return share > least_share ? share : least_share;
+  return share > min_blocks_per_cta ? share : min_blocks_per_cta;
 }
 
 // The combine of tiles that were cut anywhere. A warp reads so many parts of a row at once; where a tile has more of
@@ -117,21 +117,21 @@ FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& h
 }
 
 // Thread blocks of the combine.
-constexpr int64_t kv_combine_grid(CutRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
+constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
                                   int slot_rows, bool one_row) {
   const int64_t tiles = static_cast<int64_t>(items) * heads_k;
-  if (rule == CutRule::kChunks) return tiles;
+  if (rule == SplitRule::kChunks) return tiles;
   const bool by_tile = !is_varlen && kv_has_few_tiles(items, heads_k, thread_blocks);
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
 // A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.
-struct KvHeader {
+struct SchedHeader {
   int64_t share = 1;
   int64_t total = 0;
 };
 
-struct KvRecord {
+struct SchedEntry {
   int64_t item_begin = 0;  // place in the line of the item in which the stretch begins
   int item = 0;            // sequence * row tiles + row tile; items that do not exist begin no stretch
   int padding = 0;

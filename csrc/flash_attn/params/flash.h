@@ -14,7 +14,7 @@ namespace flash {
 
 // How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
 // to 2^8 are as exact as those up to 1.
-constexpr float kSoftmaxSlackLog2 = 8.0f;
+constexpr float kRescaleThresholdLog2 = 8.0f;
 
 enum class Dtype { kFp16, kBf16 };
 
@@ -86,7 +86,8 @@ struct Flash_fwd_params {
   // of raw scores otherwise.
   bool has_score_mod = false;
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
-  float softmax_slack_log2 = kSoftmaxSlackLog2;  // 0 where max_logit is wanted: the references are then the maxima
+  float rescale_threshold_log2 =
+      kRescaleThresholdLog2;  // 0 where max_logit is wanted: the references are then the maxima
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
   const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none
@@ -105,21 +106,21 @@ struct Flash_fwd_params {
 
   FLASH_HOST_DEVICE int max_head_dim() const { return d > d_v ? d : d_v; }
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
-  FLASH_HOST_DEVICE bool packs_keys() const { return is_varlen() || varlen.key_ranges != nullptr; }
+  FLASH_HOST_DEVICE bool keys_packed() const { return is_varlen() || varlen.key_ranges != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
-// Shares of the keys of each row block. A share is a tile of its own, with a result of its own that run_fwd_merge_()
+// Shares of the keys of each row block. A share is a tile of its own, with a result of its own that run_fwd_combine_()
 // merges with the others'.
-struct KeyShares {
+struct KvSplits {
   int count = 1;
   int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
   float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); unused where a share has no key that the row sees
   float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
 };
 
-struct Flash_fwd_shares_params : Flash_fwd_params {
-  KeyShares shares;
+struct Flash_fwd_split_params : Flash_fwd_params {
+  KvSplits splits;
   bool follows_prepare = false;  // run_prepare() was the last launch of the stream
   bool is_one_wave = false;      // of row tiles, for the variants that have a kernel for it
 };
@@ -137,9 +138,9 @@ struct Flash_bwd_params : Flash_fwd_params {
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr =
-      nullptr;                               // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
-  int* __restrict__ dq_turns_ptr = nullptr;  // deterministic: contributions to each tile so far
-  float4* workspace_ptr = nullptr;           // dq_accum, turns and tile_count_semaphore: run_softmax_d_ clears it
+      nullptr;  // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
+  int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
+  float4* workspace_ptr = nullptr;               // dq_accum, turns and tile_count_semaphore: run_softmax_d_ clears it
   int64_t workspace_vectors = 0;
 };
 
@@ -158,17 +159,17 @@ cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
 // kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod. More than one
 // share of the keys: its results are those of the shares.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_shares_params& params, cudaStream_t stream);
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, cudaStream_t stream);
 
 // Output and LSE from the results of all shares.
 template <Dtype kDtype>
-cudaError_t run_fwd_merge_(const Flash_fwd_shares_params& params, cudaStream_t stream);
+cudaError_t run_fwd_combine_(const Flash_fwd_split_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
 
 // The same by the wgmma family, for head dims of plan::sm90_bwd_tile(); the dQ tiles are that family's too, or none
-// where plan::prefers_shared_dq().
+// where plan::prefers_dq_in_smem().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
 

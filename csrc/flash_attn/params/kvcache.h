@@ -46,15 +46,15 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int tile_rows = 0, block_n = 0, padded_dim = 0;
   int stages = 0;
   int thread_blocks = 0;
-  int64_t least_share = 1;
-  KvCuts cuts;
+  int64_t min_blocks_per_cta = 1;
+  SplitPoints split_points;
   int run_blocks = kUnbounded;  // key blocks that are summed before they are merged, at fixed places
   int max_runs = 0;             // slots of a tile when cuts.rule is kChunks
   int slot_rows = 0;
-  bool merges = false;          // some tile may be cut
-  bool in_pairs = false;        // thread blocks are launched in pairs (kernels/decode/block_pair.h)
-  bool merges_one_row = false;  // by a thread block of the merge
-  const KvHeader* __restrict__ schedule =
+  bool merges = false;            // some tile may be cut
+  bool in_clusters = false;       // thread blocks are launched in pairs (kernels/decode/cluster_pair.h)
+  bool combines_one_row = false;  // by a thread block of the merge
+  const SchedHeader* __restrict__ schedule =
       nullptr;                     // a plan's header and records; null: every thread block finds its own
   float* partial_o = nullptr;      // (slots, slot_rows, padded head dim)
   float* partial_stats = nullptr;  // (slots, slot_rows, 2): maximum of the raw scores, sum of exponentials
@@ -80,7 +80,7 @@ cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t 
 
 // Merges the tiles that were cut.
 template <Dtype kDtype>
-cudaError_t run_kvcache_merge_(const Flash_kvcache_params& params, cudaStream_t stream);
+cudaError_t run_decode_combine_(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Writes the new rows into the cache.
 template <Dtype kDtype>
@@ -96,7 +96,7 @@ template <Dtype kDtype>
 cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
 
 // Fills `schedule` (header and records).
-cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream);
+cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);
 
 enum class CombineType { kFp32, kFp16, kBf16 };
 

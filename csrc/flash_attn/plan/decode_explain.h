@@ -21,11 +21,11 @@ inline const char* family_name(Family family) {
   }
 }
 
-inline const char* cut_rule_name(CutRule rule) {
+inline const char* cut_rule_name(SplitRule rule) {
   switch (rule) {
-    case CutRule::kAnywhere: return "anywhere";
-    case CutRule::kParts: return "equal splits";
-    case CutRule::kChunks: return "fixed splits";
+    case SplitRule::kAnywhere: return "anywhere";
+    case SplitRule::kParts: return "equal splits";
+    case SplitRule::kChunks: return "fixed splits";
     default: return "nowhere";
   }
 }
@@ -41,12 +41,12 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   result["stages"] = int64_t{plan.stages};
   result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
-  result["cluster"] = int64_t{plan.in_pairs ? 2 : 1};
+  result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
   result["work_tiles"] = plan.items * problem.heads_k;
-  result["least_blocks"] = plan.least_share;  // key blocks of a thread block, unless the work is less
-  result["split"] = std::string(cut_rule_name(plan.cuts.rule));
-  if (plan.cuts.rule == CutRule::kParts) result["num_splits"] = int64_t{plan.cuts.value};
-  if (plan.cuts.rule == CutRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.cuts.value};
+  result["least_blocks"] = plan.min_blocks_per_cta;  // key blocks of a thread block, unless the work is less
+  result["split"] = std::string(cut_rule_name(plan.split_points.rule));
+  if (plan.split_points.rule == SplitRule::kParts) result["num_splits"] = int64_t{plan.split_points.value};
+  if (plan.split_points.rule == SplitRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.split_points.value};
   if (plan.run_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.run_blocks};
   result["combines"] = plan.combines;
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
@@ -62,7 +62,7 @@ inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan)
   result["workspace_bytes"] = 4 * plan.workspace_words;
   if (plan.kernel == DecodeKernel::kSplitKv) explain_split(problem, plan, result);
   if (plan.kernel == DecodeKernel::kForward) {
-    result["num_splits"] = int64_t{plan.forward.key_shares};
+    result["num_splits"] = int64_t{plan.forward.num_splits};
     result["one_wave"] = plan.forward.is_one_wave;
   }
   return result;

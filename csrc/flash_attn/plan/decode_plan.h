@@ -86,9 +86,9 @@ struct DecodePlan {
   int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
   bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
-  bool combines_one_row;  // by a thread block of the combine, whose warps add up parts each
-  int64_t least_share;    // key blocks of a thread block
-  KvCuts cuts;
+  bool combines_one_row;       // by a thread block of the combine, whose warps add up parts each
+  int64_t min_blocks_per_cta;  // key blocks of a thread block
+  SplitPoints split_points;
   int run_blocks;           // batch-invariant: key blocks that are summed before they are merged; else unbounded
   int max_runs;             // of one tile, when cuts.rule is kChunks
   int slot_rows;            // rows of a partial result
@@ -104,13 +104,13 @@ struct DecodePlan {
   bool appends;          // a pass writes the new rows into the cache
   bool rotates;          // kForward: a pass rotates the queries
   bool is_plain;         // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
-  bool in_pairs;         // kSplitKv: thread blocks are launched as clusters of two (kernels/decode/block_pair.h)
+  bool in_clusters;      // kSplitKv: thread blocks are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
 // A thread block should have this many bytes of K and V to read, else the combine costs more than the split saves; half
 // as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
 // bandwidth.
-constexpr int64_t kLeastShareBytes = 128 * 1024;
+constexpr int64_t kMinCtaBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
 constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
@@ -126,15 +126,16 @@ constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
 
 // Thread blocks among which the line of work is split: as many as are resident, or somewhat fewer where tiles of equal
 // lengths then need no cut and no combine.
-constexpr int64_t kv_sharing_blocks(int64_t tiles, int64_t resident) {
+constexpr int64_t splitting_ctas(int64_t tiles, int64_t resident) {
   const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
   return whole * 10 >= resident * 9 ? whole : resident;
 }
 
-// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them (kv_is_half()):
-// shares are rounded up, so that with somewhat more thread blocks than two for each tile they still are halves of tiles
-// of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter ones, pairs do not pay.
-constexpr bool kv_in_pairs(int64_t tiles, int64_t thread_blocks) {
+// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them
+// (kv_is_cluster_half()): shares are rounded up, so that with somewhat more thread blocks than two for each tile they
+// still are halves of tiles of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter
+// ones, pairs do not pay.
+constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
   return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
 }
 
@@ -157,26 +158,26 @@ constexpr void plan_splits(const DecodeProblem& problem, const Device& device, b
   const int block_n = kv_block_n(tile);
   // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kLeastShareBytes / 2 : kLeastShareBytes;
-  plan.least_share = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
+  plan.min_blocks_per_cta = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
   // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
   const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
-  const int64_t sharing = even ? kv_sharing_blocks(tiles, resident) : resident;
-  const int64_t useful = ceil_div(most_blocks, plan.least_share);
+  const int64_t sharing = even ? splitting_ctas(tiles, resident) : resident;
+  const int64_t useful = ceil_div(most_blocks, plan.min_blocks_per_cta);
   plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
   // Decides in which order more than kCombineLoads parts are added up: by the mean, as a dense batch would.
   const int64_t mean_blocks =
       tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
-  const int64_t parts = ceil_div(mean_blocks, plan.least_share);
+  const int64_t parts = ceil_div(mean_blocks, plan.min_blocks_per_cta);
   plan.combines_one_row = tiles * kCombineLoads < (parts < sharing ? parts : sharing);
-  plan.in_pairs = even && kv_in_pairs(tiles, plan.thread_blocks);
+  plan.in_clusters = even && kv_in_clusters(tiles, plan.thread_blocks);
   plan.run_blocks = kUnbounded;
-  plan.cuts = even                      ? KvCuts{CutRule::kAnywhere, static_cast<int>(2 * plan.least_share)}
-              : problem.num_splits == 1 ? KvCuts{CutRule::kWhole, 0}
-                                        : KvCuts{CutRule::kParts, problem.num_splits};
-  plan.slots = plan.cuts.rule == CutRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
+  plan.split_points = even ? SplitPoints{SplitRule::kAnywhere, static_cast<int>(2 * plan.min_blocks_per_cta)}
+                      : problem.num_splits == 1 ? SplitPoints{SplitRule::kWhole, 0}
+                                                : SplitPoints{SplitRule::kParts, problem.num_splits};
+  plan.slots = plan.split_points.rule == SplitRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
 }
 
 // Batch-invariant: a tile is cut between all its runs, or not at all where it has one, where the call asks for no
@@ -190,15 +191,15 @@ constexpr void plan_runs(const DecodeProblem& problem, DecodePlan& plan) {
   const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
   const bool fits = slot_bytes == 0 || slots <= kMaxRunWorkspaceBytes / slot_bytes;
   const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
-  plan.cuts = cut ? KvCuts{CutRule::kChunks, plan.run_blocks} : KvCuts{CutRule::kWhole, 0};
+  plan.split_points = cut ? SplitPoints{SplitRule::kChunks, plan.run_blocks} : SplitPoints{SplitRule::kWhole, 0};
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
 // Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
-constexpr bool kv_may_cut(const KvCuts& cuts, int64_t most_blocks) {
-  switch (cuts.rule) {
-    case CutRule::kWhole: return false;
-    case CutRule::kAnywhere: return most_blocks > cuts.value;
+constexpr bool kv_may_split(const SplitPoints& split_points, int64_t most_blocks) {
+  switch (split_points.rule) {
+    case SplitRule::kWhole: return false;
+    case SplitRule::kAnywhere: return most_blocks > split_points.value;
     default: return most_blocks > 1;
   }
 }
@@ -206,11 +207,11 @@ constexpr bool kv_may_cut(const KvCuts& cuts, int64_t most_blocks) {
 // The combine and the memory of partial results.
 constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
-  plan.combines = kv_may_cut(plan.cuts, kv_most_blocks(problem.capacity, kv_block_n(tile)));
-  plan.schedule_words = static_cast<int64_t>(sizeof(KvHeader) + plan.thread_blocks * sizeof(KvRecord)) / 4;
+  plan.combines = kv_may_split(plan.split_points, kv_most_blocks(problem.capacity, kv_block_n(tile)));
+  plan.schedule_words = static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
   plan.workspace_words = plan.slots * kv_slot_floats(tile, plan.slot_rows);
   if (!plan.combines) return;
-  plan.combine_blocks = kv_combine_grid(plan.cuts.rule, problem.is_packed, static_cast<int>(plan.items),
+  plan.combine_blocks = kv_combine_grid(plan.split_points.rule, problem.is_packed, static_cast<int>(plan.items),
                                         problem.heads_k, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
 }
 
@@ -219,7 +220,7 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
   const DecodeOptions& options = problem.options;
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const bool whole_steps = options.page_size == 0 || (options.page_size % tile.step == 0 && !options.has_leftpad);
-  const bool free_cuts = plan.cuts.rule == CutRule::kAnywhere || plan.cuts.rule == CutRule::kWhole;
+  const bool free_cuts = plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kWhole;
   const int64_t most_places = plan.items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
   return !problem.is_packed && !options.has_score_mod && !options.has_rotary && problem.head_dim == tile.head_dim &&
          options.q_vectors && options.kv_vector_bytes == 16 && whole_steps && free_cuts &&
@@ -232,7 +233,7 @@ inline FamilyChoice choose_family_over_cache(const DecodeProblem& problem, const
   const DecodeOptions& options = problem.options;
   const bool is_free = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
   const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
-  if (!is_free || !has_many_rows || !options.forward_reads || problem.head_dim % 8 != 0) return {Family::kSplitKv};
+  if (!is_free || !has_many_rows || !options.forward_reads || problem.head_dim % 8 != 0) return {Family::kDecode};
   FwdShape shape{false,
                  problem.batch,
                  problem.heads,
@@ -246,9 +247,9 @@ inline FamilyChoice choose_family_over_cache(const DecodeProblem& problem, const
   const FwdVariant variant = options.has_score_mod ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
   const bool reads_keys =
       options.page_size == 0 || sm90_reads_pages(sm90_fwd_tile(wgmma_head_dim(problem.head_dim), variant), variant);
-  const bool may_split = problem.batch * problem.all_rows() <= kMaxLength;
-  const bool may_share = reads_keys && shape.all_rows() <= kMaxLength;
-  return choose_family(family_query(shape, device.capability, may_split, may_share), options.forced_family);
+  const bool may_use_decode = problem.batch * problem.all_rows() <= kMaxLength;
+  const bool can_split_kv = reads_keys && shape.all_rows() <= kMaxLength;
+  return choose_family(family_query(shape, device.capability, may_use_decode, can_split_kv), options.forced_family);
 }
 
 // Which kernels run.
@@ -257,13 +258,13 @@ inline void plan_launches(const DecodeProblem& problem, const Device& device, De
   const bool has_queries = problem.batch > 0 && problem.seqlen_q > 0 && problem.heads > 0;
   plan.appends = problem.batch > 0 && options.seqlen_new > 0 && problem.heads_k > 0;
   plan.kernel = has_queries ? DecodeKernel::kSplitKv : DecodeKernel::kNone;
-  plan.forward = {Family::kSplitKv};
+  plan.forward = {Family::kDecode};
   if (has_queries) plan.forward = choose_family_over_cache(problem, device);
-  if (plan.forward.family != Family::kSplitKv) plan.kernel = DecodeKernel::kForward;
+  if (plan.forward.family != Family::kDecode) plan.kernel = DecodeKernel::kForward;
   plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
   plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
-  plan.in_pairs = plan.in_pairs && plan.combines && has_clusters && kv_may_pair(plan.is_plain, plan.tile_size);
+  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_pair(plan.is_plain, plan.tile_size);
 }
 
 inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device) {

@@ -15,7 +15,7 @@ namespace plan {
 enum class Family {
   kMmaSync,  // sm_80 and newer: every feature
   kWgmma,    // compute capability 9.0 only
-  kSplitKv,  // the kernels of the KV cache: many thread blocks share the keys of a row
+  kDecode,   // the kernels of the KV cache: many thread blocks share the keys of a row
 };
 
 constexpr int kWgmmaCapability = 90;
@@ -26,18 +26,18 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // of 128 rows, of all heads
   int multiprocessors;
-  bool may_split;                // without dropout, sinks and max_logit
-  int64_t split_rows;            // packed rows of a K/V head
-  int64_t split_tiles;           // of these, of all sequences and K/V heads: kv_row_tiles()
+  bool may_use_decode;           // without dropout, sinks and max_logit
+  int64_t decode_rows;           // packed rows of a K/V head
+  int64_t decode_tiles;          // of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;             // at most so many by a tile of rows
   int64_t mean_keys;             // by tiles of rows in the mean
-  int64_t share_tiles = 0;       // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
-  int64_t share_rows = 0;        // of all heads
+  int64_t split_kv_tiles = 0;    // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
+  int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
 };
 
-// may_share: whether the wgmma family may share the keys of a row tile out.
-constexpr FamilyQuery family_query(const FwdShape& shape, int capability, bool may_split, bool may_share) {
+// can_split_kv: whether the wgmma family may share the keys of a row tile out.
+constexpr FamilyQuery family_query(const FwdShape& shape, int capability, bool may_use_decode, bool can_split_kv) {
   const int rows = static_cast<int>(shape.rows()), last = rows > 0 ? rows - 1 : 0;
   constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
   const int keys = static_cast<int>(shape.keys() < kMostKeys ? shape.keys() : kMostKeys);
@@ -47,15 +47,15 @@ constexpr FamilyQuery family_query(const FwdShape& shape, int capability, bool m
   query.head_dim = shape.head_dim;
   query.row_tiles = shape.blocks(128);
   query.multiprocessors = shape.multiprocessors;
-  query.may_split = may_split;
-  query.split_rows = shape.heads_k > 0 ? rows * (shape.heads / shape.heads_k) : 0;
-  query.split_tiles = shape.batch * shape.heads_k * kv_row_tiles(shape.head_dim, query.split_rows);
+  query.may_use_decode = may_use_decode;
+  query.decode_rows = shape.heads_k > 0 ? rows * (shape.heads / shape.heads_k) : 0;
+  query.decode_tiles = shape.batch * shape.heads_k * kv_row_tiles(shape.head_dim, query.decode_rows);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
   const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
   query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
-  if (may_share) {
-    query.share_tiles = shape.blocks(128);
-    query.share_rows = shape.all_rows();
+  if (can_split_kv) {
+    query.split_kv_tiles = shape.blocks(128);
+    query.split_kv_rows = shape.all_rows();
   }
   query.batch_invariant = shape.batch_invariant;
   return query;
@@ -80,7 +80,7 @@ struct FamilyCosts {
   } wgmma;
   struct {
     int64_t call, tile, key, results;  // a thousand numbers that are written, read and merged in fp32
-  } shares;
+  } splits;
   struct {
     int64_t call_16, work_16, call, work_32, work;  // tiles of up to 16, of up to 32 and of more packed rows
   } split;
@@ -119,72 +119,72 @@ constexpr int64_t wgmma_cost(const FamilyQuery& query) {
 
 // Shares of keys are tiles too, in waves of their own; where row tiles see unequal numbers of keys, whoever is free
 // takes the longest that is left.
-constexpr int kMaxKeyShares = 32;
+constexpr int kMaxSplits = 32;
 
-constexpr int64_t shares_cost(const FamilyQuery& query, int shares) {
+constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
   const int block_n = sm90_fwd_tile(wgmma_head_dim(query.head_dim), FwdVariant::kOneWave).block_n;
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
-  const int64_t longest = (blocks + shares - 1) / shares * block_n;
-  const int64_t tiles = query.share_tiles * shares, waves = waves_of(tiles, query);
-  const int64_t drawn = query.share_tiles * query.mean_keys / query.multiprocessors + longest / 2;
+  const int64_t longest = (blocks + splits - 1) / splits * block_n;
+  const int64_t tiles = query.split_kv_tiles * splits, waves = waves_of(tiles, query);
+  const int64_t drawn = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
   const bool draws = waves > 1 && query.mean_keys < query.seen_keys;
   const int64_t keys = !draws ? waves * longest : drawn < longest ? longest : drawn;
-  const auto& cost = family_costs(query).shares;
-  const int64_t results = query.share_rows * shares * query.head_dim / 1000;
+  const auto& cost = family_costs(query).splits;
+  const int64_t results = query.split_kv_rows * splits * query.head_dim / 1000;
   return cost.call + cost.tile * tiles + cost.key * keys + cost.results * results;
 }
 
 // The number of shares that takes the least time, and that time. More than one wave of row tiles is not cut.
-struct KeySharesCost {
-  int shares;
+struct SplitsCost {
+  int splits;
   int64_t cost;
 };
 
-constexpr KeySharesCost best_key_shares(const FamilyQuery& query) {
-  KeySharesCost best{1, wgmma_cost(query)};
-  if (query.share_tiles == 0 || query.share_tiles > query.multiprocessors) return best;
-  for (int shares = 2; shares <= kMaxKeyShares; ++shares) {
-    const int64_t cost = shares_cost(query, shares);
-    if (cost < best.cost) best = {shares, cost};
+constexpr SplitsCost best_num_splits(const FamilyQuery& query) {
+  SplitsCost best{1, wgmma_cost(query)};
+  if (query.split_kv_tiles == 0 || query.split_kv_tiles > query.multiprocessors) return best;
+  for (int splits = 2; splits <= kMaxSplits; ++splits) {
+    const int64_t cost = splits_cost(query, splits);
+    if (cost < best.cost) best = {splits, cost};
   }
   return best;
 }
 
 // Shares of keys take the time of all tiles over all multiprocessors, and the merge, which is slow for tiles of more
 // than 16 packed rows.
-constexpr int64_t split_cost(const FamilyQuery& query) {
+constexpr int64_t decode_cost(const FamilyQuery& query) {
   const auto& costs = family_costs(query);
   const auto& cost = costs.split;
-  const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.split_rows)).rows();
-  const int64_t work = query.seen_keys * query.split_tiles * costs.head_dim / query.multiprocessors;
+  const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.decode_rows)).rows();
+  const int64_t work = query.seen_keys * query.decode_tiles * costs.head_dim / query.multiprocessors;
   return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
 }
 
 // What runs a call.
 struct FamilyChoice {
   Family family;
-  int key_shares = 1;        // into which the wgmma family cuts the keys of each row tile
+  int num_splits = 1;        // into which the wgmma family cuts the keys of each row tile
   bool is_one_wave = false;  // whether it takes its kernels for one wave of row tiles
 };
 
 // The fastest by these estimates. More than one wave of row tiles is wgmma's.
 constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
-  const KeySharesCost best = best_key_shares(query);
+  const SplitsCost best = best_num_splits(query);
   const bool wgmma = wgmma_serves(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
   const int64_t whole = wgmma ? best.cost : mma_sync_cost(query);
-  if (query.may_split && split_cost(query) < whole) return {Family::kSplitKv};
-  return wgmma ? FamilyChoice{Family::kWgmma, best.shares, in_one_wave} : FamilyChoice{Family::kMmaSync};
+  if (query.may_use_decode && decode_cost(query) < whole) return {Family::kDecode};
+  return wgmma ? FamilyChoice{Family::kWgmma, best.splits, in_one_wave} : FamilyChoice{Family::kMmaSync};
 }
 
 // The number of shares that `forced` asks for as "wgmma:8" does, 1 for "wgmma"; 0: it does not name that family.
-inline int forced_key_shares(const char* forced) {
+inline int forced_num_splits(const char* forced) {
   constexpr char kName[] = "wgmma";
   constexpr std::size_t kLength = sizeof(kName) - 1;
   if (forced == nullptr || std::strncmp(forced, kName, kLength) != 0) return 0;
   if (forced[kLength] == '\0') return 1;
-  const int shares = forced[kLength] == ':' ? std::atoi(forced + kLength + 1) : 0;
-  return 1 <= shares && shares <= kMaxKeyShares ? shares : 0;
+  const int splits = forced[kLength] == ':' ? std::atoi(forced + kLength + 1) : 0;
+  return 1 <= splits && splits <= kMaxSplits ? splits : 0;
 }
 
 // What a batch-invariant call takes, whatever its sizes: keys are never shared out, and there is one kernel for any
@@ -198,13 +198,13 @@ constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
 // anything else leaves the choice as it is. Of a batch-invariant call it is the family alone.
 inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
-  const int wanted = forced_key_shares(forced);
+  const int wanted = forced_num_splits(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
   if (query.batch_invariant) return invariant_family(query);
   if (wanted > 0 && wgmma_serves(query)) {
-    return {Family::kWgmma, query.share_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
+    return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
   }
-  if (is_forced("split_kv") && query.may_split) return {Family::kSplitKv};
+  if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);
 }
 

@@ -14,7 +14,7 @@ namespace plan {
 constexpr int64_t kMaxGridBlocks = 0x7fffffff;  // of gridDim.x; the kernels use one dimension only
 
 // Blocks of rows (or of keys) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
-constexpr int64_t row_blocks(bool is_varlen, int batch, int rows, int block) {
+constexpr int64_t m_blocks(bool is_varlen, int batch, int rows, int block) {
   return is_varlen ? varlen_slot_count(rows, batch, block)
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
@@ -68,13 +68,13 @@ constexpr int page_box_rows(int page_size, int block_n) {
 
 // Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
 // semaphore, instead of one head after the other in equal shares (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_draws_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
+constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
 // Whether a launch of the wgmma family hands out row blocks by a semaphore. `uneven`: they see unequal numbers of keys;
 // `tiles`: of 128 rows, of all heads and shares of the keys. Where the multiprocessors hold all of these at a time,
 // they hold all tiles of the family too, which have no fewer rows.
-constexpr bool sm90_draws_tiles(int head_dim, bool uneven, int64_t tiles, int multiprocessors) {
-  return tiles > multiprocessors && (uneven || sm90_draws_equal_tiles(head_dim));
+constexpr bool sm90_dynamic_scheduler(int head_dim, bool uneven, int64_t tiles, int multiprocessors) {
+  return tiles > multiprocessors && (uneven || sm90_dynamic_scheduler_for_equal_tiles(head_dim));
 }
 
 // Whether the mma.sync family takes its short tiles; `block_m`: rows of the others.
@@ -87,7 +87,7 @@ constexpr bool takes_short_tile(const FwdShape& shape, int block_m) {
 // of one.
 constexpr bool sm90_takes_short_tile(const FwdShape& shape, const Sm90FwdTile& plain, const Sm90FwdTile& short_tile) {
   if (shape.batch_invariant) return false;
-  const bool may_be_even = !shape.masked_right() && short_tile.teams == 1;
+  const bool may_be_even = !shape.masked_right() && short_tile.consumer_groups == 1;
   if (may_be_even && shape.blocks(plain.block_m) <= shape.multiprocessors &&
       shape.blocks(short_tile.block_m) > shape.multiprocessors) {
     return false;
@@ -110,11 +110,11 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 constexpr int kRunningKeyBlocks = 16;
 constexpr int kUnorderedKeyBlocks = 32;
 
-constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t row_blocks, int block_n) {
+constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
   const bool is_wide = block_n <= 64;
   if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
   const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
-  const int64_t wanted = row_blocks / (is_wide ? 4 : 8);
+  const int64_t wanted = m_blocks / (is_wide ? 4 : 8);
   return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
 
@@ -142,7 +142,7 @@ struct BwdShape {
 // enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
 // after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or
 // the sign of a zero may differ from what memory adds up: batch-invariant calls have one way.
-constexpr bool prefers_shared_dq(const BwdShape& shape) {
+constexpr bool prefers_dq_in_smem(const BwdShape& shape) {
   if (shape.batch_invariant || shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
   if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;
   if (sm90_bwd_tile(shape.head_dim, shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
@@ -158,7 +158,7 @@ constexpr bool prefers_shared_dq(const BwdShape& shape) {
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
                         int running = kRunningKeyBlocks) {
   BwdGrid grid;
-  grid.blocks = heads_k * row_blocks(is_varlen, batch, seqlen_k, block_n);
+  grid.blocks = heads_k * m_blocks(is_varlen, batch, seqlen_k, block_n);
   if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch refuses the second
   const int64_t heads = bwd_heads(is_varlen, batch, heads_k);
   const int64_t blocks_per_head = grid.blocks / heads;

@@ -84,14 +84,15 @@ constexpr int fwd_smem_bytes(const FwdTile& tile) { return 2 * tile.head_dim * (
 // wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
 struct Sm90FwdTile {
   int head_dim;
-  int block_m;         // query rows per tile; 64 for each consumer warpgroup
-  int block_n;         // keys per step
-  int kv_stages;       // shared memory buffers of K and of V
-  int q_stages;        // of Q: with 2 the next tile's loads while this one is computed
-  bool overlaps;       // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
-  int teams;           // of consumers, with row blocks of their own: with 2 one computes while the other starts or ends
-  int head_dim_v = 0;  // of V and O; 0: head_dim
-  int o_cols = 0;      // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
+  int block_m;          // query rows per tile; 64 for each consumer warpgroup
+  int block_n;          // keys per step
+  int kv_stages;        // shared memory buffers of K and of V
+  int q_stages;         // of Q: with 2 the next tile's loads while this one is computed
+  bool overlaps;        // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
+  int consumer_groups;  // of consumers, with row blocks of their own: with 2 one computes while the other starts or
+                        // ends
+  int head_dim_v = 0;   // of V and O; 0: head_dim
+  int o_cols = 0;       // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -174,7 +175,7 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
 // Whether kernels of a tile read K and V from pages: two teams, and dropout, leave no warps for it; rows are looked up
 // 32 at a time.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
-  return tile.teams == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
+  return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
 }
 
 // Whether masked calls of this head dim have a tile of their own.
@@ -241,7 +242,7 @@ struct Sm90BwdTile {
 };
 
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
-constexpr bool has_dq_group(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
 constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
@@ -251,7 +252,7 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 };
 
 // Short dense batches of this head dim: a thread block takes whole heads and sums up dQ of all rows in shared memory
-// (prefers_shared_dq()).
+// (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 

@@ -10,7 +10,7 @@ namespace flash {
 template <class Config, class Smem, class Stage>
 __device__ __forceinline__ void convert_dq(const Flash_bwd_params& params, const Smem& staged, const Stage& stage) {
   using Element = typename Config::Element;
-  const RowBlock block = row_block_at(params, Config::kBlockM, reversed_block());
+  const WorkTile block = work_tile_at(params, Config::kBlockM, reversed_block());
   if (block.empty()) return;
   const int64_t index = first_dq_tile(params, block.batch, block.head, block.q_begin, block.segment, Config::kBlockM) +
                         block.row_begin / Config::kBlockM;

@@ -12,7 +12,7 @@
 namespace flash {
 
 // Where a tile of scores stands.
-struct ScorePlace {
+struct TileCoords {
   int batch;
   int head;
   int row_begin;
@@ -21,7 +21,7 @@ struct ScorePlace {
 
 template <int kBlockM, int kBlockN, class Scores, class Coords>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
-                                            const ScorePlace& place) {
+                                            const TileCoords& place) {
   const int row_end = min(place.row_begin + kBlockM, visibility.seqlen_q);
   apply_mask(scores, coords, visibility, place.row_begin, row_end, place.key_begin, place.key_begin + kBlockN);
 }
@@ -36,7 +36,7 @@ struct RowArray {
 
 // The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities
 // 0.
-__device__ __forceinline__ float keyed_lse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
+__device__ __forceinline__ float lse_or_inf(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
 // Scores become probabilities. lse_log2.pair(mi): of the rows mi and mi + 1 of this thread, +inf where there is no row.
 template <class Scores, class RowValues>
@@ -78,10 +78,10 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
 
 // Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
 // multiply dO (dropped ones 0), dp dS.
-template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Words, class RowValues, class Scores,
+template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
-                                                      const ScorePlace& place, const Coords& coords, const Words& words,
+                                                      const TileCoords& place, const Coords& coords, const Bits& bits,
                                                       const RowValues& lse_log2, const RowValues& softmax_d,
                                                       Scores& scores, Gradients& dp) {
   using namespace cute;
@@ -89,10 +89,10 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   uint32_t dropped[(kRows * kCols + 31) / 32] = {};
   if (kMayDrop && params.has_dropout) {
     const float keep_scale = params.dropout.keep_scale;
-    for_each_draw<kRows, kCols>(params.dropout.threshold, words, coords, [&](int mi, int ni, bool kept) {
+    for_each_random_bits<kRows, kCols>(params.dropout.threshold, bits, coords, [&](int mi, int ni, bool keep_mask) {
       const int element = mi * kCols + ni;
-      dropped[element / 32] |= static_cast<uint32_t>(!kept) << (element % 32);
-      dp(mi, ni) = kept ? dp(mi, ni) * keep_scale : 0.0f;
+      dropped[element / 32] |= static_cast<uint32_t>(!keep_mask) << (element % 32);
+      dp(mi, ni) = keep_mask ? dp(mi, ni) * keep_scale : 0.0f;
     });
   }
   subtract_softmax_d(dp, softmax_d);

@@ -39,33 +39,33 @@ struct DropoutMask {
 
 // The words of the rows and columns of a tile, made by the thread that wants them.
 template <class Coords>
-struct TileWords {
+struct TileBits {
   const DropoutStream& stream;
   const Coords& coords;
   int row_begin, col_begin;
 
-  __device__ __forceinline__ DropoutWords row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
-  __device__ __forceinline__ DropoutWords column_pair(int ni) const {
+  __device__ __forceinline__ RandomBits row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
+  __device__ __forceinline__ RandomBits column_pair(int ni) const {
     return dropout_column_pair(stream, (col_begin >> 1) + (coords.col(ni) >> 1));  // one for both columns of a pair
   }
 };
 
 // Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one. Columns are
 // counted from an even one.
-template <int kRows, int kCols, class Words, class Coords, class Visit>
-__device__ __forceinline__ void for_each_draw(uint32_t threshold, const Words& words, const Coords& coords,
-                                              const Visit& visit) {
-  const bool draws_kept = dropout_draws_kept(threshold);
-  DropoutWords column_pairs[kCols];
+template <int kRows, int kCols, class Bits, class Coords, class Visit>
+__device__ __forceinline__ void for_each_random_bits(uint32_t threshold, const Bits& bits, const Coords& coords,
+                                                     const Visit& visit) {
+  const bool rare_is_kept = dropout_rare_is_kept(threshold);
+  RandomBits column_pairs[kCols];
 #pragma unroll
-  for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = words.column_pair(ni);
+  for (int ni = 0; ni < kCols; ++ni) column_pairs[ni] = bits.column_pair(ni);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
-    const DropoutWords row = words.row(mi);
+    const RandomBits row = bits.row(mi);
     const uint32_t limit = dropout_limit(row, threshold);
 #pragma unroll
     for (int ni = 0; ni < kCols; ++ni) {
-      visit(mi, ni, dropout_keeps(dropout_uniforms(row, column_pairs[ni]), coords.col(ni), limit, draws_kept));
+      visit(mi, ni, dropout_keeps(dropout_uniforms(row, column_pairs[ni]), coords.col(ni), limit, rare_is_kept));
     }
   }
 }
@@ -76,22 +76,22 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
                                               const Coords& coords, int row_begin, int col_begin) {
   using namespace cute;
   constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
-  const TileWords<Coords> words{mask.stream, coords, row_begin, col_begin};
-  for_each_draw<kRows, kCols>(mask.threshold, words, coords, [&](int mi, int ni, bool kept) {
-    probabilities(mi, ni) = kept ? probabilities(mi, ni) : 0.0f;
+  const TileBits<Coords> bits{mask.stream, coords, row_begin, col_begin};
+  for_each_random_bits<kRows, kCols>(mask.threshold, bits, coords, [&](int mi, int ni, bool keep_mask) {
+    probabilities(mi, ni) = keep_mask ? probabilities(mi, ni) : 0.0f;
   });
 }
 
 // What a lane's two rows draw.
-struct LaneRows {
-  DropoutWords rows[2];
+struct RowBits {
+  RandomBits rows[2];
   uint32_t limits[2];  // in both halves
-  bool draws_kept;
+  bool rare_is_kept;
 
-  LaneRows() = default;
+  RowBits() = default;
 
-  __device__ __forceinline__ LaneRows(const DropoutMask& mask, int first_row)
-      : draws_kept(dropout_draws_kept(mask.threshold)) {
+  __device__ __forceinline__ RowBits(const DropoutMask& mask, int first_row)
+      : rare_is_kept(dropout_rare_is_kept(mask.threshold)) {
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
       rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
@@ -101,8 +101,8 @@ struct LaneRows {
 
   // All ones in the halves of a pair of columns that row mi keeps. One instruction compares both, as numbers of 16 bits
   // without their signs, which are ordered as their bits are; what is a NaN is not below a limit.
-  __device__ __forceinline__ uint32_t draw(int mi, const DropoutWords& column_pair) const {
-    uint32_t kept;
+  __device__ __forceinline__ uint32_t make_keep_mask(int mi, const RandomBits& column_pair) const {
+    uint32_t keep_mask;
     asm("{\n\t"
         ".reg .b32 magnitudes;\n\t"
         ".reg .pred draws_kept;\n\t"
@@ -110,9 +110,9 @@ struct LaneRows {
         "abs.f16x2 magnitudes, %1;\n\t"
         "set.geu.xor.u32.f16x2 %0, magnitudes, %2, draws_kept;\n\t"
         "}"
-        : "=r"(kept)
-        : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(draws_kept)));
-    return kept;
+        : "=r"(keep_mask)
+        : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(rare_is_kept)));
+    return keep_mask;
   }
 };
 

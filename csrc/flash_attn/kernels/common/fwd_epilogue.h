@@ -12,24 +12,24 @@ namespace flash {
 // What the rows of the output, whose sink is row_sink(), are to be multiplied by. Before store_lse(), which needs the
 // sums of whole rows.
 template <int kRows, class Flag, int kSums>
-__device__ __forceinline__ void finish_rows(Softmax<kRows, Flag, kSums>& softmax, float (&factor)[kRows],
-                                            const Flash_fwd_params& params, float sink) {
-  softmax.finish(factor, params.dropout.keep_scale, params.softmax_scale_log2, sink);
+__device__ __forceinline__ void finalize_rows(Softmax<kRows, Flag, kSums>& softmax, float (&o_scale)[kRows],
+                                              const Flash_fwd_params& params, float sink) {
+  softmax.finalize(o_scale, params.dropout.keep_scale, params.softmax_scale_log2, sink);
 }
 
 template <int kRows, class Accumulator>
 __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& acc_o, const Flash_fwd_params& params,
                                           float sink) {
-  float factor[kRows];
-  finish_rows(softmax, factor, params, sink);
+  float o_scale[kRows];
+  finalize_rows(softmax, o_scale, params, sink);
   auto out = row_col_view(acc_o);
-  softmax.rescale(out, factor);
+  softmax.rescale(out, o_scale);
 }
 
 // `row_begin`: what the rows of `coords` count from. `offset`: of the LSE, for a share of the keys.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& softmax, const Flash_fwd_params& params,
-                                          const RowBlock& block, const Coords& coords, int row_begin, float sink,
+                                          const WorkTile& block, const Coords& coords, int row_begin, float sink,
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
   float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);

@@ -11,24 +11,24 @@ namespace flash {
 // because most edge blocks touch one side only. Columns are compared by their distances from the first one of the
 // thread, which are constants.
 template <class Scores, class Coords>
-__device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const RowLimits& limits, int rows,
+__device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const ColBounds& bounds, int rows,
                                            int seqlen_k, int col_begin, int col_end) {
   using namespace cute;
   const auto distance = [&](int ni) { return coords.col(ni) - coords.col(0); };
-  if (hides_right(limits, seqlen_k, col_end)) {
+  if (masks_right(bounds, seqlen_k, col_end)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const int limit = min(limits.end + coords.row(mi), seqlen_k) - col_begin - coords.col(0);
+      const int limit = min(bounds.end + coords.row(mi), seqlen_k) - col_begin - coords.col(0);
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         if (distance(ni) >= limit) scores(mi, ni) = -INFINITY;
       }
     }
   }
-  if (hides_left(limits, rows, col_begin)) {
+  if (masks_left(bounds, rows, col_begin)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const int limit = limits.begin + coords.row(mi) - col_begin - coords.col(0);
+      const int limit = bounds.begin + coords.row(mi) - col_begin - coords.col(0);
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         if (distance(ni) < limit) scores(mi, ni) = -INFINITY;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords,
 template <class Scores, class Coords>
 __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const Visibility& visibility,
                                            int row_begin, int row_end, int col_begin, int col_end) {
-  apply_mask(scores, coords, row_limits(visibility, row_begin), row_end - row_begin, visibility.seqlen_k, col_begin,
+  apply_mask(scores, coords, col_bounds(visibility, row_begin), row_end - row_begin, visibility.seqlen_k, col_begin,
              col_end);
 }
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ void atomic_max(float* address, float value) {
 // what the rows of `coords` count from.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums>& softmax,
-                                                const Flash_fwd_params& params, const RowBlock& block,
+                                                const Flash_fwd_params& params, const WorkTile& block,
                                                 const Coords& coords, int row_begin) {
   if (params.max_logit_ptr == nullptr) return;
   float largest = -INFINITY;

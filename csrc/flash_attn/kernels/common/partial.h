@@ -9,11 +9,11 @@ namespace flash {
 
 struct RowStats {
   float max;  // -inf: nothing seen
-  float sum;  // kRefused: the request must not be served
+  float sum;  // kRejected: the request must not be served
 
-  static constexpr float kRefused = -1.0f;
+  static constexpr float kRejected = -1.0f;
 
-  __device__ __forceinline__ bool refused() const { return sum < 0.0f; }
+  __device__ __forceinline__ bool rejected() const { return sum < 0.0f; }
 };
 
 // The factor of a partial result when it is referred to `top` >= own.
@@ -32,26 +32,26 @@ __device__ __forceinline__ float4 add_scaled(const float4& sum, float weight, co
 }
 
 // (a, a_stats) and (b, b_stats) of one row into a. Both products of the sum are rounded, as where warps add up many.
-__device__ __forceinline__ void merge_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
-                                               float scale) {
+__device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
+                                                 float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
   const float a_weight = partial_weight(a_stats.max, top, scale), b_weight = partial_weight(b_stats.max, top, scale);
-  const bool refused = a_stats.refused() || b_stats.refused();
+  const bool rejected = a_stats.rejected() || b_stats.rejected();
   const float sum = __fadd_rn(__fmul_rn(a_weight, a_stats.sum), __fmul_rn(b_weight, b_stats.sum));
-  a_stats.sum = refused ? RowStats::kRefused : sum;
+  a_stats.sum = rejected ? RowStats::kRejected : sum;
   a_stats.max = top;
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }
 
 // The factor that turns a merged result into the output; 0 for a row that saw nothing or is refused.
 __device__ __forceinline__ float output_factor(const RowStats& stats) {
-  return stats.refused() || stats.sum == 0.0f ? 0.0f : __frcp_rn(stats.sum);
+  return stats.rejected() || stats.sum == 0.0f ? 0.0f : __frcp_rn(stats.sum);
 }
 
 // Natural-log LSE; +inf marks a row that saw nothing or is refused.
 __device__ __forceinline__ float natural_lse(const RowStats& stats, float scale) {
   constexpr float kLn2 = 0.69314718055994531f;
-  return stats.refused() || stats.sum == 0.0f ? INFINITY : (stats.max * scale + log2f(stats.sum)) * kLn2;
+  return stats.rejected() || stats.sum == 0.0f ? INFINITY : (stats.max * scale + log2f(stats.sum)) * kLn2;
 }
 
 }  // namespace flash

@@ -8,7 +8,7 @@
 
 namespace flash {
 
-struct RowBlock {
+struct WorkTile {
   int batch = 0;  // sequence index; 0 for rows that belong to no sequence, which have seqlen_k = 0
   int head = 0;
   int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
@@ -24,17 +24,17 @@ struct RowBlock {
 
 // Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
 // one.
-__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const WorkTile& block) {
   return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
 }
 
 // The sink of the rows of a block, a natural logarithm; -inf: none.
-__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const WorkTile& block) {
   return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
 }
 
 // The LSE of a row that sees no key: the sink, or +inf.
-__device__ __forceinline__ float keyless_lse(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params, const WorkTile& block) {
   const float sink = row_sink(params, block);
   return sink == -INFINITY ? INFINITY : sink;
 }
@@ -58,23 +58,23 @@ __device__ __forceinline__ int find_segment(const int* segments, int batch, int 
   return low;
 }
 
-__device__ __forceinline__ void set_key_range(RowBlock& block, const Flash_fwd_params& params) {
+__device__ __forceinline__ void set_key_range(WorkTile& block, const Flash_fwd_params& params) {
   block.k_begin = params.varlen.key_ranges[2 * block.batch];
   block.seqlen_k = params.varlen.key_ranges[2 * block.batch + 1];
 }
 
 // The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
 // go first.
-__device__ __forceinline__ void set_rows(RowBlock& block, int block_m, int from_last) {
-  const int row_blocks = (block.seqlen_q + block_m - 1) / block_m;
-  block.row_begin = (row_blocks - 1 - from_last) * block_m;
+__device__ __forceinline__ void set_rows(WorkTile& block, int block_m, int from_last) {
+  const int m_blocks = (block.seqlen_q + block_m - 1) / block_m;
+  block.row_begin = (m_blocks - 1 - from_last) * block_m;
   block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
 }
 
 // A segment without rows of its own yet.
-__device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& params, int segment) {
+__device__ __forceinline__ WorkTile varlen_segment(const Flash_fwd_params& params, int segment) {
   const int* segments = params.varlen.segments_q;
-  RowBlock block;
+  WorkTile block;
   block.segment = segment;
   block.q_begin = segments[segment];
   block.seqlen_q = segments[segment + 1] - block.q_begin;
@@ -85,43 +85,43 @@ __device__ __forceinline__ RowBlock varlen_segment(const Flash_fwd_params& param
   return block;
 }
 
-__device__ __forceinline__ RowBlock varlen_row_block(const Flash_fwd_params& params, int block_m, int head, int slot) {
+__device__ __forceinline__ WorkTile varlen_work_tile(const Flash_fwd_params& params, int block_m, int head, int slot) {
   const int segment = find_segment(params.varlen.segments_q, params.b, slot, block_m);
-  RowBlock block = varlen_segment(params, segment);
+  WorkTile block = varlen_segment(params, segment);
   block.head = head;
   set_rows(block, block_m, slot - varlen_first_slot(block.q_begin, segment, block_m));
   return block;
 }
 
 // `place`: of all row blocks of the head, the last of which is the first.
-__device__ __forceinline__ RowBlock dense_row_block(const Flash_fwd_params& params, int block_m, int batch, int head,
+__device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
                                                     int place) {
-  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  RowBlock block;
+  const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  WorkTile block;
   block.head = head;
   block.batch = batch;
   block.seqlen_q = params.seqlen_q;
   block.seqlen_k = params.seqlen_k;
   if (params.varlen.key_ranges != nullptr) set_key_range(block, params);
-  block.row_begin = (row_blocks - 1 - place) * block_m;
+  block.row_begin = (m_blocks - 1 - place) * block_m;
   block.row_end = min(block.row_begin + block_m, block.seqlen_q);
   return block;
 }
 
-// Row block `index` of plan::row_blocks() a head, by all lanes of a warp together: heads one after the other, in each
+// Row block `index` of plan::m_blocks() a head, by all lanes of a warp together: heads one after the other, in each
 // the rows that see the most keys under a causal mask first.
-__device__ __forceinline__ RowBlock row_block_at(const Flash_fwd_params& params, int block_m, int index) {
+__device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params, int block_m, int index) {
   if (params.is_varlen()) {
     const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m), head = index / slots;
-    return varlen_row_block(params, block_m, head, index - head * slots);
+    return varlen_work_tile(params, block_m, head, index - head * slots);
   }
-  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  const int batch_head = index / row_blocks, batch = batch_head / params.h;
-  return dense_row_block(params, block_m, batch, batch_head - batch * params.h, index - batch_head * row_blocks);
+  const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  const int batch_head = index / m_blocks, batch = batch_head / params.h;
+  return dense_work_tile(params, block_m, batch, batch_head - batch * params.h, index - batch_head * m_blocks);
 }
 
-__device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, int block_m) {
-  return row_block_at(params, block_m, blockIdx.x);
+__device__ __forceinline__ WorkTile row_block(const Flash_fwd_params& params, int block_m) {
+  return work_tile_at(params, block_m, blockIdx.x);
 }
 
 // For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
@@ -129,7 +129,7 @@ __device__ __forceinline__ RowBlock row_block(const Flash_fwd_params& params, in
 __device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
 // The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
-struct KeyBlock {
+struct BwdWorkTile {
   int batch = 0;
   int head_k = 0;
   int q_begin = 0;
@@ -142,11 +142,11 @@ struct KeyBlock {
   __device__ __forceinline__ bool empty(int block_n) const { return n_block * block_n >= seqlen_k; }
 };
 
-__device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& params, int block_n, HeadBlock at) {
+__device__ __forceinline__ BwdWorkTile varlen_bwd_work_tile(const Flash_bwd_params& params, int block_n, HeadBlock at) {
   const int* segments_k = params.varlen.segments_k;
   const int* segments_q = params.varlen.segments_q;
   const int segment = find_segment(segments_k, params.b, at.block, block_n);
-  KeyBlock block;
+  BwdWorkTile block;
   block.head_k = at.head;
   block.k_begin = segments_k[segment];
   block.seqlen_k = segments_k[segment + 1] - block.k_begin;
@@ -161,11 +161,11 @@ __device__ __forceinline__ KeyBlock varlen_key_block(const Flash_bwd_params& par
 }
 
 // Key block `index` of plan::bwd_grid(), by all lanes of a warp together.
-__device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params, int block_n, int index,
-                                                 const BwdGrid& grid) {
+__device__ __forceinline__ BwdWorkTile bwd_work_tile_at(const Flash_bwd_params& params, int block_n, int index,
+                                                        const BwdGrid& grid) {
   const HeadBlock at = grid.order.at(index);
-  if (params.is_varlen()) return varlen_key_block(params, block_n, at);
-  KeyBlock block;
+  if (params.is_varlen()) return varlen_bwd_work_tile(params, block_n, at);
+  BwdWorkTile block;
   block.n_block = at.block;
   block.batch = grid.heads_k.divide(at.head);
   block.head_k = at.head - block.batch * params.h_k;
@@ -175,8 +175,8 @@ __device__ __forceinline__ KeyBlock key_block_at(const Flash_bwd_params& params,
 }
 
 // The row blocks and query heads that the thread block of `block` walks.
-__device__ __forceinline__ RowWalk row_walk(const Flash_bwd_params& params, const KeyBlock& block, int block_m,
-                                            int block_n) {
+__device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& block,
+                                                     int block_m, int block_n) {
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
   return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
           params.h_h_k_ratio};
@@ -195,18 +195,18 @@ __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params,
     return static_cast<int64_t>(head) * varlen_slot_count(params.seqlen_q, params.b, block_m) +
            varlen_first_slot(q_begin, q_segment, block_m);
   }
-  const int row_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  return (static_cast<int64_t>(batch) * params.h + head) * row_blocks;
+  const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
+  return (static_cast<int64_t>(batch) * params.h + head) * m_blocks;
 }
 
 // The dQ tile of a step of a key block.
-__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const KeyBlock& block,
-                                                 const RowStep& at, int block_m) {
+__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const BwdWorkTile& block,
+                                                 const QStep& at, int block_m) {
   return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, block_m) + at.row_block;
 }
 
 // Element offset of (sequence, head) in Q or O. Packed tensors have a batch stride of 0.
-__device__ __forceinline__ int64_t q_offset(const RowBlock& block, const MatrixStrides& strides) {
+__device__ __forceinline__ int64_t q_offset(const WorkTile& block, const MatrixStrides& strides) {
   const int64_t batch = strides.batch == 0 ? 0 : block.batch * strides.batch;
   return batch + block.q_begin * strides.row + block.head * strides.head;
 }
@@ -223,7 +223,7 @@ __device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& para
   return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;
 }
 
-__device__ __forceinline__ int64_t lse_offset(const RowBlock& block, const Flash_fwd_params& params) {
+__device__ __forceinline__ int64_t lse_offset(const WorkTile& block, const Flash_fwd_params& params) {
   return lse_offset(params, block.batch, block.head, block.q_begin);
 }
 

@@ -9,15 +9,16 @@
 namespace flash {
 
 // Flag: what holds conditions of the warp. ptxas keeps a bool in a byte, which costs instructions wherever paths meet.
-// kSums: how many sums of a row exponentiate_capped() keeps, each of some of the columns, until finish().
+// kSums: how many sums of a row exp2_softcap_poly() keeps, each of some of the columns, until finish().
 template <int kRows, class Flag = bool, int kSums = 1>
 struct Softmax {
-  static constexpr float kSlackLog2 = kSoftmaxSlackLog2;
+  static constexpr float kThresholdLog2 = kRescaleThresholdLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  static constexpr float kMostAhead = 256.0f;  // for the sum of a thread's probabilities; fp16 holds them up to 65504
+  static constexpr float kMaxSpeculativeSum =
+      256.0f;  // for the sum of a thread's probabilities; fp16 holds them up to 65504
   // For what capped scores may lie above their reference, seen by their size alone: fp16 holds 2^15.
-  static constexpr float kCappedSlackLog2 = 15.0f;
+  static constexpr float kSoftcapThresholdLog2 = 15.0f;
   static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
   // References start here: finite, so that a score of -inf, masked or not, has weight 0 in every kind of block.
   static constexpr float kLowest = -3.402823466e38f;
@@ -36,12 +37,12 @@ struct Softmax {
   }
 
   // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
-  // slack_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
+  // threshold_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
   // would pass that. The result does not depend on the reference except through rounding. scale > 0.
   template <class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float slack_log2 = kSlackLog2) {
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
     using namespace cute;
-    raise_references(scores, scale, slack_log2, [&](int mi, float correction) {
+    update_row_maxima(scores, scale, threshold_log2, [&](int mi, float correction) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(out); ++ni) out(mi, ni) *= correction;
     });
@@ -51,15 +52,15 @@ struct Softmax {
   // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
   // by `correction` before it takes up the new probabilities. row_sum is.
   template <class Scores>
-  __device__ __forceinline__ bool raise_reference(const Scores& scores, float scale, float (&correction)[kRows],
-                                                  float slack_log2 = kSlackLog2) {
-    return raise_references(scores, scale, slack_log2, [&](int mi, float factor) { correction[mi] = factor; });
+  __device__ __forceinline__ bool update_row_max(const Scores& scores, float scale, float (&correction)[kRows],
+                                                 float threshold_log2 = kThresholdLog2) {
+    return update_row_maxima(scores, scale, threshold_log2, [&](int mi, float o_scale) { correction[mi] = o_scale; });
   }
 
   // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected. A
   // row that still met nothing counts as large: its next block should not go ahead.
   template <class Scores>
-  __device__ __forceinline__ void set_reference(const Scores& scores, float scale) {
+  __device__ __forceinline__ void set_row_max(const Scores& scores, float scale) {
     bool large = false;
     set_maxima(scores, row_max);
 #pragma unroll
@@ -72,11 +73,11 @@ struct Softmax {
 
   // correct(mi, correction) is called for every row if references rise.
   template <class Scores, class Correct>
-  __device__ __forceinline__ bool raise_references(const Scores& scores, float scale, float slack_log2,
-                                                   const Correct& correct) {
+  __device__ __forceinline__ bool update_row_maxima(const Scores& scores, float scale, float threshold_log2,
+                                                    const Correct& correct) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
-    if (!__any_sync(0xffffffffu, may_exceed_slack(scores, scale, slack_log2))) return false;
+    if (!__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) return false;
     float new_max[kRows];
     set_maxima(scores, new_max);
     bool large = false;
@@ -113,10 +114,10 @@ struct Softmax {
     }
   }
 
-  // Whether some score of this thread may lie more than slack_log2 / scale above its reference.
+  // Whether some score of this thread may lie more than threshold_log2 / scale above its reference.
   template <class Scores>
-  __device__ __forceinline__ bool may_exceed_slack(const Scores& scores, float scale, float slack_log2) const {
-    return may_exceed(scores, slack_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
+  __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
+    return may_exceed(scores, threshold_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
   }
 
   // Whether the exponent of some score of this thread, which rises with the score, may be beyond `most`. The bits of
@@ -170,7 +171,7 @@ struct Softmax {
   __device__ __forceinline__ void set_offsets(Scores& scores, float scale, float (&offset)[kRows]) const {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    if (is_large) subtract_reference(scores, offset);
+    if (is_large) subtract_row_max(scores, offset);
   }
 
   // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
@@ -179,17 +180,17 @@ struct Softmax {
   // reference anyway. kBySquares: looks at a bound of all scores first, and at the greatest and the least where that
   // does not do.
   template <bool kBySquares, class Scores>
-  __device__ __forceinline__ bool exponentiate_capped(Scores& scores, const SoftcapSeries& series,
-                                                      const ShortSoftcapSeries& short_series, float slack_log2) {
+  __device__ __forceinline__ bool exp2_softcap_poly(Scores& scores, const SoftcapSeries& series,
+                                                    const ShortSoftcapSeries& short_series, float threshold_log2) {
     using namespace cute;
     // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials
     // (docs/tuning/fwd_sm90.md).
-    const auto apply = [&](const auto& factor) {
+    const auto apply = [&](const auto& o_scale) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
 #pragma unroll
         for (int mi = 0; mi < kRows; ++mi) {
-          scores(mi, ni) = exp2f(scores(mi, ni) * factor(scores(mi, ni)) - row_max[mi]);
+          scores(mi, ni) = exp2f(scores(mi, ni) * o_scale(scores(mi, ni)) - row_max[mi]);
           row_sum[mi][ni % kSums] += scores(mi, ni);
         }
       }
@@ -201,17 +202,17 @@ struct Softmax {
       float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
-      room = is_large ? -1.0f : room + (slack_log2 > 0.0f ? kCappedSlackLog2 : 0.0f);
+      room = is_large ? -1.0f : room + (threshold_log2 > 0.0f ? kSoftcapThresholdLog2 : 0.0f);
       const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
       square = square_bound(scores);
       if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
         apply_short();
         return true;
       }
-      fails |= may_exceed(scores, slack_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
+      fails |= may_exceed(scores, threshold_log2, [&](int mi, float top) { return series.cap(top) - row_max[mi]; });
     } else {
       fails |= !largest_square(scores, square,
-                               [&](int mi, float top) { return series.cap(top) - row_max[mi] <= slack_log2; });
+                               [&](int mi, float top) { return series.cap(top) - row_max[mi] <= threshold_log2; });
     }
     if (__any_sync(0xffffffffu, fails | !(square <= series.bound))) return false;
     if (!kBySquares && __all_sync(0xffffffffu, square <= series.short_bound)) {
@@ -270,48 +271,50 @@ struct Softmax {
     return __int_as_float(bound);
   }
 
-  // Whether scores may go ahead of their references: exponentiate_ahead() is for moderate ones, with some slack.
-  __device__ __forceinline__ bool may_go_ahead(float slack_log2) const { return slack_log2 > 0.0f && !is_large; }
+  // Whether scores may go ahead of their references: exp2_speculative() is for moderate ones, with some slack.
+  __device__ __forceinline__ bool may_speculate(float threshold_log2) const {
+    return threshold_log2 > 0.0f && !is_large;
+  }
 
   // update() as if no reference had to rise, which it sees only afterwards, by the sums of the probabilities: their
   // maxima need not be looked for. Returns whether that was right for the whole warp. If not, the scores are lost, and
-  // nothing else has changed. Where may_go_ahead().
+  // nothing else has changed. Where may_speculate().
   template <class Scores>
-  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale) {
     float offset[kRows];
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    return exponentiate_ahead(scores, scale, [&](int mi, int) { return offset[mi]; });
+    return exp2_speculative(scores, scale, [&](int mi, int) { return offset[mi]; });
   }
 
   // The same of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
   // for references of biased scores. `distance`: of the diagonal of the tile's first row from its first column.
   template <class Scores, class Coords>
-  __device__ __forceinline__ bool exponentiate_biased_ahead(Scores& scores, const Coords& coords, float scale,
-                                                            float gradient, int distance) {
+  __device__ __forceinline__ bool exp2_speculative_alibi(Scores& scores, const Coords& coords, float scale,
+                                                         float gradient, int distance) {
     float offset[kRows];  // the reference, less the bias of the thread's first column
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
     }
-    return exponentiate_ahead(scores, scale, [&](int mi, int ni) {
+    return exp2_speculative(scores, scale, [&](int mi, int ni) {
       return offset[mi] - gradient * static_cast<float>(coords.col(ni) - coords.col(0));
     });
   }
 
   template <class Scores, class OffsetOf>
-  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, float scale, const OffsetOf& offset_of) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, const OffsetOf& offset_of) {
     float sums[kRows];
-    exponentiate_apart(scores, scale, offset_of, sums);
-    if (!is_moderate(sums)) return false;
+    exp2_with_sums(scores, scale, offset_of, sums);
+    if (!speculation_holds(sums)) return false;
     add(sums);
     return true;
   }
 
-  // The first half of exponentiate_ahead(): sums of this block alone.
+  // The first half of exp2_speculative(): sums of this block alone.
   template <class Scores, class OffsetOf>
-  __device__ __forceinline__ static void exponentiate_apart(Scores& scores, float scale, const OffsetOf& offset_of,
-                                                            float (&sums)[kRows]) {
+  __device__ __forceinline__ static void exp2_with_sums(Scores& scores, float scale, const OffsetOf& offset_of,
+                                                        float (&sums)[kRows]) {
     using namespace cute;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -325,10 +328,10 @@ struct Softmax {
   }
 
   // Whether the warp was right to go ahead.
-  __device__ __forceinline__ static bool is_moderate(const float (&sums)[kRows]) {
+  __device__ __forceinline__ static bool speculation_holds(const float (&sums)[kRows]) {
     bool is_right = true;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMostAhead;  // not if it is NaN
+    for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMaxSpeculativeSum;  // not if it is NaN
     return __all_sync(0xffffffffu, is_right);
   }
 
@@ -340,7 +343,7 @@ struct Softmax {
   // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is
   // taken first, so that the score at the reference becomes exactly 1.
   template <class Scores>
-  __device__ __forceinline__ void subtract_reference(Scores& scores, float (&offset)[kRows]) const {
+  __device__ __forceinline__ void subtract_row_max(Scores& scores, float (&offset)[kRows]) const {
     using namespace cute;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -354,7 +357,7 @@ struct Softmax {
   // a row that saw nothing. `sink`: the logit of one more key without a value, a natural logarithm, -inf for none. It
   // joins the sum of the quad, so that it counts once; above the reference it becomes the reference of row_sum, so that
   // it neither overflows nor is lost.
-  __device__ __forceinline__ void finish(float (&factor)[kRows], float keep_scale, float scale, float sink) {
+  __device__ __forceinline__ void finalize(float (&o_scale)[kRows], float keep_scale, float scale, float sink) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
@@ -362,14 +365,14 @@ struct Softmax {
       row_sum[mi][0] = quad_sum(row_sum[mi][0]);
     }
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) factor[mi] = row_sum[mi][0] == 0.0f ? 0.0f : keep_scale / row_sum[mi][0];
+    for (int mi = 0; mi < kRows; ++mi) o_scale[mi] = row_sum[mi][0] == 0.0f ? 0.0f : keep_scale / row_sum[mi][0];
     if (sink == -INFINITY) return;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const float above = sink_above(mi, scale, sink);
       const float correction = above > 0.0f ? exp2f(-above) : 1.0f;
       row_sum[mi][0] = row_sum[mi][0] * correction + (above > 0.0f ? 1.0f : exp2f(above));
-      factor[mi] = keep_scale * correction / row_sum[mi][0];
+      o_scale[mi] = keep_scale * correction / row_sum[mi][0];
     }
   }
 

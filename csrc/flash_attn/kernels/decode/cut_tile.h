@@ -2,12 +2,12 @@
 // by its runs.
 #pragma once
 
-#include "kernels/decode/start.h"
+#include "kernels/decode/cta_work.h"
 
 namespace flash {
 
 // A tile of which several partial results exist.
-struct CutTile {
+struct SplitTile {
   KvQueries queries;
   int head = 0;
   int first_row = 0;  // packed
@@ -19,13 +19,13 @@ struct CutTile {
 };
 
 // Where thread block `index` left its part of the tile; -1: it has none.
-__device__ __forceinline__ int slot_of_part(const Flash_kvcache_params& params, const CutTile& tile, int index) {
-  const KvSegment segment =
-      kv_segment(params.cuts, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
+__device__ __forceinline__ int slot_of_part(const Flash_kvcache_params& params, const SplitTile& tile, int index) {
+  const BlockSpan segment =
+      block_span(params.split_points, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
   return segment.empty() ? -1 : kv_slot(index, segment);
 }
 
-__device__ __forceinline__ void set_item(const Flash_kvcache_params& params, int item, CutTile& tile) {
+__device__ __forceinline__ void set_item(const Flash_kvcache_params& params, int item, SplitTile& tile) {
   KvItem at;
   if (params.is_varlen()) {
     at = packed_item(params, item);
@@ -37,31 +37,33 @@ __device__ __forceinline__ void set_item(const Flash_kvcache_params& params, int
   tile.first_row = at.row_tile * params.tile_rows;
 }
 
-__device__ __forceinline__ int tile_rows(const Flash_kvcache_params& params, const CutTile& tile) {
+__device__ __forceinline__ int tile_rows(const Flash_kvcache_params& params, const SplitTile& tile) {
   return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
 }
 
 // The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
-__device__ __forceinline__ void find_parts(const Flash_kvcache_params& params, int first, CutTile& tile) {
+__device__ __forceinline__ void find_parts(const Flash_kvcache_params& params, int first, SplitTile& tile) {
   const int count = kv_count(tile.range);
   const int64_t last = (tile.tile_begin + count - 1) / tile.share;
   tile.first = first;
   tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
-  const KvSegment segment = kv_segment(params.cuts, tile.range.begin, count, tile.tile_begin, tile.share, first);
-  const bool has_pair = params.in_pairs && kv_is_half(segment, count, tile.share, first);
+  const BlockSpan segment =
+      block_span(params.split_points, tile.range.begin, count, tile.tile_begin, tile.share, first);
+  const bool has_pair = params.in_clusters && kv_is_cluster_half(segment, count, tile.share, first);
   if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
 }
 
 // The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
-__device__ __forceinline__ CutTile tile_cut_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  CutTile tile;
-  KvStart start = find_kv_start(params, index, scratch);
+__device__ __forceinline__ SplitTile tile_split_before(const Flash_kvcache_params& params, int index,
+                                                       int64_t* scratch) {
+  SplitTile tile;
+  CtaWork start = find_cta_work(params, index, scratch);
   if (start.item >= kv_items(params)) return tile;
   set_item(params, start.item, tile);
   const int count = kv_count(tile.range);
-  if (start.share == 0) start = kv_start_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
+  if (start.share == 0) start = cta_work_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
   if (start.item >= kv_items(params)) return tile;
-  const KvPlace place = kv_place(start, index, count);
+  const KvPlace place = kv_state(start, index, count);
   tile.share = start.share;
   tile.tile_begin = place.tile_begin;
   tile.head = place.head;
@@ -71,8 +73,8 @@ __device__ __forceinline__ CutTile tile_cut_before(const Flash_kvcache_params& p
 }
 
 // Tile `index` of all; the threads add up the work before it.
-__device__ __forceinline__ CutTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  CutTile tile;
+__device__ __forceinline__ SplitTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+  SplitTile tile;
   const int items = kv_items(params), item = index / params.h_k;
   set_item(params, item, tile);
   const int count = kv_count(tile.range);
@@ -91,15 +93,15 @@ __device__ __forceinline__ CutTile tile_at(const Flash_kvcache_params& params, i
     item_begin = scratch[kCombineWarps];
   }
   tile.share = params.schedule != nullptr ? max(params.schedule->share, int64_t{1})
-                                          : kv_share(total, params.thread_blocks, params.least_share);
+                                          : blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
   tile.tile_begin = item_begin + static_cast<int64_t>(tile.head) * count;
   const int64_t first = tile.tile_begin / tile.share;
   if (first < params.thread_blocks) find_parts(params, static_cast<int>(first), tile);
   return tile;
 }
 
-__device__ __forceinline__ CutTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
-  CutTile tile;
+__device__ __forceinline__ SplitTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
+  SplitTile tile;
   set_item(params, static_cast<int>(index / params.h_k), tile);
   tile.tile = index;
   tile.head = static_cast<int>(index % params.h_k);

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_append_kernel(const __grid_c
   const KvRequest request = kv_request(params, index);
   if (!request.served()) return;
   if (params.paged.block_table != nullptr) {
-    const KvRows needed = kv_needed_rows(params, request);
+    const KvRows needed = kv_required_rows(params, request);
     const bool missing = KvPages(params, index).misses(needed.begin, needed.end, threadIdx.x, kThreads);
     if (__syncthreads_or(missing)) return;
   }

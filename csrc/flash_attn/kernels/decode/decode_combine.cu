@@ -60,18 +60,18 @@ struct PartsOfLane {
   int index;
   int slot;
 
-  __device__ PartsOfLane(const Flash_kvcache_params& params, const CutTile& tile)
+  __device__ PartsOfLane(const Flash_kvcache_params& params, const SplitTile& tile)
       : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
   }
 
-  __device__ void next(const Flash_kvcache_params& params, const CutTile& tile) {
+  __device__ void next(const Flash_kvcache_params& params, const SplitTile& tile) {
     index += 32;
     look_up(params, tile);
   }
 
  private:
-  __device__ void look_up(const Flash_kvcache_params& params, const CutTile& tile) {
+  __device__ void look_up(const Flash_kvcache_params& params, const SplitTile& tile) {
     slot = index <= tile.last ? slot_of_part(params, tile, index) : -1;
   }
 };
@@ -152,11 +152,11 @@ __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
 // This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
 // row works out for itself.
 template <int kQuads>
-__device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile& tile, int row, const RowWarps& warps,
+__device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTile& tile, int row, const RowWarps& warps,
                               PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
-  bool refused = false;
+  bool rejected = false;
   sum.clear();
   RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
@@ -164,7 +164,7 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     RowStats own = loads.load_stats();
     loads.load_rows(values);
     if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
-    refused |= own.refused();
+    rejected |= own.rejected();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
     const float correction = partial_weight(stats.max, top, scale);
@@ -185,13 +185,14 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const CutTile&
     parts.next(params, tile);
     loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
   }
-  if (__any_sync(0xffffffffu, refused)) stats.sum = RowStats::kRefused;
+  if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
   return stats;
 }
 
 // All runs of a row in the order of their keys, as KvEpilogue carries them.
 template <int kQuads>
-__device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile& tile, int row, RowValue<kQuads>& sum) {
+__device__ RowStats combine_ordered(const Flash_kvcache_params& params, const SplitTile& tile, int row,
+                                    RowValue<kQuads>& sum) {
   RowStats stats{};
   for (int base = tile.first; base <= tile.last; base += kBatchedLoads) {
     RowValue<kQuads> values[kBatchedLoads];
@@ -215,7 +216,7 @@ __device__ RowStats fold_runs(const Flash_kvcache_params& params, const CutTile&
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         merged = stats;
-        merge_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
+        combine_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
       }
       stats = merged;
     }
@@ -228,7 +229,7 @@ template <class Element, int kQuads>
 struct RowPlace {
   OutputPlace<Element> quads[kQuads];
 
-  __device__ RowPlace(const Flash_kvcache_params& params, const CutTile& tile, int row) {
+  __device__ RowPlace(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
     const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -243,13 +244,13 @@ struct RowPlace {
   }
 };
 
-__device__ int rows_per_block(const Flash_kvcache_params& params) { return kv_combine_rows(params.merges_one_row); }
+__device__ int rows_per_block(const Flash_kvcache_params& params) { return kv_combine_rows(params.combines_one_row); }
 
 __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
-  return kv_combine_blocks(params.slot_rows, params.merges_one_row);
+  return kv_combine_blocks(params.slot_rows, params.combines_one_row);
 }
 
-__device__ bool merges_by_tile(const Flash_kvcache_params& params) {
+__device__ bool combines_by_tile(const Flash_kvcache_params& params) {
   return !params.is_varlen() && kv_has_few_tiles(params.items, params.h_k, params.thread_blocks);
 }
 
@@ -275,45 +276,46 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
 // Tiles that were cut anywhere.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
-    kvcache_merge_kernel(const __grid_constant__ Flash_kvcache_params params) {
+    decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
   allow_next_kernel();  // the attention of the next layer, which waits for this kernel
   extern __shared__ __align__(16) char smem[];
   const int blocks = blocks_per_tile(params), rows = rows_per_block(params);
   const int index = static_cast<int>(blockIdx.x) / blocks;
   int64_t* const scratch = reinterpret_cast<int64_t*>(smem);
-  const CutTile tile =
-      merges_by_tile(params) ? tile_at(params, index, scratch) : tile_cut_before(params, index + 1, scratch);
+  const SplitTile tile =
+      combines_by_tile(params) ? tile_at(params, index, scratch) : tile_split_before(params, index + 1, scratch);
   const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
   const bool idle = begin >= end;
   // The first thread block waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
   const int warp = threadIdx.x / 32;
-  const bool shares_row = rows == 1;
-  const RowWarps warps = shares_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
-  const int row = min(shares_row ? begin : begin + warp, max(end - 1, 0));
-  const bool writes = warps.index == 0 && (shares_row || begin + warp < end);
+  const bool splits_row = rows == 1;
+  const RowWarps warps = splits_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
+  const int row = min(splits_row ? begin : begin + warp, max(end - 1, 0));
+  const bool writes = warps.index == 0 && (splits_row || begin + warp < end);
   const PartsOfLane parts(params, tile);
   RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
   loads.settle();
   const RowPlace<Element, kQuads> place(params, tile, row);
-  if (shares_row) __syncthreads();  // the scratch is done with
+  if (splits_row) __syncthreads();  // the scratch is done with
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
   const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
-  if (shares_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
+  if (splits_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
   if (writes) place.store(params, stats, sum);
 }
 
 // Tiles that were cut between their runs.
 template <class Element, int kQuads>
-__global__ void __launch_bounds__(kThreads) kvcache_fold_kernel(const __grid_constant__ Flash_kvcache_params params) {
-  const CutTile tile = tile_of_runs(params, blockIdx.x);
+__global__ void __launch_bounds__(kThreads)
+    decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const SplitTile tile = tile_of_runs(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
   wait_for_previous_kernel();
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
-    const RowStats stats = fold_runs(params, tile, row, sum);
+    const RowStats stats = combine_ordered(params, tile, row, sum);
     RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
   }
 }
@@ -322,13 +324,13 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
-  const int64_t blocks = kv_combine_grid(params.cuts.rule, params.is_varlen(), params.items, params.h_k,
-                                         params.thread_blocks, params.slot_rows, params.merges_one_row);
-  if (params.cuts.rule == CutRule::kChunks) {
-    return launch_dependent(kvcache_fold_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device, stream,
-                            configured_devices);
+  const int64_t blocks = kv_combine_grid(params.split_points.rule, params.is_varlen(), params.items, params.h_k,
+                                         params.thread_blocks, params.slot_rows, params.combines_one_row);
+  if (params.split_points.rule == SplitRule::kChunks) {
+    return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device,
+                            stream, configured_devices);
   }
-  return launch_dependent(kvcache_merge_kernel<Element, kQuads>, blocks, kThreads, kSmemBytes, params, params.device,
+  return launch_dependent(decode_combine_kernel<Element, kQuads>, blocks, kThreads, kSmemBytes, params, params.device,
                           stream, configured_devices);
 }
 
@@ -340,12 +342,12 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 }  // namespace
 
 template <>
-cudaError_t run_kvcache_merge_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_decode_combine_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kFp16>>(params, stream);
 }
 
 template <>
-cudaError_t run_kvcache_merge_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
+cudaError_t run_decode_combine_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kBf16>>(params, stream);
 }
 

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_con
   const KvRequest request = kv_request(params, blockIdx.x);
   bool missing = false;
   if (params.paged.block_table != nullptr && request.served()) {
-    const KvRows needed = kv_needed_rows(params, request);
+    const KvRows needed = kv_required_rows(params, request);
     missing = KvPages(params, request.index).misses(needed.begin, needed.end, threadIdx.x, kThreads);
   }
   missing = __syncthreads_or(missing);

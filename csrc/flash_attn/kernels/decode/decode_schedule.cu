@@ -3,7 +3,7 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/common/prepare_varlen.h"
-#include "kernels/decode/start.h"
+#include "kernels/decode/cta_work.h"
 #include "params/kvcache.h"
 
 namespace flash {
@@ -14,7 +14,7 @@ static_assert(kThreads <= kPrepareThreads, "prepare_varlen() has room for them")
 
 struct PlanArguments {
   Flash_kvcache_params params;
-  KvHeader* schedule;
+  SchedHeader* schedule;
 };
 
 // What the threads add up: items, or the segments of a packed batch.
@@ -36,7 +36,7 @@ __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
 }
 
 // The item of a unit, which begins at record.item_begin, that holds `target`.
-__device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, KvRecord& record) {
+__device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& record) {
   record.item = unit;
   if (!params.is_varlen()) return;
   const KvQueries queries = kv_queries<true>(params, unit - 1);
@@ -51,7 +51,7 @@ __device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t t
 }
 
 // The item at `target` of the line: first the thread whose units hold it, then the unit among those.
-__device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
+__device__ SchedEntry record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -61,7 +61,7 @@ __device__ KvRecord record_at(const Flash_kvcache_params& params, const int64_t*
       low = middle + 1;
     }
   }
-  KvRecord record;
+  SchedEntry record;
   record.item_begin = low > 0 ? ends[low - 1] : 0;
   const KvItems own(units(params), low, kThreads);
   int unit = own.begin;
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_con
   int64_t total = 0;
   ends[threadIdx.x] = block_prefix_sum(work, ends + kThreads, total);
   __syncthreads();
-  const int64_t share = kv_share(total, params.thread_blocks, params.least_share);
-  if (threadIdx.x == 0) *arguments.schedule = KvHeader{share, total};
-  KvRecord* const records = reinterpret_cast<KvRecord*>(arguments.schedule + 1);
+  const int64_t share = blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
+  if (threadIdx.x == 0) *arguments.schedule = SchedHeader{share, total};
+  SchedEntry* const records = reinterpret_cast<SchedEntry*>(arguments.schedule + 1);
   for (int i = threadIdx.x; i < params.thread_blocks; i += kThreads) {
-    KvRecord record;
+    SchedEntry record;
     record.item = params.items;
     if (i * share < total) record = record_at(params, ends, i * share);
     records[i] = record;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_con
 
 }  // namespace
 
-cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, KvHeader* schedule, cudaStream_t stream) {
+cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const PlanArguments arguments{params, schedule};
   constexpr int kSmemBytes = (kThreads + kThreads / 32) * sizeof(int64_t);

@@ -4,14 +4,14 @@
 #pragma once
 
 #include "kernels/common/partial.h"
-#include "kernels/decode/block_pair.h"
+#include "kernels/decode/cluster_pair.h"
 #include "kernels/decode/mainloop.h"
 #include "kernels/decode/output.h"
 
 namespace flash {
 
 // What becomes of a run.
-enum class RunEnd { kOutput, kPartial, kCarry, kHalf };
+enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
 
 template <class Config>
 struct KvEpilogue {
@@ -22,13 +22,13 @@ struct KvEpilogue {
   static constexpr int kKeyMask = Config::Swizzle::kMask;
 
   const Flash_kvcache_params& params;
-  const KvPart& part;
+  const WorkPart& part;
   const KvRing<Config>& ring;
   RowStats* const stats;  // shared: (kGroups + 1, 16), the last ones of what is carried
 
-  // All threads together. slot: of the workspace, for partial results and what is carried; carries_in: an earlier run
+  // All threads together. slot: of the workspace, for partial results and what is carried; accumulates: an earlier run
   // of the tile left a sum there.
-  __device__ __forceinline__ void finish(Mainloop& mainloop, RunEnd end, int64_t slot, bool carries_in) const {
+  __device__ __forceinline__ void finish(Mainloop& mainloop, PartialKind end, int64_t slot, bool accumulates) const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
 #pragma unroll
@@ -38,11 +38,11 @@ struct KvEpilogue {
         const int first = (row_warp * Config::kRowTiles + mi) * 16;
         if (first >= rows) break;
         if (row_warp == ring.row_warp()) show(mainloop, mi, rows - first);
-        if (carries_in && threadIdx.x < min(rows - first, 16)) {
-          stats[Config::kGroups * 16 + threadIdx.x] = carried_stats(slot, first + threadIdx.x);
+        if (accumulates && threadIdx.x < min(rows - first, 16)) {
+          stats[Config::kGroups * 16 + threadIdx.x] = accumulated_stats(slot, first + threadIdx.x);
         }
         __syncthreads();
-        merge(queries, first, min(rows - first, 16), end, slot, carries_in);
+        merge(queries, first, min(rows - first, 16), end, slot, accumulates);
         __syncthreads();
       }
     }
@@ -50,15 +50,15 @@ struct KvEpilogue {
 
   // The tile of at most 16 rows that a pair of thread blocks has shown to each other. Each finishes every other
   // kThreads pieces of it.
-  __device__ __forceinline__ void merge_halves() const {
+  __device__ __forceinline__ void combine_halves() const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
-    for (int i = BlockPair::rank() * Config::kThreads + threadIdx.x; i < rows * kQuads; i += 2 * Config::kThreads) {
+    for (int i = ClusterPair::rank() * Config::kThreads + threadIdx.x; i < rows * kQuads; i += 2 * Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
-      RowStats total = BlockPair::at(half_stats(), 0)[row];
-      float4 value = *BlockPair::at(half(row, col), 0);
-      merge_partials(total, value, BlockPair::at(half_stats(), 1)[row], *BlockPair::at(half(row, col), 1),
-                     params.softmax_scale_log2);
+      RowStats total = ClusterPair::at(half_stats(), 0)[row];
+      float4 value = *ClusterPair::at(half(row, col), 0);
+      combine_partials(total, value, ClusterPair::at(half_stats(), 1)[row], *ClusterPair::at(half(row, col), 1),
+                       params.softmax_scale_log2);
       write_output(queries, row, col, total, value);
     }
   }
@@ -85,28 +85,28 @@ struct KvEpilogue {
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
       if (lane % 4 == 0) {
         stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
-                                          mainloop.misses_pages ? RowStats::kRefused : sum};
+                                          mainloop.has_invalid_page ? RowStats::kRejected : sum};
       }
     }
   }
 
-  __device__ __forceinline__ void merge(const KvQueries& queries, int first, int rows, RunEnd end, int64_t slot,
-                                        bool carries_in) const {
+  __device__ __forceinline__ void merge(const KvQueries& queries, int first, int rows, PartialKind end, int64_t slot,
+                                        bool accumulates) const {
     const float scale = params.softmax_scale_log2;
     for (int i = threadIdx.x; i < rows * kQuads; i += Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       RowStats total;
-      float4 value = merged_groups(row, col, scale, total);
-      if (carries_in) {
+      float4 value = combined_groups(row, col, scale, total);
+      if (accumulates) {
         RowStats sum = stats[Config::kGroups * 16 + row];
         float4 carried = *reinterpret_cast<const float4*>(partial_row(slot, first + row) + col);
-        merge_partials(sum, carried, total, value, scale);
+        combine_partials(sum, carried, total, value, scale);
         total = sum;
         value = carried;
       }
-      if (end == RunEnd::kOutput) {
+      if (end == PartialKind::kOutput) {
         write_output(queries, first + row, col, total, value);
-      } else if (Config::kMayPair && end == RunEnd::kHalf) {
+      } else if (Config::kMayCluster && end == PartialKind::kHalf) {
         *half(row, col) = value;
         if (col == 0) half_stats()[row] = total;
       } else {
@@ -126,15 +126,15 @@ struct KvEpilogue {
   }
   __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
-  __device__ __forceinline__ float4 merged_groups(int row, int col, float scale, RowStats& total) const {
+  __device__ __forceinline__ float4 combined_groups(int row, int col, float scale, RowStats& total) const {
     RowStats group[Config::kGroups];
     total.max = -INFINITY;
-    bool refused = false;
+    bool rejected = false;
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
       group[g] = stats[g * 16 + row];
       total.max = fmaxf(total.max, group[g].max);
-      refused |= group[g].refused();
+      rejected |= group[g].rejected();
     }
     float4 value{};
     total.sum = 0.0f;
@@ -145,7 +145,7 @@ struct KvEpilogue {
       value = add_scaled(value, weight, part);
       total.sum = __fmaf_rn(weight, group[g].sum, total.sum);
     }
-    if (refused) total.sum = RowStats::kRefused;
+    if (rejected) total.sum = RowStats::kRejected;
     return value;
   }
 
@@ -153,7 +153,7 @@ struct KvEpilogue {
     return params.partial_o + (slot * params.slot_rows + row) * kHeadDim;
   }
 
-  __device__ __forceinline__ RowStats carried_stats(int64_t slot, int row) const {
+  __device__ __forceinline__ RowStats accumulated_stats(int64_t slot, int row) const {
     const float2 pair = *reinterpret_cast<const float2*>(params.partial_stats + 2 * (slot * params.slot_rows + row));
     return {pair.x, pair.y};
   }

@@ -9,42 +9,44 @@ namespace flash {
 
 // Blocks that are summed before they are merged: a whole part, or a stretch between two fixed places.
 template <class Config>
-__device__ __forceinline__ int run_end(const Flash_kvcache_params& params, const KvPart& part, int begin) {
+__device__ __forceinline__ int run_end(const Flash_kvcache_params& params, const WorkPart& part, int begin) {
   if (Config::kPlain || params.run_blocks == kUnbounded) return part.block_end();
   const int64_t next_run = (static_cast<int64_t>(begin) / params.run_blocks + 1) * params.run_blocks;
   return static_cast<int>(min(next_run, static_cast<int64_t>(part.block_end())));
 }
 
 // What becomes of a run [begin, end) of a part, and where.
-struct RunPlace {
-  RunEnd end;
+struct PartialLocation {
+  PartialKind end;
   int64_t slot;
 };
 
 template <class Config>
-__device__ __forceinline__ RunPlace run_place(const Flash_kvcache_params& params, const KvRing<Config>& ring,
-                                              const KvPart& part, int begin, int end) {
-  if (!Config::kPlain && params.cuts.rule == CutRule::kChunks) {
+__device__ __forceinline__ PartialLocation partial_location(const Flash_kvcache_params& params,
+                                                            const KvRing<Config>& ring, const WorkPart& part, int begin,
+                                                            int end) {
+  if (!Config::kPlain && params.split_points.rule == SplitRule::kChunks) {
     const int run = begin / params.run_blocks;
     if (part.empty() || (part.end_block - 1) / params.run_blocks == part.first_block / params.run_blocks) {
-      return {RunEnd::kOutput, 0};
+      return {PartialKind::kOutput, 0};
     }
     const int64_t item = static_cast<int64_t>(part.request.index) * params.row_tiles + part.row_tile;
-    return {RunEnd::kPartial, (item * params.h_k + part.head) * params.max_runs + run};
+    return {PartialKind::kPartial, (item * params.h_k + part.head) * params.max_runs + run};
   }
-  if (Config::kMayPair && params.in_pairs && kv_is_half(part.segment, part.count(), ring.walk.share, blockIdx.x)) {
-    return {RunEnd::kHalf, 0};
+  if (Config::kMayCluster && params.in_clusters &&
+      kv_is_cluster_half(part.segment, part.count(), ring.walk.share, blockIdx.x)) {
+    return {PartialKind::kHalf, 0};
   }
-  if (!part.whole()) return {RunEnd::kPartial, kv_slot(blockIdx.x, part.segment)};
-  if (Config::kPlain) return {RunEnd::kOutput, 0};
-  return {end < part.block_end() ? RunEnd::kCarry : RunEnd::kOutput, blockIdx.x};
+  if (!part.whole()) return {PartialKind::kPartial, kv_slot(blockIdx.x, part.segment)};
+  if (Config::kPlain) return {PartialKind::kOutput, 0};
+  return {end < part.block_end() ? PartialKind::kAccumulate : PartialKind::kOutput, blockIdx.x};
 }
 
 // Do rows that the request needs, but that none of its row tiles before or after this one loads here, lie outside of
 // the pool? Every tile of a request has to come to the same verdict. All threads together.
-__device__ __forceinline__ bool misses_pages_beside(const Flash_kvcache_params& params, const KvPart& part) {
+__device__ __forceinline__ bool has_invalid_page_beside(const Flash_kvcache_params& params, const WorkPart& part) {
   if (params.paged.block_table == nullptr || params.is_varlen() || !part.request.served()) return false;
-  const KvRows needed = kv_needed_rows(params, part.request);
+  const KvRows needed = kv_required_rows(params, part.request);
   const KvPages pages(params, part.request.index);
   bool missing = false;
   if (part.segment.from == 0) {
@@ -68,19 +70,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
   // The kernel that appends writes new rows alone, for which the ring waits.
   if (params.seqlen_new == 0) wait_for_previous_kernel();
-  KvRing<Config> ring(params, find_kv_start(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
+  KvRing<Config> ring(params, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
   KvMainloop<Config> mainloop(params, ring, q_rows);
-  const KvPart& part = mainloop.part;
+  const WorkPart& part = mainloop.part;
   int block = 0, begin = 0, end = 0;  // of the run under way
   bool carries = false;               // the run before left a sum
-  bool has_half = false;              // of a tile that the other thread block of the pair has the rest of
+  bool has_cluster_half = false;      // of a tile that the other thread block of the pair has the rest of
   while (ring.advance()) {
     if (block == end) {
       if (Config::kPlain || block == part.block_end()) {  // and not only a run of a part
-        mainloop.enter_tile(ring.take_part());
-        if (!ring.brings_query()) KvQuery<Config>{params, part, q_rows}.load();
-        mainloop.misses_pages |= misses_pages_beside(params, part);
+        mainloop.enter_tile(ring.next_part());
+        if (!ring.loads_query()) KvQuery<Config>{params, part, q_rows}.load();
+        mainloop.has_invalid_page |= has_invalid_page_beside(params, part);
         block = part.block_begin();
       }
       begin = block;
@@ -88,20 +90,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       mainloop.begin_run();
     }
     ring.wait();
-    if (ring.brings_query() && block == begin) __syncthreads();  // every thread brought some of it
+    if (ring.loads_query() && block == begin) __syncthreads();  // every thread brought some of it
     mainloop.step(block);
     ring.release();
     if (++block < end) continue;
-    const RunPlace place = run_place<Config>(params, ring, part, begin, end);
+    const PartialLocation place = partial_location<Config>(params, ring, part, begin, end);
     KvEpilogue<Config>{params, part, ring, stats}.finish(mainloop, place.end, place.slot, carries);
-    carries = place.end == RunEnd::kCarry;
-    has_half = place.end == RunEnd::kHalf;
+    carries = place.end == PartialKind::kAccumulate;
+    has_cluster_half = place.end == PartialKind::kHalf;
   }
   ring.finish();
-  if (Config::kMayPair && params.in_pairs) {
-    BlockPair::sync();  // all pairs: with a plan of other lengths only one of the two may have a half
-    if (has_half) KvEpilogue<Config>{params, part, ring, stats}.merge_halves();
-    BlockPair::sync();  // before what the other one reads is gone
+  if (Config::kMayCluster && params.in_clusters) {
+    ClusterPair::sync();  // all pairs: with a plan of other lengths only one of the two may have a half
+    if (has_cluster_half) KvEpilogue<Config>{params, part, ring, stats}.combine_halves();
+    ClusterPair::sync();  // before what the other one reads is gone
   }
   if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }

@@ -10,13 +10,13 @@ template <class Config>
 cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
-  if (params.in_pairs) {
-    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_pairs);
+  if (params.in_clusters) {
+    const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_clusters);
     if (status != cudaSuccess) return status;
   }
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
   return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-                          params.device, stream, configured_devices, params.in_pairs ? 2 : 1);
+                          params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>
@@ -37,7 +37,7 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
     if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.merges) return status;
-  return run_kvcache_merge_<kDtype>(params, stream);
+  return run_decode_combine_<kDtype>(params, stream);
 }
 
 }  // namespace flash

@@ -29,9 +29,9 @@ struct KvMainloop {
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
   ExactSoftmax<kRows> softmax;
-  bool misses_pages = false;  // some key so far lies in a page outside of the pool
+  bool has_invalid_page = false;  // some key so far lies in a page outside of the pool
 
-  KvPart part;
+  WorkPart part;
   KvTokens tokens;
   // Keys [full_begin, full_end) are visible to every row of the tile.
   Visibility visibility;
@@ -41,14 +41,14 @@ struct KvMainloop {
                                         const Element* q_rows_)
       : params(params_), ring(ring_), q_rows(q_rows_) {}
 
-  __device__ __forceinline__ void enter_tile(const KvPart& part_) {
+  __device__ __forceinline__ void enter_tile(const WorkPart& part_) {
     part = part_;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     tokens = kv_tokens(params, queries, part.row_tile);
     visibility = Visibility{queries.count, part.request.seqlen_k, params.window};
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
-    misses_pages = part.request.refused;
+    has_invalid_page = part.request.rejected;
   }
 
   __device__ __forceinline__ void begin_run() {
@@ -76,7 +76,7 @@ struct KvMainloop {
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.update(scores, out, params.softmax_scale_log2);
     multiply_p_v(acc_s);
-    misses_pages |= ring.step_misses_pages();
+    has_invalid_page |= ring.step_has_invalid_page();
   }
 
  private:
@@ -90,9 +90,9 @@ struct KvMainloop {
   template <class Acc>
   __device__ __forceinline__ void multiply_q_k(Acc& acc_s) const {
     const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
-    const int q_place = lane() / 16 ^ Swizzle::key(lane() % 16);
+    const int q_state = lane() / 16 ^ Swizzle::key(lane() % 16);
     const int k_row = lane() % 8 + lane() / 16 * 8;
-    const int k_place = lane() / 8 % 2 ^ Swizzle::key(k_row);
+    const int k_state = lane() / 8 % 2 ^ Swizzle::key(k_row);
     const Element* const q = q_rows + q_row * Config::kHeadDim;
     const Element* const k = ring.k_stage() + k_row * Config::kHeadDim;
 #pragma unroll
@@ -100,12 +100,12 @@ struct KvMainloop {
       uint32_t a[Config::kRowTiles][4];
 #pragma unroll
       for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_place, 2 * slice) * 8);
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_state, 2 * slice) * 8);
       }
 #pragma unroll
       for (int pair = 0; pair < Config::kStep / 16; ++pair) {
         uint32_t b[4];
-        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_place, 2 * slice) * 8);
+        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_state, 2 * slice) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_s, mi, 2 * pair), a[mi], b[0], b[1], Element{});
@@ -118,7 +118,7 @@ struct KvMainloop {
   template <class Acc>
   __device__ __forceinline__ void multiply_p_v(const Acc& acc_s) {
     const int v_row = lane() % 16;
-    const int v_place = lane() / 16 ^ Swizzle::key(v_row);
+    const int v_state = lane() / 16 ^ Swizzle::key(v_row);
     const Element* const v = ring.v_stage() + v_row * Config::kHeadDim;
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
@@ -134,7 +134,7 @@ struct KvMainloop {
 #pragma unroll
       for (int pair = 0; pair < kSlices; ++pair) {
         uint32_t b[4];
-        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_place, 2 * pair) * 8);
+        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_state, 2 * pair) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_o, mi, 2 * pair), a[mi], b[0], b[1], Element{});

@@ -4,7 +4,7 @@
 #include "kernels/decode/config.h"
 #include "kernels/decode/packed_rows.h"
 #include "kernels/decode/rotary.h"
-#include "kernels/decode/walk.h"
+#include "kernels/decode/work_walk.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
@@ -15,7 +15,7 @@ struct KvQuery {
   using Swizzle = typename Config::Swizzle;
 
   const Flash_kvcache_params& params;
-  const KvPart& part;
+  const WorkPart& part;
   Element* const smem;  // (kRows, kHeadDim)
 
   // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.

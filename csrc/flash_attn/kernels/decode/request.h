@@ -16,10 +16,10 @@ struct KvRequest {
   int cached = 0;     // rows before the new ones, and the rotary position of the first query
   // The request has lengths, but something else about it lies outside its tensor: it is computed without being read,
   // and its result is replaced. (Lengths alone decide the schedule, which a plan may have made before.)
-  bool refused = false;
+  bool rejected = false;
   bool fits = false;  // false: padding, or lengths beyond the cache; such a request has no keys
 
-  __device__ __forceinline__ bool served() const { return fits && !refused; }
+  __device__ __forceinline__ bool served() const { return fits && !rejected; }
 };
 
 // Rows cached before the call.
@@ -39,12 +39,12 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
   request.fits = lengths.fits;
   if (params.paged.block_table == nullptr) {
     const int row = params.cache_batch_idx != nullptr ? params.cache_batch_idx[index] : index;
-    request.refused = static_cast<unsigned>(row) >= static_cast<unsigned>(params.cache_batch);
-    request.cache_row = request.refused ? 0 : row;
+    request.rejected = static_cast<unsigned>(row) >= static_cast<unsigned>(params.cache_batch);
+    request.cache_row = request.rejected ? 0 : row;
   }
   if (kMayRotate && params.rotary.cos_ptr != nullptr && request.fits) {
     const Rotary& rotary = params.rotary;
-    request.refused |=
+    request.rejected |=
         kv_rotary_rows(request.cached, params.seqlen_q, params.seqlen_new, rotary.one_position) > rotary.rows;
   }
   return request;
@@ -60,7 +60,7 @@ __device__ __forceinline__ KvRequest packed_request(const Flash_kvcache_params& 
   request.index = segment - 1;
   request.fits = segment >= 1 && segment <= params.b;
   if (!request.fits) return request;
-  RowBlock block;
+  WorkTile block;
   block.batch = request.index;
   set_key_range(block, params);
   request.first_row = block.k_begin;
@@ -172,7 +172,7 @@ struct KvRows {
   int end;
 };
 
-__device__ __forceinline__ KvRows kv_needed_rows(const Flash_kvcache_params& params, const KvRequest& request) {
+__device__ __forceinline__ KvRows kv_required_rows(const Flash_kvcache_params& params, const KvRequest& request) {
   const Visibility visibility{params.seqlen_q, request.seqlen_k, params.window};
   KvRows rows{request.first_row + visibility.key_begin(0), request.first_row + visibility.key_end(params.seqlen_q - 1)};
   if (params.seqlen_new > 0) {

@@ -2,11 +2,11 @@
 // arithmetic, also from one tile into the next, and meets no other group.
 #pragma once
 
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/query.h"
-#include "kernels/decode/walk.h"
+#include "kernels/decode/work_walk.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
@@ -30,11 +30,11 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const q_rows;        // shared: the first tile's are asked for ahead of its keys (kPlain)
-  Element* const stages;        // of this group
-  KvPart* const parts;          // of this group: the tiles of the steps under way
-  KvWalk<Config::kPlain> walk;  // at the tile of the next step to load
-  int block = 0;                // of the next step to load
+  Element* const q_rows;          // shared: the first tile's are asked for ahead of its keys (kPlain)
+  Element* const stages;          // of this group
+  WorkPart* const parts;          // of this group: the tiles of the steps under way
+  WorkWalk<Config::kPlain> walk;  // at the tile of the next step to load
+  int block = 0;                  // of the next step to load
   int block_end = 0;
   int vacant;                       // stages to fill, and one more while the first step has not been looked for
   int pending = 0;                  // steps loaded and not used
@@ -50,15 +50,15 @@ struct KvRing {
   uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
   bool may_read_new = false;  // the kernel that appends has finished
 
-  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const KvStart& start, char* smem)
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& start, char* smem)
       : params(params_),
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
                group() * params_.stages * Config::kStageElements),
-        parts(reinterpret_cast<KvPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
+        parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
         walk(params_, blockIdx.x, start),
         vacant(params_.stages + 1) {
-    static_assert(sizeof(KvPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
+    static_assert(sizeof(WorkPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
@@ -90,10 +90,10 @@ struct KvRing {
   }
 
   // Whether the queries of the tile that was taken last come with its first step.
-  __device__ __forceinline__ bool brings_query() const { return Config::kPlain && taken == 1; }
+  __device__ __forceinline__ bool loads_query() const { return Config::kPlain && taken == 1; }
 
   // The tile of the next step to use, when the one before is done.
-  __device__ __forceinline__ KvPart take_part() {
+  __device__ __forceinline__ WorkPart next_part() {
     sync_group<Config>();
     return parts[taken++ % plan::kKvParts];
   }
@@ -112,7 +112,7 @@ struct KvRing {
     vacant = 1;
   }
 
-  __device__ __forceinline__ bool step_misses_pages() const { return missing_bits >> (params.stages - 1) & 1; }
+  __device__ __forceinline__ bool step_has_invalid_page() const { return missing_bits >> (params.stages - 1) & 1; }
 
   __device__ __forceinline__ void finish() {
     if (params.seqlen_new > 0 && !may_read_new) wait_for_previous_kernel();
@@ -162,7 +162,7 @@ struct KvRing {
 
   // All reads of an entry precede the step before the one that overwrites it.
   __device__ __forceinline__ void enter_tile() {
-    const KvPart& part = walk.part;
+    const WorkPart& part = walk.part;
     if (threadIdx.x % Config::kGroupThreads == 0) parts[entered % plan::kKvParts] = part;
     ++entered;
     block = part.block_begin();
@@ -194,9 +194,10 @@ struct KvRing {
   }
 
   __device__ __forceinline__ void load_step() {
-    const KvPart& part = walk.part;
-    const int keys = part.request.refused || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
-    const int first = unseen_keys();
+    const WorkPart& part = walk.part;
+    const int keys =
+        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
+    const int first = num_masked_keys();
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
       may_read_new = true;
@@ -212,17 +213,17 @@ struct KvRing {
 
   // Keys of the step and after it that come before the first one that some query of the request sees: they become
   // zeros. Worked out where there may be some, so that it takes no register elsewhere.
-  __device__ __forceinline__ int unseen_keys() const {
-    const KvPart& part = walk.part;
+  __device__ __forceinline__ int num_masked_keys() const {
+    const WorkPart& part = walk.part;
     if (params.window.left == kUnbounded || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
-    return first_seen_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
+    return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
   // Keys before it, which no query of the request sees, share a step with it: they need no page.
-  __device__ __forceinline__ int first_needed_key() const {
+  __device__ __forceinline__ int first_required_key() const {
     const KvRequest& request = walk.part.request;
-    return kv_needed_rows(params, request).begin - request.first_row;
+    return kv_required_rows(params, request).begin - request.first_row;
   }
 
   // All rows of the step are neighbours.
@@ -232,7 +233,7 @@ struct KvRing {
       at = __shfl_sync(0xffffffffu, page, block - pages_from);
       row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
       if (static_cast<unsigned>(at) >= static_cast<unsigned>(params.paged.num_pages)) {
-        missing_bits |= keys > 0 && key_begin() + Config::kStep > first_needed_key() ? 1 : 0;
+        missing_bits |= keys > 0 && key_begin() + Config::kStep > first_required_key() ? 1 : 0;
         at = keys = 0;
       }
     }
@@ -255,7 +256,7 @@ struct KvRing {
       const int at = lane() % Config::kStep;
       const bool missing = !in_pool && at < keys && !params.is_varlen();  // there: zeros
       if (__any_sync(0xffffffffu, missing)) {
-        missing_bits |= __any_sync(0xffffffffu, missing && key_begin() + at >= first_needed_key()) ? 1 : 0;
+        missing_bits |= __any_sync(0xffffffffu, missing && key_begin() + at >= first_required_key()) ? 1 : 0;
       }
       if (!in_pool) found = -1;
     }

@@ -9,7 +9,7 @@
 
 #include <atomic>
 
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/sequence.h"
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   const int index = reversed_block();
   clear_workspace(params, index);
   wait_for_previous_kernel();
-  const RowBlock block = row_block_at(params, kRows, index);
+  const WorkTile block = work_tile_at(params, kRows, index);
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, block)) return;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, block.batch, block.q_begin + row, block.head) + col;
   };
-  const int first_row = first_seeing_row({block.seqlen_q, block.seqlen_k, params.window});
+  const int first_row = first_unmasked_row({block.seqlen_q, block.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(block, params);
   const float sink = row_sink(params, block);
   float dsink = 0.0f;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
 template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
+  const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
   if (params.is_varlen()) {  // run_prepare() is the launch before
     return launch_dependent(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream,
                             configured_devices);

@@ -33,8 +33,8 @@ __device__ void make_dropped(__nv_bfloat16& value) {
 }
 
 // A whole sequence as one row block.
-__device__ RowBlock whole_sequence(const Flash_fwd_params& params, int batch, int head) {
-  RowBlock block;
+__device__ WorkTile whole_sequence(const Flash_fwd_params& params, int batch, int head) {
+  WorkTile block;
   block.batch = batch;
   if (params.is_varlen()) {
     block = varlen_segment(params, batch + 1);
@@ -48,7 +48,7 @@ __device__ RowBlock whole_sequence(const Flash_fwd_params& params, int batch, in
 
 // The key row `key` of a sequence, or null where no page holds it.
 template <class Element>
-__device__ const Element* key_row(const Flash_fwd_params& params, const RowBlock& block, int key) {
+__device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile& block, int key) {
   const Element* base =
       static_cast<const Element*>(params.k_ptr) + (block.head / params.h_h_k_ratio) * params.k_strides.head;
   const int row = block.k_begin + key;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   const int tile = blockIdx.x % (col_tiles * row_tiles);
   const int batch_head = blockIdx.x / (col_tiles * row_tiles);
   const int row0 = tile / col_tiles * kTile, col0 = tile % col_tiles * kTile;
-  const RowBlock block = whole_sequence(params, batch_head / params.h, batch_head % params.h);
+  const WorkTile block = whole_sequence(params, batch_head / params.h, batch_head % params.h);
   const int lane = threadIdx.x % kTile, band = threadIdx.x / kTile * kRowsPerThread;
 
   const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides);

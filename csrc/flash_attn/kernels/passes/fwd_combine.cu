@@ -35,7 +35,7 @@ __device__ float sink_of(const Flash_fwd_params& params, const Row& at) {
 }
 
 // What the shares of a row have given so far, referred to the largest LSE.
-struct Merged {
+struct Combined {
   float top = -INFINITY;
   float sum = 0.0f;
   float4 value{};
@@ -65,26 +65,26 @@ struct Merged {
 
 // A thread has kCols columns of a row, of which a thread block has as many as fit it.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_constant__ Flash_fwd_shares_params params) {
+__global__ void __launch_bounds__(kThreads) fwd_combine_kernel(const __grid_constant__ Flash_fwd_split_params params) {
   // A thread's own: by way of shared memory all loads of a batch are under way at the same time, whatever ptxas makes
   // of loads into registers.
   __shared__ float4 values[kBatch][kThreads];
-  const KeyShares& shares = params.shares;
+  const KvSplits& splits = params.splits;
   const int threads_of_row = params.d_v / kCols, rows_of_block = blockDim.x / threads_of_row;
   const int row_of_block = threadIdx.x / threads_of_row;
   const int col = (threadIdx.x - row_of_block * threads_of_row) * kCols;
   const int row = static_cast<int>(blockIdx.x) * rows_of_block + row_of_block;
-  const bool exists = row < shares.rows;
+  const bool exists = row < splits.rows;
   const Row at = row_at(params, exists ? row : 0);
   const float sink = sink_of(params, at);
   wait_for_previous_kernel();
   if (!exists) return;
-  Merged merged;
-  const float* lse_at = shares.lse_ptr + row;
+  Combined merged;
+  const float* lse_at = splits.lse_ptr + row;
   const float4* value_at =
-      reinterpret_cast<const float4*>(shares.out_ptr + static_cast<int64_t>(row) * params.d_v + col);
-  const int64_t step = shares.rows, value_step = step * threads_of_row;
-  for (int left = shares.count; left > 0; left -= kBatch) {
+      reinterpret_cast<const float4*>(splits.out_ptr + static_cast<int64_t>(row) * params.d_v + col);
+  const int64_t step = splits.rows, value_step = step * threads_of_row;
+  for (int left = splits.count; left > 0; left -= kBatch) {
     float lse[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -117,23 +117,23 @@ __global__ void __launch_bounds__(kThreads) fwd_merge_kernel(const __grid_consta
 }
 
 template <class Element>
-cudaError_t run(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+cudaError_t run(const Flash_fwd_split_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int threads_of_row = params.d_v / kCols, rows_of_block = kThreads / threads_of_row;
-  const int64_t blocks = (params.shares.rows + rows_of_block - 1) / rows_of_block;
-  return launch_dependent(fwd_merge_kernel<Element>, blocks, rows_of_block * threads_of_row, 0, params, params.device,
+  const int64_t blocks = (params.splits.rows + rows_of_block - 1) / rows_of_block;
+  return launch_dependent(fwd_combine_kernel<Element>, blocks, rows_of_block * threads_of_row, 0, params, params.device,
                           stream, configured_devices);
 }
 
 }  // namespace
 
 template <>
-cudaError_t run_fwd_merge_<Dtype::kFp16>(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+cudaError_t run_fwd_combine_<Dtype::kFp16>(const Flash_fwd_split_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kFp16>>(params, stream);
 }
 
 template <>
-cudaError_t run_fwd_merge_<Dtype::kBf16>(const Flash_fwd_shares_params& params, cudaStream_t stream) {
+cudaError_t run_fwd_combine_<Dtype::kBf16>(const Flash_fwd_split_params& params, cudaStream_t stream) {
   return run<ElementOf<Dtype::kBf16>>(params, stream);
 }
 

@@ -9,13 +9,13 @@ namespace flash {
 
 // dK or dV through shared memory, in the place of K and V, which nobody reads any more.
 template <class Config, class Accumulator>
-__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
+__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           void* data, const MatrixStrides& strides, typename Config::Element* smem) {
   using namespace cute;
   using Element = typename Config::Element;
-  const KeyBlock& block = mainloop.block;
+  const BwdWorkTile& block = mainloop.block;
 #pragma unroll
-  for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
+  for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   auto staged = make_tensor(make_smem_ptr(smem), typename Config::SmemLayoutKv{});
   stage_accumulator<Element>(typename Config::MmaDkv{}, acc, staged);
   __syncthreads();
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
 
 // Gradients of one block of keys and values, and its share of dQ.
 template <class Config>
-__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const KeyBlock& block,
+__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const BwdWorkTile& block,
                                                         int stages) {
   extern __shared__ __align__(128) char smem[];
   auto* const tiles = reinterpret_cast<typename Config::Element*>(smem);
@@ -48,7 +48,7 @@ struct BwdLaunch {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  const KeyBlock block = key_block_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
+  const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
   if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
 }
 

@@ -32,7 +32,7 @@ cudaError_t run_flash_bwd(BwdLaunch arguments, cudaStream_t stream) {
 template <class Config>
 cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
+  const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
   return launch(flash_bwd_convert_dq_kernel<Config>, blocks, Config::kThreads,
                 Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), params, params.device, stream,
                 configured_devices);

@@ -8,12 +8,12 @@
 
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/differentiate.h"
+#include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
-#include "kernels/common/dq_turns.h"
 #include "kernels/common/row_store.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
@@ -25,7 +25,7 @@ namespace flash {
 // A step of the walk, with what is addressed there; moving on costs additions.
 template <class Element>
 struct BwdCursor {
-  RowStep at;
+  QStep at;
   const Element* q;  // this thread's first chunk of the row block
   const Element* dout;
 };
@@ -41,10 +41,10 @@ struct BwdMainloop {
   static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
 
   const Flash_bwd_params& params;
-  const KeyBlock& block;
+  const BwdWorkTile& block;
   const Visibility visibility;
   const int first_row;  // rows before it, which see no key, are zeros
-  const RowWalk walk;
+  const QBlockOrder order;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
   const int stages;  // buffers of Q and of dO: 2, or 1 where shared memory is short
@@ -54,13 +54,13 @@ struct BwdMainloop {
   AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
   AccDkv acc_dv;
 
-  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const KeyBlock& block_, int stages_,
+  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& block_, int stages_,
                                          Element* smem_)
       : params(params_),
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
-        first_row(first_seeing_row(visibility)),
-        walk(row_walk(params_, block_, Config::kBlockM, Config::kBlockN)),
+        first_row(first_unmasked_row(visibility)),
+        order(q_block_order(params_, block_, Config::kBlockM, Config::kBlockN)),
         copy(params_.d),
         stages(stages_),
         smem(smem_) {
@@ -88,10 +88,10 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
-  __device__ __forceinline__ bool is_deterministic() const { return params.dq_turns_ptr != nullptr; }
+  __device__ __forceinline__ bool is_deterministic() const { return params.dq_semaphore_ptr != nullptr; }
 
   __device__ __forceinline__ Cursor start() const {
-    const RowStep at = walk.start();
+    const QStep at = order.start();
     const int row = block.q_begin + at.row_block * Config::kBlockM;
     auto place = [&](const void* data, const MatrixStrides& strides) {
       return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), block.batch, row, at.head) +
@@ -101,13 +101,13 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void advance(Cursor& cursor) const {
-    const bool other_rows = walk.advance(cursor.at);
-    cursor.q += walk.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
-    cursor.dout += walk.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
+    const bool other_rows = order.advance(cursor.at);
+    cursor.q += order.offset(other_rows, params.q_strides.row, params.q_strides.head, Config::kBlockM);
+    cursor.dout += order.offset(other_rows, params.do_strides.row, params.do_strides.head, Config::kBlockM);
   }
 
   __device__ __forceinline__ void load_kv() const {
-    const int key = block.n_block * Config::kBlockN, first_key = first_seen_key(visibility);
+    const int key = block.n_block * Config::kBlockN, first_key = first_unmasked_key(visibility);
     auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
       const Element* base = static_cast<const Element*>(data) +
                             matrix_offset(strides, is_varlen(), block.batch, block.k_begin + key, block.head_k);
@@ -127,7 +127,7 @@ struct BwdMainloop {
   }
 
   // Rows of Q and dO before first_row become zeros: a row block with any of them is rare, and pays for it alone.
-  __device__ __forceinline__ void clear_keyless_rows(int row_begin, int stage) const {
+  __device__ __forceinline__ void clear_fully_masked_rows(int row_begin, int stage) const {
     const int rows = min(first_row - row_begin, Config::kBlockM);
     if (rows <= 0) return;
     auto q_tile = smem_q(stage);
@@ -147,7 +147,7 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void run() {
-    const int count = walk.count();
+    const int count = order.count();
     if (count == 0) return;
     load_kv();
     Cursor current = start();
@@ -158,8 +158,8 @@ struct BwdMainloop {
       Cursor next = current;
       if (has_next) advance(next);
       wait_for_copies();
-      clear_keyless_rows(current.at.row_block * Config::kBlockM, stage);
-      if (i > 0) pass_turn_of(walk.before(current.at));
+      clear_fully_masked_rows(current.at.row_block * Config::kBlockM, stage);
+      if (i > 0) release_dq_semaphore(order.before(current.at));
       if (stages == 2 && has_next) load_q_do(next, 1 - stage);
       step(current.at, stage);
       if (stages == 1 && has_next) {
@@ -169,10 +169,10 @@ struct BwdMainloop {
       current = next;
     }
     if (is_deterministic()) __syncthreads();
-    pass_turn_of(current.at);
+    release_dq_semaphore(current.at);
   }
 
-  __device__ __forceinline__ void step(const RowStep& at, int stage) {
+  __device__ __forceinline__ void step(const QStep& at, int stage) {
     using namespace cute;
     const int row_begin = at.row_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
@@ -191,7 +191,7 @@ struct BwdMainloop {
 
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
                                                           transposed(smem_do(stage)));
-    const int seen = is_deterministic() ? peek_turn(params.dq_turns_ptr + dq_tile_index(at)) : 0;
+    const int seen = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile_index(at)) : 0;
     AccDq acc_dq;
     clear(acc_dq);
     gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
@@ -202,7 +202,7 @@ struct BwdMainloop {
 
   // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf,
   // which makes their probabilities 0.
-  __device__ __forceinline__ void load_row_statistics(const RowStep& at, int row_begin, float (&lse_log2)[kRows],
+  __device__ __forceinline__ void load_row_statistics(const QStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
     const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
     const float* d = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
@@ -210,42 +210,43 @@ struct BwdMainloop {
     for (int mi = 0; mi < kRows; ++mi) {
       const int row = row_begin + coords.row(mi);
       const bool valid = row >= first_row && row < block.seqlen_q;
-      lse_log2[mi] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
+      lse_log2[mi] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       delta[mi] = valid ? d[row] : 0.0f;
     }
   }
 
   // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
-  __device__ __forceinline__ void differentiate(const RowStep& at, int row_begin, const float (&lse_log2)[kRows],
+  __device__ __forceinline__ void differentiate(const QStep& at, int row_begin, const float (&lse_log2)[kRows],
                                                 const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
-    const ScorePlace place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
+    const TileCoords place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
     constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
     DropoutMask mask;
     if constexpr (kMayDrop) mask = DropoutMask(params.dropout, place.batch, place.head);
-    const TileWords<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
+    const TileBits<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
     differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
         params, visibility, place, coords, words, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }
 
-  __device__ __forceinline__ int64_t dq_tile_index(const RowStep& at) const {
+  __device__ __forceinline__ int64_t dq_tile_index(const QStep& at) const {
     return flash::dq_tile_index(params, block, at, Config::kBlockM);
   }
 
   // Deterministic: at this block's turn; `seen` is the counter before the product.
-  __device__ __forceinline__ void add_dq(const RowStep& at, int seen, const AccDq& acc_dq) const {
+  __device__ __forceinline__ void add_dq(const QStep& at, int seen, const AccDq& acc_dq) const {
     const int64_t index = dq_tile_index(at);
     if (is_deterministic()) {
-      wait_for_turn(params.dq_turns_ptr + index,
-                    dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN), seen);
+      dq_semaphore_wait(params.dq_semaphore_ptr + index,
+                        dq_semaphore_value(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
+                        seen);
     }
     reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
   }
 
   // After the barrier that follows the step: all have added. The step after it hides the release.
-  __device__ __forceinline__ void pass_turn_of(const RowStep& at) const {
-    if (is_deterministic() && threadIdx.x == 0) pass_turn(params.dq_turns_ptr + dq_tile_index(at));
+  __device__ __forceinline__ void release_dq_semaphore(const QStep& at) const {
+    if (is_deterministic() && threadIdx.x == 0) dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(at));
   }
 };
 

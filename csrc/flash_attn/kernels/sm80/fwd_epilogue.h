@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;
   using Element = typename Config::Element;
   const Flash_fwd_params& params = mainloop.params;
-  const RowBlock& block = mainloop.block;
+  const WorkTile& block = mainloop.block;
   normalize(mainloop.softmax, mainloop.acc_o, params, row_sink(params, block));
   auto staged = mainloop.smem_q();
   stage_accumulator<Element>(typename Config::TiledMma{}, mainloop.acc_o, staged);

@@ -9,13 +9,13 @@
 namespace flash {
 
 template <class Config>
-__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const RowBlock& block) {
+__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const WorkTile& block) {
   extern __shared__ __align__(128) char smem[];
   FwdMainloop<Config> mainloop(params, block, reinterpret_cast<typename Config::Element*>(smem));
   if (mainloop.range.count() > 0) {
     mainloop.prologue();
-    mainloop.run_edges();
-    mainloop.run_interior();
+    mainloop.run_masked();
+    mainloop.run_unmasked();
   }
   store_max_logit(mainloop.softmax, params, block, mainloop.coords, block.row_begin);
   store_o(mainloop);
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
   wait_for_previous_kernel();
   store_rng_state(params.dropout);
-  const RowBlock block = row_block(params, Config::kBlockM);
+  const WorkTile block = row_block(params, Config::kBlockM);
   if (!block.empty()) compute_attn_1rowblock<Config>(params, block);
 }
 

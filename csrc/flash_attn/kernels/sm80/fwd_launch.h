@@ -11,7 +11,7 @@ namespace flash {
 
 template <class Config>
 int64_t fwd_blocks(const Flash_fwd_params& params) {
-  return params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
+  return params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
 }
 
 template <class Config>

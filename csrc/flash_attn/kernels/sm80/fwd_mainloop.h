@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/block_range.h"
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
@@ -30,7 +30,7 @@ struct KvLoader {
   int key_offset;    // paged: row of key 0 within the pages of the sequence
   int seqlen_k;
 
-  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const RowBlock& block)
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const WorkTile& block)
       : params(params_),
         copy(params_.d),
         k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
@@ -41,10 +41,10 @@ struct KvLoader {
 
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
 
-  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const RowBlock& block) const {
+  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const WorkTile& block) const {
     const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
     if (is_paged()) return head;
-    const int64_t batch = params.packs_keys() ? 0 : block.batch * strides.batch;
+    const int64_t batch = params.keys_packed() ? 0 : block.batch * strides.batch;
     return head + batch + block.k_begin * strides.row;
   }
 
@@ -81,7 +81,7 @@ struct FwdMainloop {
       TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
 
   const Flash_fwd_params& params;
-  const RowBlock& block;
+  const WorkTile& block;
   const Visibility visibility;
   const BlockRange range;
   const KvLoader<Config> loader;
@@ -91,7 +91,7 @@ struct FwdMainloop {
   AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
   Softmax<kRows> softmax;
 
-  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const RowBlock& block_, Element* smem_)
+  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const WorkTile& block_, Element* smem_)
       : params(params_),
         block(block_),
         visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
@@ -129,22 +129,23 @@ struct FwdMainloop {
     cute::cp_async_fence();
   }
 
-  __device__ __forceinline__ void run_edges() {
-    const int edges = range.edge_count();
-    for (int i = 0; i < edges; ++i) step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
+  __device__ __forceinline__ void run_masked() {
+    const int masked_blocks = range.masked_count();
+    for (int i = 0; i < masked_blocks; ++i)
+      step<true>(range.block_at(i), i + 1 < range.count() ? range.block_at(i + 1) : -1);
   }
 
-  __device__ __forceinline__ void run_interior() {
-    for (int n_block = range.interior_end - 1; n_block >= range.interior_begin; --n_block) {
-      step<false>(n_block, n_block > range.interior_begin ? n_block - 1 : -1);
+  __device__ __forceinline__ void run_unmasked() {
+    for (int n_block = range.unmasked_end - 1; n_block >= range.unmasked_begin; --n_block) {
+      step<false>(n_block, n_block > range.unmasked_begin ? n_block - 1 : -1);
     }
   }
 
   // The first rows of V become zeros where no query sees their keys: a weight of 0 does not silence NaN. A block with
   // any is rare, and pays for it alone.
-  __device__ __forceinline__ void clear_unseen_values(int key) const {
+  __device__ __forceinline__ void clear_masked_values(int key) const {
     if (params.window.left == kUnbounded) return;
-    const int rows = min(first_seen_key(visibility) - key, Config::kBlockN);
+    const int rows = min(first_unmasked_key(visibility) - key, Config::kBlockN);
     if (rows <= 0) return;
     auto tile = smem_v();
 #pragma unroll 1
@@ -155,11 +156,11 @@ struct FwdMainloop {
   }
 
   // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
-  template <bool kEdge>
+  template <bool kMasked>
   __device__ __forceinline__ void step(int n_block, int next_block) {
     using namespace cute;
     wait_for_copies();  // K has landed; every warp is done with V of the last step
-    loader.template load_v<kEdge>(n_block, smem_v());
+    loader.template load_v<kMasked>(n_block, smem_v());
     cp_async_fence();
 
     auto acc_s = partition_fragment_C(TiledMma{}, Shape<Int<Config::kBlockM>, Int<Config::kBlockN>>{});
@@ -170,18 +171,18 @@ struct FwdMainloop {
     if (params.has_score_mod) {
       ScoreMod(params, block.batch, block.head).apply(scores, coords, visibility.diagonal(block.row_begin), key);
     }
-    if constexpr (kEdge) {
+    if constexpr (kMasked) {
       apply_mask(scores, coords, visibility, block.row_begin, block.row_end, key, key + Config::kBlockN);
     }
 
     wait_for_copies();  // V has landed; every warp is done with K
-    if constexpr (kEdge) clear_unseen_values(key);
+    if constexpr (kMasked) clear_masked_values(key);
     if (next_block >= 0) {
-      loader.template load_k<kEdge>(next_block, smem_k());
+      loader.template load_k<kMasked>(next_block, smem_k());
       cp_async_fence();
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
-    softmax.update(scores, out, params.softmax_scale_log2, params.softmax_slack_log2);
+    softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
       const DropoutMask mask(params.dropout, block.batch, block.head);
       apply_dropout(mask, scores, coords, block.row_begin, key);

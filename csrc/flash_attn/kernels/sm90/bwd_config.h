@@ -17,18 +17,18 @@ enum class BwdVariant { kPlain, kGeneral };
 
 // Where dQ is summed up. kGlobal: in fp32 tiles in global memory, to which each block of keys adds. kShared: in shared
 // memory, by a thread block that walks all blocks of keys of a head.
-enum class DqPlace { kGlobal, kShared };
+enum class DqLocation { kGlobal, kShared };
 
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqPlace kDqPlace = DqPlace::kGlobal,
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation = DqLocation::kGlobal,
           int kHeadDimV_ = kHeadDim_>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
-  static constexpr bool kKeepsDq = kDqPlace == DqPlace::kShared;
+  static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
-      kKeepsDq ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
+      kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
   // A warpgroup of its own computes dQ from the dS of both consumers, which do not wait for each other's then.
-  static constexpr bool kHasDqGroup = plan::has_dq_group(kTile);
+  static constexpr bool kHasDqWarpgroup = plan::has_dq_warpgroup(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
   static constexpr int kBlockM = kTile.block_m;
@@ -43,15 +43,15 @@ struct BwdConfig {
 
   // Without one, consumers with keys of their own take turns with dQ, a step each, and one step late: nobody waits for
   // the other one's dS, and they fall out of step by themselves.
-  static constexpr bool kAlternatesDq = kSplitsKeys && !kHasDqGroup;
-  static constexpr bool kHasWholeDq = kHasDqGroup || kAlternatesDq;  // a warpgroup has all columns of a step's dQ
+  static constexpr bool kAlternateDq = kSplitsKeys && !kHasDqWarpgroup;
+  static constexpr bool kHasWholeDq = kHasDqWarpgroup || kAlternateDq;  // a warpgroup has all columns of a step's dQ
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = kConsumers + (kHasDqGroup ? 256 : 128);
+  static constexpr int kThreads = kConsumers + (kHasDqWarpgroup ? 256 : 128);
   static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = kHasDqGroup ? 192 : 240;
-  static constexpr int kDqGroupRegisters = 104;
+  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 240;
+  static constexpr int kDqWarpgroupRegisters = 104;
 
   template <class MmaOp>
   using Mma = decltype(cute::make_tiled_mma(MmaOp{}));
@@ -73,10 +73,10 @@ struct BwdConfig {
 
   // A tile is a row of chunks of columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled. A consumer's
   // share of the columns is a whole number of chunks.
-  static constexpr int kChunkCols = kDkCols % 64 == 0 && kDvCols % 64 == 0 ? 64 : 32;
-  using KMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+  static constexpr int kAtomCols = kDkCols % 64 == 0 && kDvCols % 64 == 0 ? 64 : 32;
+  using KMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
-  using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+  using MnMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                          cute::GMMA::Layout_MN_SW64_Atom<Element>>;
   template <int kRows, int kCols>
   using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
@@ -96,31 +96,32 @@ struct BwdConfig {
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHasDqGroup && !kKeepsDq ? 2 : 1;  // buffers of K and V
-  static constexpr int kKeyParts = kHasDqGroup ? kWarpGroups : 1;  // of K and V, which arrive and are free on their own
-  static constexpr int kDqTile = kBlockM * kHeadDim;               // floats
+  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr int kKeyParts =
+      kHasDqWarpgroup ? kWarpGroups : 1;              // of K and V, which arrive and are free on their own
+  static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kDqOfSlice = kDqTile / kDqWarps / kDqSlices;  // of one warp
   // How many of them wait in shared memory to be added by the bulk copy engine. 0: the threads add from registers;
   // while they wait for the L2 cache the other consumer computes.
-  static constexpr int kDqStaged = kDqSlices == 1 && !kKeepsDq ? kDqOfSlice : 0;
-  static constexpr int kDqBuffers = kHasDqGroup ? 2 : 1;
-  // Two warps beside the loading ones have whole tiles added (BwdDqAdder).
-  static constexpr bool kHasDqAdders = kSplitsKeys && !kKeepsDq;
+  static constexpr int kDqStaged = kDqSlices == 1 && !kDqInSmem ? kDqOfSlice : 0;
+  static constexpr int kDqBuffers = kHasDqWarpgroup ? 2 : 1;
+  // Two warps beside the loading ones have whole tiles added (DqReduceWarp).
+  static constexpr bool kHasDqReduceWarps = kSplitsKeys && !kDqInSmem;
   static constexpr int kDqInShared =  // floats
-      kKeepsDq ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kDqStaged;
+      kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kDqStaged;
   // dK and dV leave through buffers of their own, or those of dS and dQ, so that the next K and V may arrive meanwhile;
   // where these have no room, through those of K and V.
   static constexpr bool kFreesKeysEarly = kSplitsKeys;
-  static constexpr bool kStagesGradients = kHasDqGroup && !kKeepsDq;
+  static constexpr bool kStagesGradients = kHasDqWarpgroup && !kDqInSmem;
   static constexpr bool kDkBesideDv = kSmemDs >= kSmemK;
   static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemV && 2 * kDqInShared >= kSmemK),
                 "dV has the room of both dS, dK that of dQ");
-  using RowCopyT = RowCopy<Element, 32 * kDqWarps, kChunkCols, kHeadDim>;  // of the conversion
+  using RowCopyT = RowCopy<Element, 32 * kDqWarps, kAtomCols, kHeadDim>;  // of the conversion
 
   // Of the kDqCols-column pieces of a dQ tile, the one that is this warpgroup's slice; and where a warp's floats of it
   // stand in the fp32 tile.
-  CUTE_HOST_DEVICE static constexpr int dq_column_share(int group, int slice) { return group * kDqSlices + slice; }
-  CUTE_HOST_DEVICE static constexpr int dq_place(int warp, int slice) {
+  CUTE_HOST_DEVICE static constexpr int dq_column_slice(int group, int slice) { return group * kDqSlices + slice; }
+  CUTE_HOST_DEVICE static constexpr int dq_offset(int warp, int slice) {
     return (warp * kDqSlices + slice) * kDqOfSlice;
   }
 };

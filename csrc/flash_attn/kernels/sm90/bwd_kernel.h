@@ -5,43 +5,43 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/common/convert_dq.h"
-#include "kernels/sm90/bwd_dq_adder.h"
-#include "kernels/sm90/bwd_dq_group.h"
+#include "kernels/sm90/bwd_dq_reduce_warp.h"
+#include "kernels/sm90/bwd_dq_warpgroup.h"
 #include "kernels/sm90/bwd_mainloop.h"
 #include "kernels/sm90/bwd_producer.h"
 
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kTurnWarp = 2, kFirstAddingWarp = 2 };
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
 
 // This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
 // more.
 template <int kCols, class Config, class Accumulator>
-__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float factor,
+__device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const CUtensorMap& map, typename Config::Element* tile) {
   using namespace cute;
   using Element = typename Config::Element;
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  const KeyBlock& block = mainloop.block;
+  const BwdWorkTile& block = mainloop.block;
 #pragma unroll
-  for (int i = 0; i < size(acc); ++i) acc(i) *= factor;
+  for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   const auto store =
       make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
-  auto staged = mainloop.template own_keys<kCols>(tile, mainloop.column_share());
+  auto staged = mainloop.template own_keys<kCols>(tile, mainloop.column_half());
   copy(Store{}, store.retile_S(values), store.partition_D(staged));
   tma_store_fence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  const int warp_row = 64 * mainloop.key_share() + mainloop.thread / 32 * 16;
-  constexpr int kOwnChunks = kCols / Config::kChunkCols;
+  const int warp_row = 64 * mainloop.key_half() + mainloop.thread / 32 * 16;
+  constexpr int kOwnAtoms = kCols / Config::kAtomCols;
   const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
 #pragma unroll
-  for (int i = 0; i < kOwnChunks; ++i) {
-    const int chunk = mainloop.column_share() * kOwnChunks + i;
-    SM90_TMA_STORE_5D::copy(&map, tile + (chunk * Config::kBlockN + warp_row) * Config::kChunkCols,
-                            chunk * Config::kChunkCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
+  for (int i = 0; i < kOwnAtoms; ++i) {
+    const int atom = mainloop.column_half() * kOwnAtoms + i;
+    SM90_TMA_STORE_5D::copy(&map, tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
+                            atom * Config::kAtomCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
                             block.head_k, keys.outer, keys.origin);
   }
   tma_store_arrive();
@@ -53,22 +53,22 @@ struct BwdConsumer {
   const BwdLaunch& launch;
   BwdStorage<Config>& storage;
   const int group;
-  RingIndex<Config::kStages> place;
-  RingIndex<Config::kKvStages> kv_place;
-  RingIndex<2> left_place;
+  PipelineState<Config::kStages> state;
+  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<2> ds_state;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
-    if constexpr (Config::kHasDqGroup) {
-      if (group == 1) BwdMainloop<Config>::pass_token(group);
+    if constexpr (Config::kHasDqWarpgroup) {
+      if (group == 1) BwdMainloop<Config>::arrive_at_order_barrier(group);
     }
   }
 
   // Gradients of one block of keys and values, and its share of dQ.
-  __device__ __forceinline__ void compute_dk_dv_1colblock(const KeyBlock& block) {
-    BwdMainloop<Config> mainloop(launch, storage, block, group, place, kv_place, left_place);
+  __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& block) {
+    BwdMainloop<Config> mainloop(launch, storage, block, group, state, kv_state, ds_state);
     mainloop.run();
-    const bool has_rows = mainloop.walk.count() > 0;
+    const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
     store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
                                storage.staged_dv());
@@ -80,9 +80,9 @@ struct BwdConsumer {
       mainloop.wait_for_own_stores();
       storage.kv_empty[0][0].arrive();
     }
-    place = mainloop.place;
-    left_place = mainloop.left_place;
-    if (has_rows || !Config::kFreesKeysEarly) kv_place.advance();
+    state = mainloop.state;
+    ds_state = mainloop.ds_state;
+    if (has_rows || !Config::kFreesKeysEarly) kv_state.advance();
   }
 
   // Shared memory outlives the last stores' reading of it.
@@ -101,34 +101,35 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    RingIndex<Config::kStages> place;
+    PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
-      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) {
-        load_statistics<Config>(launch.params, storage, block, place);
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) {
+        load_statistics<Config>(launch.params, storage, block, state);
       });
     }
-    if (!Config::kSplitsKeys && warp == kTurnWarp) {
-      for_each_drawn_block(launch, storage,
-                           [&](const KeyBlock& block) { pass_turns<Config>(launch.params, storage, block, place); });
+    if (!Config::kSplitsKeys && warp == kDqSemaphoreWarp) {
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) {
+        release_dq_semaphores<Config>(launch.params, storage, block, state);
+      });
     }
-    if constexpr (Config::kHasDqAdders) {
-      if (warp >= kFirstAddingWarp) {
-        BwdDqAdder<Config> adder{launch.params, storage, warp - kFirstAddingWarp};
-        for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { adder.run(block); });
+    if constexpr (Config::kHasDqReduceWarps) {
+      if (warp >= kFirstDqReduceWarp) {
+        DqReduceWarp<Config> adder{launch.params, storage, warp - kFirstDqReduceWarp};
+        for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { adder.run(block); });
       }
     }
-  } else if (Config::kHasDqGroup && warp_group == 3) {
-    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
-    if constexpr (Config::kHasDqGroup) {
-      BwdDqGroup<Config> dq_group(launch, storage);
-      for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { dq_group.run(block); });
-      dq_group.finish();
+  } else if (Config::kHasDqWarpgroup && warp_group == 3) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();
+    if constexpr (Config::kHasDqWarpgroup) {
+      DqWarpgroup<Config> dq_warpgroup(launch, storage);
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { dq_warpgroup.run(block); });
+      dq_warpgroup.finish();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_drawn_block(launch, storage, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { consumer.compute_dk_dv_1colblock(block); });
     consumer.finish();
   }
 }
@@ -139,7 +140,7 @@ template <class Config, class Visit>
 __device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, const Visit& visit) {
   const Flash_bwd_params& params = launch.params;
   for (int index = blockIdx.x; index < params.b * params.h_k; index += gridDim.x) {
-    KeyBlock block;
+    BwdWorkTile block;
     block.batch = launch.grid.heads_k.divide(index);
     block.head_k = index - block.batch * params.h_k;
     block.seqlen_q = params.seqlen_q;
@@ -162,21 +163,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) {
       BwdLoader<Config> loader(launch, storage);
-      for_each_key_block<Config>(launch, [&](const KeyBlock& block) { loader.run(block); });
+      for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { loader.run(block); });
     } else if (warp == kStatisticsWarp) {
-      RingIndex<Config::kStages> place;
+      PipelineState<Config::kStages> state;
       for_each_key_block<Config>(
-          launch, [&](const KeyBlock& block) { load_statistics<Config>(launch.params, storage, block, place); });
+          launch, [&](const BwdWorkTile& block) { load_statistics<Config>(launch.params, storage, block, state); });
     }
   } else if (warp_group == 3) {
-    cutlass::arch::warpgroup_reg_dealloc<Config::kDqGroupRegisters>();
-    BwdDqGroup<Config> dq_group(launch, storage);
-    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { dq_group.run(block); });
-    dq_group.finish();
+    cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();
+    DqWarpgroup<Config> dq_warpgroup(launch, storage);
+    for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { dq_warpgroup.run(block); });
+    dq_warpgroup.finish();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_key_block<Config>(launch, [&](const KeyBlock& block) { consumer.compute_dk_dv_1colblock(block); });
+    for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { consumer.compute_dk_dv_1colblock(block); });
     consumer.finish();
   }
 }
@@ -194,11 +195,11 @@ __global__ void __launch_bounds__(32 * Config::kDqWarps)
 #pragma unroll
     for (int slice = 0; slice < Config::kDqSlices; ++slice) {
       typename BwdMainloop<Config>::AccDq acc_dq;
-      load_dq<32>(acc_dq, tile + Config::dq_place(threadIdx.x / 32, slice), threadIdx.x % 32);
+      load_dq<32>(acc_dq, tile + Config::dq_offset(threadIdx.x / 32, slice), threadIdx.x % 32);
 #pragma unroll
       for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
       auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
-                              make_coord(_0{}, Config::dq_column_share(threadIdx.x / 128, slice)));
+                              make_coord(_0{}, Config::dq_column_slice(threadIdx.x / 128, slice)));
       const auto values = convert<Element>(acc_dq);
       copy(Store{}, store.retile_S(values), store.partition_D(share));
     }

@@ -32,10 +32,10 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   for (const Matrix& matrix : matrices) {
     const cudaError_t status = make_tensor_map(
         matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim), dtype,
-        {Config::kChunkCols, matrix.rows});
+        {Config::kAtomCols, matrix.rows});
     if (status != cudaSuccess) return status;
   }
-  if constexpr (Config::kKeepsDq) {
+  if constexpr (Config::kDqInSmem) {
     return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true, params.d),
                            dtype, {Config::kDqCols, kStoredRows});
   }
@@ -61,7 +61,7 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const Flash_bwd_params& params = launch.params;
   const int64_t rows = params.is_varlen() && params.b > 0 ? params.seqlen_q / params.b : params.seqlen_q;
-  const int running = plan::running_key_blocks(params.dq_turns_ptr != nullptr, params.window.right != kUnbounded,
+  const int running = plan::running_key_blocks(params.dq_semaphore_ptr != nullptr, params.window.right != kUnbounded,
                                                rows / Config::kBlockM, Config::kBlockN);
   launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
                                params.multiprocessors, running);
@@ -76,7 +76,7 @@ cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
 template <class Config>
 cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t blocks = params.h * plan::row_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
+  const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
   return flash::launch(flash_bwd_convert_dq_kernel<Config>, blocks, 32 * Config::kDqWarps,
                        Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), params, params.device,
                        stream, configured_devices);
@@ -87,13 +87,13 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_
 // cudaErrorNotSupported: not for this family, nothing was launched.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream) {
-  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqPlace::kGlobal, kHeadDimV>;
-  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral, sm90::DqPlace::kGlobal, kHeadDimV>;
+  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqLocation::kGlobal, kHeadDimV>;
+  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral, sm90::DqLocation::kGlobal, kHeadDimV>;
   if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
   sm90::BwdLaunch launch{};
   launch.params = params;
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
-    using Short = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqPlace::kShared>;
+    using Short = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqLocation::kShared>;
     if (params.dq_accum_ptr == nullptr) return sm90::run_flash_bwd_heads<Short, kDtype>(launch, stream);
   }
   cudaError_t status = sm90::make_tensor_maps<Plain>(launch, kDtype);

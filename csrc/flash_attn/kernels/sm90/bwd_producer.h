@@ -4,9 +4,9 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/bwd_schedule.h"
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/differentiate.h"
-#include "kernels/common/dq_turns.h"
+#include "kernels/common/dq_semaphore.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/clear_rows.h"
@@ -23,8 +23,8 @@ struct BwdLoader {
   const BwdLaunch& launch;
   BwdStorage<Config>& storage;
   const bool issues;  // this lane
-  RingIndex<Config::kStages> place;
-  RingIndex<Config::kKvStages> kv_place;
+  PipelineState<Config::kStages> state;
+  PipelineState<Config::kKvStages> kv_state;
   bool is_first = true;
   uint32_t landed_phase = 0;
 
@@ -36,41 +36,41 @@ struct BwdLoader {
   template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
-    constexpr int kChunks = kCols / Config::kChunkCols;
+    constexpr int kAtoms = kCols / Config::kAtomCols;
     const bool clears = first > row;
     Barrier& landed = clears ? storage.landed : full;
     if (issues) {
       landed.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for (int atom = 0; atom < kAtoms; ++atom) {
         cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, static_cast<uint64_t>(hint),
-                                     smem + chunk * kTileRows * Config::kChunkCols, chunk * Config::kChunkCols,
+                                     smem + atom * kTileRows * Config::kAtomCols, atom * Config::kAtomCols,
                                      row + rows.shift, head, rows.outer, rows.origin);
       }
     }
     if (!clears) return;
     landed.wait(landed_phase);
     landed_phase ^= 1;
-    clear_rows<kTileRows, kChunks, Config::kChunkCols>(smem, min(first - row, kRows));
+    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
     if (issues) full.arrive();
   }
 
   // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
   // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done.
-  __device__ __forceinline__ int draw(bool first, int index) const {
+  __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
-    const bool is_ordered = launch.params.dq_turns_ptr != nullptr;
+    const bool is_ordered = launch.params.dq_semaphore_ptr != nullptr;
     if (first && (semaphore == nullptr || !is_ordered)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
     const int begin = is_ordered ? 0 : gridDim.x;
-    const int drawn = issues ? atomicAdd(semaphore, 1) : 0;
-    return begin + __shfl_sync(0xffffffffu, drawn, 0);
+    const int fetched = issues ? atomicAdd(semaphore, 1) : 0;
+    return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
 
   // Loads the blocks of this thread block, and tells the others which they are.
   __device__ __forceinline__ void run_all() {
-    RingIndex<2> slot;
-    int index = draw(true, 0);
+    PipelineState<2> slot;
+    int index = fetch(true, 0);
     while (true) {
       storage.work_empty[slot.stage].wait(slot.phase ^ 1);
       if (issues) {
@@ -80,9 +80,9 @@ struct BwdLoader {
       __syncwarp();
       slot.advance();
       if (index >= launch.grid.blocks) return;
-      const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+      const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
       if (!block.empty(Config::kBlockN)) run(block);
-      index = draw(false, index);
+      index = fetch(false, index);
     }
   }
 
@@ -90,7 +90,7 @@ struct BwdLoader {
   __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
     if (!issues) return;
 #pragma unroll
-    for (int col = 0; col < Config::kHeadDim; col += Config::kChunkCols) {
+    for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
       for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKeyParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
           if (map == &launch.v_map && col >= Config::kHeadDimV) continue;
@@ -103,91 +103,91 @@ struct BwdLoader {
   __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int first_key, int head) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
     constexpr int kRows = Config::kBlockN / Config::kKeyParts;
-    const int stage = kv_place.stage;
+    const int stage = kv_state.stage;
 #pragma unroll
     for (int i = 0; i < Config::kKeyParts; ++i) {
-      const int first = i * kRows, place = first * Config::kChunkCols;
-      storage.kv_empty[stage][i].wait(kv_place.phase ^ 1);
-      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + place,
+      const int first = i * kRows, offset = first * Config::kAtomCols;
+      storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      keys, row + first, first_key, head, kHint);
-      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + place,
+      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
                                                       keys, row + first, first_key, head, kHint);
     }
   }
 
-  __device__ __forceinline__ void run(const KeyBlock& block) {
+  __device__ __forceinline__ void run(const BwdWorkTile& block) {
     using cute::TMA::CacheHintSm90;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
     const TmaRows keys(is_varlen, block.batch, block.k_begin, block.seqlen_k);
     const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
     const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-    const int first_row = first_seeing_row(visibility);
-    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-    const int count = walk.count();
+    const int first_row = first_unmasked_row(visibility);
+    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = order.count();
     if (count == 0) {
       // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
       // that, and the consumers for this warp. Else they may free the buffers before it has seen the block before free
       // them, and the parity of that has come round again.
       if constexpr (!Config::kFreesKeysEarly) {
-        storage.kv_empty[0][0].wait(kv_place.phase ^ 1);
+        storage.kv_empty[0][0].wait(kv_state.phase ^ 1);
         if (issues) {
           storage.k_full[0][0].arrive();
           storage.v_full[0][0].arrive();
         }
-        kv_place.advance();
+        kv_state.advance();
       }
       return;
     }
-    RowStep at = walk.start();
+    QStep at = order.start();
     const int key = block.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_keys(keys, key, block.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
-      const int stage = place.stage, row = at.row_block * Config::kBlockM;
-      storage.q_empty[stage].wait(place.phase ^ 1);
+      const int stage = state.stage, row = at.row_block * Config::kBlockM;
+      storage.q_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
-      storage.do_empty[stage].wait(place.phase ^ 1);
+      storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row,
                                                first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_keys(keys, key, first_seen_key(visibility), block.head_k);
-      place.advance();
-      walk.advance(at);
+      if (i == 0) load_keys(keys, key, first_unmasked_key(visibility), block.head_k);
+      state.advance();
+      order.advance(at);
     }
-    kv_place.advance();
+    kv_state.advance();
   }
 };
 
-// What the other warps see of BwdLoader::run_all(): visit(KeyBlock) for each block that is not empty.
+// What the other warps see of BwdLoader::run_all(): visit(BwdWorkTile) for each block that is not empty.
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_drawn_block(const BwdLaunch& launch, BwdStorage<Config>& storage,
-                                                     const Visit& visit) {
-  RingIndex<2> slot;
+__device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                   const Visit& visit) {
+  PipelineState<2> slot;
   while (true) {
     storage.work_full[slot.stage].wait(slot.phase);
     const int index = __shfl_sync(0xffffffffu, storage.work[slot.stage], 0);
     storage.work_empty[slot.stage].arrive();
     slot.advance();
     if (index >= launch.grid.blocks) return;
-    const KeyBlock block = key_block_at(launch.params, Config::kBlockN, index, launch.grid);
+    const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
     if (!block.empty(Config::kBlockN)) visit(block);
   }
 }
 
 // The words from which dropout draws in a step, by one warp.
 template <class Config>
-__device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                    const KeyBlock& block, const RowStep& at, int stage) {
+__device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                   const BwdWorkTile& block, const QStep& at, int stage) {
   const DropoutStream stream = DropoutMask(params.dropout, block.batch, at.head).stream;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = lane; row < Config::kBlockM; row += 32) {
-    storage.dropout_rows[stage][row] = dropout_row(stream, at.row_block * Config::kBlockM + row);
+    storage.dropout_row_bits[stage][row] = dropout_row(stream, at.row_block * Config::kBlockM + row);
   }
 #pragma unroll
   for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
-    storage.dropout_pairs[stage][pair] = dropout_column_pair(stream, block.n_block * (Config::kBlockN / 2) + pair);
+    storage.dropout_col_bits[stage][pair] = dropout_column_pair(stream, block.n_block * (Config::kBlockN / 2) + pair);
   }
 }
 
@@ -196,13 +196,13 @@ __device__ __forceinline__ void store_dropout_words(const Flash_bwd_params& para
 // while the buffers of the step are still in use.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                const KeyBlock& block, RingIndex<Config::kStages>& place) {
+                                                const BwdWorkTile& block, PipelineState<Config::kStages>& state) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-  const int first_row = first_seeing_row({block.seqlen_q, block.seqlen_k, params.window});
-  RowStep at = walk.start();
-  const int count = walk.count();
+  const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+  const int first_row = first_unmasked_row({block.seqlen_q, block.seqlen_k, params.window});
+  QStep at = order.start();
+  const int count = order.count();
   for (int i = 0; i < count; ++i) {
     const float* const lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
     const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
@@ -211,42 +211,42 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
     for (int j = 0; j < kRows; ++j) {
       const int row = at.row_block * Config::kBlockM + 32 * j + lane;
       const bool valid = row >= first_row && row < block.seqlen_q;
-      lse_log2[j] = valid ? keyed_lse(lse[row]) * ScoreMod::kLog2e : INFINITY;
+      lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       softmax_d[j] = valid ? delta[row] : 0.0f;
     }
-    storage.q_empty[place.stage].wait(place.phase ^ 1);
+    storage.q_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) storage.lse_log2[place.stage][32 * j + lane] = lse_log2[j];
+    for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
     if constexpr (Config::kVariant != BwdVariant::kPlain) {
-      if (params.has_dropout) store_dropout_words(params, storage, block, at, place.stage);
+      if (params.has_dropout) store_dropout_bits(params, storage, block, at, state.stage);
     }
-    storage.q_full[place.stage].arrive();
-    storage.do_empty[place.stage].wait(place.phase ^ 1);
+    storage.q_full[state.stage].arrive();
+    storage.do_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) storage.softmax_d[place.stage][32 * j + lane] = softmax_d[j];
-    storage.do_full[place.stage].arrive();
-    place.advance();
-    walk.advance(at);
+    for (int j = 0; j < kRows; ++j) storage.softmax_d[state.stage][32 * j + lane] = softmax_d[j];
+    storage.do_full[state.stage].arrive();
+    state.advance();
+    order.advance(at);
   }
 }
 
 // Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
 template <class Config>
-__device__ __forceinline__ void pass_turns(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                           const KeyBlock& block, RingIndex<Config::kStages>& place) {
-  if (params.dq_turns_ptr == nullptr) return;
-  const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-  RowStep at = walk.start();
-  const int count = walk.count();
+__device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                                      const BwdWorkTile& block, PipelineState<Config::kStages>& state) {
+  if (params.dq_semaphore_ptr == nullptr) return;
+  const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+  QStep at = order.start();
+  const int count = order.count();
   for (int i = 0; i < count; ++i) {
-    storage.turn_added[place.stage].wait(place.phase);
+    storage.dq_added[state.stage].wait(state.phase);
     if (threadIdx.x % 32 == 0) {
-      pass_turn(params.dq_turns_ptr + dq_tile_index(params, block, at, Config::kBlockM));
-      storage.turn_passed[place.stage].arrive();
+      dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(params, block, at, Config::kBlockM));
+      storage.dq_released[state.stage].arrive();
     }
     __syncwarp();
-    place.advance();
-    walk.advance(at);
+    state.advance();
+    order.advance(at);
   }
 }
 

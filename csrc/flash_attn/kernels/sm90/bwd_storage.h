@@ -17,7 +17,7 @@ struct BwdLaunch {
   BwdGrid grid;
   int* tile_count_semaphore;  // null: equal numbers of blocks
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
-  CUtensorMap dq_map;  // for DqPlace::kShared
+  CUtensorMap dq_map;  // for DqLocation::kShared
 };
 
 template <class Config>
@@ -37,12 +37,12 @@ struct BwdStorage {
 
   // Beside Q, with dropout: the words of the rows, and of the pairs of columns, that their head gives them.
   static constexpr bool kMayDrop = Config::kVariant != BwdVariant::kPlain;
-  alignas(16) DropoutWords dropout_rows[Config::kStages][kMayDrop ? Config::kBlockM : 2];
-  DropoutWords dropout_pairs[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
+  alignas(16) RandomBits dropout_row_bits[Config::kStages][kMayDrop ? Config::kBlockM : 2];
+  RandomBits dropout_col_bits[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
 
   // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
   // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
-  // arrivals instead of 256 save no time). turn_added: each consumer warp, turn_passed: the warp that passes turns.
+  // arrivals instead of 256 save no time). dq_added: each consumer warp, dq_released: the warp that passes turns.
   // ds_full: the consumers, ds_empty: who computed dQ. dq_full: those who computed dQ, dq_empty: the warp that adds.
   // work_full: the loading warp, work_empty: all threads that read it.
   Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
@@ -50,14 +50,14 @@ struct BwdStorage {
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
-  Barrier turn_added[Config::kStages], turn_passed[Config::kStages];
+  Barrier dq_added[Config::kStages], dq_released[Config::kStages];
   Barrier work_full[2], work_empty[2];
   Barrier landed;  // of tiles that the loading warp clears in part, for itself
 
   int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
 
   // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS^T.
-  static_assert(!Config::kKeepsDq || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
+  static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
   __device__ __forceinline__ Element* staged_dk() {
     if constexpr (!Config::kFreesKeysEarly) return k[0];
     if constexpr (Config::kStagesGradients) return gradients + Config::kSmemV;
@@ -69,15 +69,15 @@ struct BwdStorage {
   }
 
   // Where the tile of dQ at this place of the ring waits to be added.
-  __device__ __forceinline__ float* dq_tile(int place) { return dq + place % Config::kDqBuffers * Config::kDqTile; }
+  __device__ __forceinline__ float* dq_tile(int index) { return dq + index % Config::kDqBuffers * Config::kDqTile; }
 
   __device__ __forceinline__ void init_barriers() {
-    constexpr int kDqGroup = Config::kHasDqGroup ? 128 : 0;
+    constexpr int kDqWarpgroup = Config::kHasDqWarpgroup ? 128 : 0;
     for (int i = 0; i < Config::kKvStages; ++i) {
       for (int part = 0; part < Config::kKeyParts; ++part) {
         k_full[i][part].init(1);
         v_full[i][part].init(1);
-        kv_empty[i][part].init(Config::kConsumers / Config::kKeyParts + kDqGroup);
+        kv_empty[i][part].init(Config::kConsumers / Config::kKeyParts + kDqWarpgroup);
       }
     }
     for (int i = 0; i < Config::kStages; ++i) {
@@ -85,13 +85,13 @@ struct BwdStorage {
       do_full[i].init(1 + 32);
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
-      turn_added[i].init(Config::kConsumerWarps);
-      turn_passed[i].init(1);
+      dq_added[i].init(Config::kConsumerWarps);
+      dq_released[i].init(1);
     }
     landed.init(1);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + kDqGroup + 32 * (Config::kSplitsKeys ? 3 : 2));
+      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));
       ds_full[i].init(Config::kConsumers);
       ds_empty[i].init(128);
       dq_full[i].init(32 * Config::kDqWarps);

@@ -33,39 +33,40 @@ struct FwdConfig {
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
   // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is
   // faster, though its loops have the same instructions (docs/tuning/fwd_sm90.md).
-  static constexpr bool kSeesAll =
+  static constexpr bool kNoMask =
       kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
-  static constexpr bool kStartsEarly =
+  static constexpr bool kIssueNextQkEarly =
       kVariant == FwdVariant::kMasked ||
       (plan::sm90_splits_masked(kHeadDim_) &&
        (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kOneWave || plan::modifies_scores(kVariant)));
-  static_assert(!kStartsEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
+  static_assert(!kIssueNextQkEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
   // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
   // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
   // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
-  static constexpr bool kDrawsLate = !kSeesAll && (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked ||
-                                                   kVariant == FwdVariant::kDropout);
-  // Row blocks that follow each other behind a window load the same keys first (KeyWalk::align_interior()).
-  static constexpr bool kAlignsInterior = kDrawsLate;
+  static constexpr bool kFetchNextTileLate =
+      !kNoMask &&
+      (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked || kVariant == FwdVariant::kDropout);
+  // Row blocks that follow each other behind a window load the same keys first (KvBlockOrder::align_unmasked()).
+  static constexpr bool kAlignUnmasked = kFetchNextTileLate;
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
 
   // Warpgroup 0 loads, the others compute 64 rows each. Registers move from the first to the others.
-  static constexpr int kTeams = kTile.teams;
+  static constexpr int kConsumerGroups = kTile.consumer_groups;
   static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = 128 * (kTeams * kWarpGroups + 1);
-  static constexpr int kProducerRegisters = kTeams * kWarpGroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kTeams * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
-  static_assert(kTeams == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kTeams == 2 && kWarpGroups == 2,
+  static constexpr int kThreads = 128 * (kConsumerGroups * kWarpGroups + 1);
+  static constexpr int kProducerRegisters = kConsumerGroups * kWarpGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumerGroups * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
+  static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
                 "registers are shared out for two, three or twice two consumers");
   // Dropout of packed probabilities, by words of the columns that a warp makes for all consumers.
-  static constexpr bool kDropsPacked = kVariant == FwdVariant::kDropout;
+  static constexpr bool kPackedDropout = kVariant == FwdVariant::kDropout;
   // Three consumers draw between the wgmmas of P V (docs/tuning/fwd_sm90.md).
-  static constexpr bool kDrawsInPv = kDropsPacked && kWarpGroups == 3;
+  static constexpr bool kRandomBitsInPv = kPackedDropout && kWarpGroups == 3;
   // They start their products by turns. So do two of 128 keys alone on their multiprocessor: without turns it is left
   // to chance whether one multiplies while the other takes exponentials.
-  static constexpr bool kTakesTurns = kDrawsInPv || (kVariant == FwdVariant::kOneWave && kBlockN == 128);
+  static constexpr bool kPingPong = kRandomBitsInPv || (kVariant == FwdVariant::kOneWave && kBlockN == 128);
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);
   static constexpr bool kHasScoreMod = plan::modifies_scores(kVariant);
   // Softcap alone and ALiBi alone have kernels of their own: one for everything takes twice what multiprocessors keep
@@ -75,29 +76,29 @@ struct FwdConfig {
                                                                            : Modifiers::kAny;
   // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it
   // (docs/tuning/fwd_sm90.md).
-  static constexpr bool kBoundsBySquares = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
+  static constexpr bool kCheckBoundByNorm = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
   // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
   // blocks keep their instructions.
-  static constexpr bool kSharesKeys = kHasScoreMod || kVariant == FwdVariant::kOneWave;
+  static constexpr bool kSplitKv = kHasScoreMod || kVariant == FwdVariant::kOneWave;
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
   // it, or has other interior loops, which are slower (docs/tuning/fwd_sm90.md).
-  static constexpr bool kKeepsLimits = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
+  static constexpr bool kMaskBoundsInRegs = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;
   // Exponentials run beside the product of P V, not behind it (docs/tuning/fwd_sm90.md): a long one hides them.
-  static constexpr bool kFinishesExponentials = kHeadDimV > 128;
+  static constexpr bool kExpBeforePvWait = kHeadDimV > 128;
   // Interior blocks are exponentiated before anybody has looked for their maxima. Not where two consumers of 128 keys,
   // or three by turns, wait for each other: looking afterwards makes the way from S to P longer
   // (docs/tuning/fwd_sm90.md). With score modifiers ALiBi alone does.
-  static constexpr bool kGoesAhead = kHasScoreMod
-                                         ? kModifiers == Modifiers::kAlibi
-                                         : !kDropsPacked && !(kWarpGroups == 2 && kTeams == 1 && kBlockN == 128);
+  static constexpr bool kSpeculativeExp =
+      kHasScoreMod ? kModifiers == Modifiers::kAlibi
+                   : !kPackedDropout && !(kWarpGroups == 2 && kConsumerGroups == 1 && kBlockN == 128);
   // Whether they were right to go is looked at behind the wait for P V, where ptxas then has most of the exponentials
   // too. Three consumers of 64 keys have them before it.
-  static constexpr bool kChecksBehindPv =
-      kGoesAhead && !kFinishesExponentials && !kHasScoreMod && kVariant != FwdVariant::kMasked;
+  static constexpr bool kCheckSumsAfterPv =
+      kSpeculativeExp && !kExpBeforePvWait && !kHasScoreMod && kVariant != FwdVariant::kMasked;
 
   // And edges, behind their masks: three consumers of 64 keys have nothing else to do while one of them looks for
   // maxima.
-  static constexpr bool kEdgesGoAhead = kVariant == FwdVariant::kMasked && kGoesAhead;
+  static constexpr bool kSpeculativeOnMasked = kVariant == FwdVariant::kMasked && kSpeculativeExp;
 
   // What holds conditions of a warp (Softmax). For all score modifiers but ALiBi alone ptxas has the better loops with
   // a bool (docs/tuning/fwd_sm90.md).
@@ -122,13 +123,13 @@ struct FwdConfig {
                        decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDimV>,
                                                            cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 
-  // A tile is a row of chunks of kChunkCols columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled.
-  static constexpr int kChunkCols = kHeadDim % 64 == 0 ? 64 : 32;
-  static constexpr int kChunks = kHeadDim / kChunkCols, kChunksV = kHeadDimV / kChunkCols;
-  static_assert(kHeadDimV % kChunkCols == 0, "Q, K, V and O have chunks of one width");
-  using KMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+  // A tile is a row of chunks of kAtomCols columns, as a TMA box writes them: rows of 128 (or 64) bytes, swizzled.
+  static constexpr int kAtomCols = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kAtoms = kHeadDim / kAtomCols, kAtomsV = kHeadDimV / kAtomCols;
+  static_assert(kHeadDimV % kAtomCols == 0, "Q, K, V and O have chunks of one width");
+  using KMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
-  using MnMajorAtom = std::conditional_t<kChunkCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+  using MnMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                          cute::GMMA::Layout_MN_SW64_Atom<Element>>;
   template <int kRows, int kCols>
   using Tile = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
@@ -146,16 +147,16 @@ struct FwdConfig {
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   // O is staged in the place of Q, or kStoredCols columns at a time in a place of its own, so that the next Q may land.
-  static constexpr bool kStagesApart = kTile.o_cols > 0;
-  static_assert(kStagesApart || kQStages == 2, "the next Q is there before O has left");
-  static constexpr int kStoredCols = kStagesApart ? kTile.o_cols : kHeadDimV;
-  static constexpr int kStoredChunks = kStoredCols / kChunkCols;
+  static constexpr bool kSeparateOSmem = kTile.o_cols > 0;
+  static_assert(kSeparateOSmem || kQStages == 2, "the next Q is there before O has left");
+  static constexpr int kStoredCols = kSeparateOSmem ? kTile.o_cols : kHeadDimV;
+  static constexpr int kStoredAtoms = kStoredCols / kAtomCols;
   static constexpr int kSmemO = 64 * kTile.o_cols;
   // A warp of its own stores O of all consumers. Not where their loops become slower by it (docs/tuning/fwd_sm90.md).
-  static constexpr bool kHasStoreWarp = kStartsEarly && !kHasScoreMod && !kStagesApart;
-  static_assert(!kHasStoreWarp || (kTeams == 1 && !kDropsPacked && !kTile.overlaps),
+  static constexpr bool kHasStoreWarp = kIssueNextQkEarly && !kHasScoreMod && !kSeparateOSmem;
+  static_assert(!kHasStoreWarp || (kConsumerGroups == 1 && !kPackedDropout && !kTile.overlaps),
                 "a warp is idle, and O is staged before S of the next row block is started");
-  static_assert(kHeadDimV % kStoredCols == 0 && kStoredCols % kChunkCols == 0, "whole chunks");
+  static_assert(kHeadDimV % kStoredCols == 0 && kStoredCols % kAtomCols == 0, "whole chunks");
   using SmemLayoutO = Tile<64, kStoredCols>;
   using MmaStored =
       typename Checked<kStoredCols,

@@ -15,23 +15,23 @@ namespace sm90 {
 
 // O of this warp's 16 rows, times their factors, to the place of Q, in chunks of columns as TMA takes them.
 template <class Config>
-__device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&factor)[2]) {
+__device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
   using namespace cute;
   using Element = typename Config::Element;
-  constexpr int kCols = Config::kChunkCols, kChunkBytes = 64 * kCols * static_cast<int>(sizeof(Element));
+  constexpr int kCols = Config::kAtomCols, kAtomBytes = 64 * kCols * static_cast<int>(sizeof(Element));
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t place =
-      cast_smem_ptr_to_uint(mainloop.storage.q[q_stage][mainloop.group] + piece_place(kCols, row, lane / 16));
+  const uint32_t address =
+      cast_smem_ptr_to_uint(mainloop.storage.q[q_stage][mainloop.group] + swizzle_offset(kCols, row, lane / 16));
 #pragma unroll
   for (int col = 0; col < Config::kHeadDimV; col += 16) {
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = col / 2 + 2 * i;
-      pairs[i] = pack_pair(mainloop.acc_o(at) * factor[i % 2], mainloop.acc_o(at + 1) * factor[i % 2], Element{});
+      pairs[i] = pack_pair(mainloop.acc_o(at) * o_scale[i % 2], mainloop.acc_o(at + 1) * o_scale[i % 2], Element{});
     }
     // Two pieces further is a bit of the place, whatever the swizzle.
-    const uint32_t to = (place ^ (col % kCols / kPieceCols * 16)) + col / kCols * kChunkBytes;
+    const uint32_t to = (address ^ (col % kCols / kVectorCols * 16)) + col / kCols * kAtomBytes;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
                  "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                  : "memory");
@@ -41,17 +41,17 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
 // Columns are staged kStoredCols at a time: where there are more, those before have to have left. The last store is
 // under way when this returns: wait_for_store() says when the buffer is free.
 template <class Config>
-__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
-                                        const CUtensorMap& o_map, int q_stage, const float (&factor)[2]) {
+__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
+                                        const CUtensorMap& o_map, int q_stage, const float (&o_scale)[2]) {
   using namespace cute;
   using Element = typename Config::Element;
   using Mma = typename Config::MmaStored;
   const Flash_fwd_params& params = mainloop.params;
-  const RowBlock& block = tile.block;
+  const WorkTile& block = tile.block;
   auto rows_of_o = row_col_view(mainloop.acc_o);
-  mainloop.softmax.rescale(rows_of_o, factor);
+  mainloop.softmax.rescale(rows_of_o, o_scale);
   Element* const buffer =
-      Config::kStagesApart ? mainloop.storage.o[mainloop.group] : mainloop.storage.q[q_stage][mainloop.group];
+      Config::kSeparateOSmem ? mainloop.storage.o[mainloop.group] : mainloop.storage.q[q_stage][mainloop.group];
   auto staged = make_tensor(make_smem_ptr(buffer), typename Config::SmemLayoutO{});
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const auto store = make_tiled_copy_C(Store{}, Mma{}).get_thread_slice(threadIdx.x % 128);
@@ -59,10 +59,10 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
   const auto layout = partition_fragment_C(Mma{}, Shape<_64, Int<Config::kStoredCols>>{}).layout();
 #pragma unroll
-  for (int first = 0; first < Config::kChunksV; first += Config::kStoredChunks) {
-    const auto out = make_tensor(mainloop.acc_o.data() + first * Config::kChunkCols / 2, layout);
+  for (int first = 0; first < Config::kAtomsV; first += Config::kStoredAtoms) {
+    const auto out = make_tensor(mainloop.acc_o.data() + first * Config::kAtomCols / 2, layout);
     const auto values = convert<Element>(out);
-    if constexpr (Config::kStagesApart) {
+    if constexpr (Config::kSeparateOSmem) {
       if (threadIdx.x % 32 == 0) tma_store_wait<0>();
       __syncwarp();
     }
@@ -71,9 +71,9 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kStoredChunks; ++chunk) {
-        SM90_TMA_STORE_5D::copy(&o_map, buffer + (chunk * 64 + warp_row) * Config::kChunkCols,
-                                (first + chunk) * Config::kChunkCols, mainloop.row_begin(tile) + warp_row + rows.shift,
+      for (int atom = 0; atom < Config::kStoredAtoms; ++atom) {
+        SM90_TMA_STORE_5D::copy(&o_map, buffer + (atom * 64 + warp_row) * Config::kAtomCols,
+                                (first + atom) * Config::kAtomCols, mainloop.row_begin(tile) + warp_row + rows.shift,
                                 block.head, rows.outer, rows.origin);
       }
       tma_store_arrive();
@@ -84,13 +84,13 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
 // The output of a share of the keys, straight from the registers. A lane has pairs of columns 8 apart; two neighbours
 // exchange every second one of theirs, so that four lanes write 64 bytes of a row.
 template <class Config>
-__device__ __forceinline__ void store_share(FwdMainloop<Config>& mainloop, const FwdTile<Config>& tile,
-                                            const KeyShares& shares, const float (&factor)[2]) {
+__device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
+                                              const KvSplits& splits, const float (&o_scale)[2]) {
   using namespace cute;
   const Flash_fwd_params& params = mainloop.params;
   auto out = row_col_view(mainloop.acc_o);
-  mainloop.softmax.rescale(out, factor);
-  float* const matrix = shares.out_ptr + (tile.share * shares.rows + lse_offset(tile.block, params)) * params.d_v;
+  mainloop.softmax.rescale(out, o_scale);
+  float* const matrix = splits.out_ptr + (tile.split * splits.rows + lse_offset(tile.block, params)) * params.d_v;
   const bool is_odd = threadIdx.x % 2 == 1;
 #pragma unroll
   for (int mi = 0; mi < size<0>(out); ++mi) {

@@ -18,7 +18,7 @@ enum ProducerWarp {
   kLoadWarp = 0,
   kSchedulerWarp = 1,
   kPagedKWarp = 2,
-  kColWordsWarp = 2,
+  kColBitsWarp = 2,
   kPagedVWarp = 3,
   kStoreWarp = 3
 };
@@ -26,16 +26,16 @@ enum ProducerWarp {
 // A consumer warpgroup: one row block after the other.
 template <class Config>
 struct FwdConsumer {
-  using Tile = FwdTile<Config>;
+  using Tile = FwdWork<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
-  static constexpr bool kStartsEarly = Config::kStartsEarly;
-  static constexpr bool kStagesApart = Config::kStagesApart;
+  static constexpr bool kIssueNextQkEarly = Config::kIssueNextQkEarly;
+  static constexpr bool kSeparateOSmem = Config::kSeparateOSmem;
   static constexpr bool kHasStoreWarp = Config::kHasStoreWarp;
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
-  TileQueue<Config> queue;
-  RingIndex<Config::kQStages> q_place;
+  WorkPipeline<Config> queue;
+  PipelineState<Config::kQStages> q_state;
   int stored_stage = -1;  // of Q, where the last output was staged
   FwdMainloop<Config> mainloop;
 
@@ -45,52 +45,52 @@ struct FwdConsumer {
   // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it
   // (docs/tuning/fwd_sm90.md).
   __device__ __forceinline__ Tile next_tile() {
-    if constexpr (!Config::kSeesAll) return queue.take(mainloop.group);
-    Tile tile{queue.take(mainloop.group).block};
+    if constexpr (!Config::kNoMask) return queue.consumer_wait(mainloop.group);
+    Tile tile{queue.consumer_wait(mainloop.group).block};
     if (tile.exists()) {
-      tile.walk = key_walk<Config>(launch, tile.block);
-      tile.steps.hidden.begin = tile.walk.interior_steps_end();
+      tile.order = kv_block_order<Config>(launch, tile.block);
+      tile.steps.skipped.begin = tile.order.unmasked_steps_end();
     }
     return tile;
   }
 
   // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
   __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
-    const int q_stage = q_place.stage;
+    const int q_stage = q_state.stage;
     mainloop.first_step(tile);
-    if constexpr (!kStagesApart && !kHasStoreWarp) free_stored_buffer();  // nobody waits for it yet
-    const int passing = mainloop.run(tile, q_stage);
-    if constexpr (kStagesApart) free_q(q_stage);
-    q_place.advance();
+    if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // nobody waits for it yet
+    const int num_skipped = mainloop.run(tile, q_stage);
+    if constexpr (kSeparateOSmem) free_q(q_stage);
+    q_state.advance();
     const Tile next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.start_last(tile);
-    if constexpr (kOverlapsTiles || kStartsEarly) start_next(next);
-    if constexpr (kOverlapsTiles) mainloop.start_last(tile);
+    if constexpr (!kOverlapsTiles) mainloop.start_last_pv(tile);
+    if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
+    if constexpr (kOverlapsTiles) mainloop.start_last_pv(tile);
     const int row_begin = mainloop.row_begin(tile);
-    float factor[FwdMainloop<Config>::kRows];
+    float o_scale[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
     const float sink = row_sink(launch.params, tile.block);
-    finish_rows(mainloop.softmax, factor, launch.params, sink);
+    finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     // LSE beside the last product; or behind the output, where its fence would wait for it.
     if constexpr (kHasStoreWarp) store_lse_of(tile, row_begin, sink);
     mainloop.finish();
-    store_output(tile, q_stage, factor);
-    mainloop.pass_values(passing);
+    store_output(tile, q_stage, o_scale);
+    mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
-    if constexpr (!kOverlapsTiles && !kStartsEarly) start_next(next);
+    if constexpr (!kOverlapsTiles && !kIssueNextQkEarly) issue_next_qk(next);
     if constexpr (!kHasStoreWarp) store_lse_of(tile, row_begin, sink);
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }
 
   __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
-                                               const float (&factor)[FwdMainloop<Config>::kRows]) {
-    if (shares_keys<Config>(launch)) {
-      store_share(mainloop, tile, launch.shares, factor);
+                                               const float (&o_scale)[FwdMainloop<Config>::kRows]) {
+    if (is_split_kv<Config>(launch)) {
+      store_partial(mainloop, tile, launch.splits, o_scale);
     } else if constexpr (kHasStoreWarp) {
-      stage_o(mainloop, q_stage, factor);
+      stage_o(mainloop, q_stage, o_scale);
     } else {
-      store_o(mainloop, tile, launch.o_map, q_stage, factor);
+      store_o(mainloop, tile, launch.o_map, q_stage, o_scale);
     }
     if constexpr (kHasStoreWarp) {
       __syncwarp();
@@ -100,17 +100,17 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
     store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
-              shares_keys<Config>(launch) ? tile.share * launch.shares.rows : 0);
+              is_split_kv<Config>(launch) ? tile.split * launch.splits.rows : 0);
   }
 
   // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
-  __device__ __forceinline__ void start_next(const Tile& next) {
-    if (next.exists()) mainloop.wait_for_tile(q_place.stage, q_place.phase);
-    mainloop.start_qk(q_place.stage);
+  __device__ __forceinline__ void issue_next_qk(const Tile& next) {
+    if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
+    mainloop.start_qk(q_state.stage);
   }
 
   // Q may be loaded where the last output was staged.
-  __device__ __forceinline__ void free_stored_buffer() {
+  __device__ __forceinline__ void release_stored_buffer() {
     if (stored_stage >= 0) wait_for_store(storage, stored_stage, mainloop.group);
   }
 
@@ -120,18 +120,18 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void begin() {
-    mainloop.wait_for_tile(q_place.stage, q_place.phase);
-    mainloop.start_qk(q_place.stage);
+    mainloop.wait_for_tile(q_state.stage, q_state.phase);
+    mainloop.start_qk(q_state.stage);
     mainloop.wait_for_scores();
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.keep_short_series();
-    if (mainloop.is_last_group()) mainloop.pass_turn();  // the first one
+    if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first one
     Tile tile = next_tile();
     if (tile.exists()) begin();
     while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    if (mainloop.group == 0) mainloop.wait_for_turn();  // which the last group has passed
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // which the last group has passed
     // Shared memory outlives the last store's reading of it.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -140,25 +140,27 @@ struct FwdConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
   // Shares could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
-  if (shares_keys<Config>(launch)) wait_for_previous_kernel();
+  if (is_split_kv<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
   if (!overlaps_launches<Config>(launch)) store_rng_state(launch.params.dropout);
   if (Config::kModifiers == Modifiers::kSoftcap && threadIdx.x < 2) {
     const float coefficient = launch.params.softcap_series.short_series.coefficient[threadIdx.x];
-    for (int team = 0; team < Config::kTeams; ++team) {
-      storages[team].short_series.coefficient[threadIdx.x] = coefficient;
+    for (int consumer_group = 0; consumer_group < Config::kConsumerGroups; ++consumer_group) {
+      storages[consumer_group].short_series.coefficient[threadIdx.x] = coefficient;
     }
   }
   if (threadIdx.x < 32) {
-    for (int team = 0; team < Config::kTeams; ++team) storages[team].init_barriers(launch.params.is_paged());
+    for (int consumer_group = 0; consumer_group < Config::kConsumerGroups; ++consumer_group)
+      storages[consumer_group].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
   }
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    constexpr int kWarps = 4 / Config::kTeams;  // of a team
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), team = warp / kWarps, role = warp % kWarps;
+    constexpr int kWarps = 4 / Config::kConsumerGroups;  // of a team
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = warp / kWarps,
+              role = warp % kWarps;
     if (role != kSchedulerWarp) {  // the schedulers choose a row block first
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {
@@ -166,24 +168,27 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
         store_rng_state(launch.params.dropout);  // in memory that a kernel before this one may still use
       }
     }
-    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[team]).run();
-    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[team], team);
-    if constexpr (Config::kDropsPacked) {
-      if (role == kColWordsWarp) run_col_words<Config>(launch, storages[team]);
+    if (role == kLoadWarp) FwdProducer<Config>(launch, storages[consumer_group]).run();
+    if (role == kSchedulerWarp) run_scheduler<Config>(launch, storages[consumer_group], consumer_group);
+    if constexpr (Config::kPackedDropout) {
+      if (role == kColBitsWarp) run_col_bits<Config>(launch, storages[consumer_group]);
     }
     if constexpr (Config::kHasStoreWarp) {
-      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[team]);
+      if (!launch.params.is_paged() && role == kStoreWarp) run_store<Config>(launch, storages[consumer_group]);
     }
     if constexpr (Config::kHasPages) {
-      if (launch.params.is_paged() && role == kPagedKWarp) PagedLoader<Config, kK>(launch, storages[team]).run();
-      if (launch.params.is_paged() && role == kPagedVWarp) PagedLoader<Config, kV>(launch, storages[team]).run();
+      if (launch.params.is_paged() && role == kPagedKWarp)
+        PagedLoader<Config, kK>(launch, storages[consumer_group]).run();
+      if (launch.params.is_paged() && role == kPagedVWarp)
+        PagedLoader<Config, kV>(launch, storages[consumer_group]).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
-    const int team = Config::kTeams == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
-    const int group = warp_group - 1 - team * Config::kWarpGroups;
-    FwdConsumer<Config>(launch, storages[team], group).run();
+    const int consumer_group =
+        Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
+    const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
+    FwdConsumer<Config>(launch, storages[consumer_group], group).run();
     // As late as this: thread blocks of the merge that start earlier crowd on the few multiprocessors that are idle.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }

@@ -22,16 +22,16 @@ template <class Config>
 struct FwdMainloop {
   using Element = typename Config::Element;
   using Storage = FwdStorage<Config>;
-  using Tile = FwdTile<Config>;
-  using KvPlace = RingIndex<Config::kKvStages>;
+  using Tile = FwdWork<Config>;
+  using KvPlace = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
   using Flag = typename Config::Flag;
-  static constexpr int kRows = 2;                              // accumulator rows per thread
-  static constexpr int kSlices = Config::kBlockN / 16;         // of keys, one for each wgmma of P V
-  static constexpr uint32_t kTurnBarrier = kBeginBarrier + 1;  // and those behind it
+  static constexpr int kRows = 2;                                  // accumulator rows per thread
+  static constexpr int kSlices = Config::kBlockN / 16;             // of keys, one for each wgmma of P V
+  static constexpr uint32_t kPingPongBarrier = kBeginBarrier + 1;  // and those behind it
   // The first block is masked only where that may change anything.
-  static constexpr bool kPlansFirst = Config::kKeepsLimits && !Config::kSeesAll;
+  static constexpr bool kMaskFirstOnDemand = Config::kMaskBoundsInRegs && !Config::kNoMask;
   using AccS = decltype(cute::partition_fragment_C(
       MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccO = decltype(cute::partition_fragment_C(
@@ -44,23 +44,23 @@ struct FwdMainloop {
   Storage& storage;
   const int group;                    // of the consumer warpgroups
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
-  KvPlace k_place, v_place;
+  KvPlace k_state, v_state;
 
   AccS acc_s;
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows, Flag, Config::kSums> softmax;
-  LaneRows dropout;                                                         // of the row block
-  uint32_t col_words[Config::kDropsPacked ? 4 * Storage::kColVectors : 1];  // of the key block
-  uint32_t kept[Config::kDropsPacked ? 4 * kSlices : 1];                    // what it keeps of the pairs of tOrP
-  float slope_log2;                                                         // of its head, for ALiBi
-  ShortSoftcapSeries short_series;                                          // for softcap
+  RowBits dropout;                                                              // of the row block
+  uint32_t col_bits[Config::kPackedDropout ? 4 * Storage::kColBitVectors : 1];  // of the key block
+  uint32_t keep_mask[Config::kPackedDropout ? 4 * kSlices : 1];                 // what it keeps of the pairs of tOrP
+  float slope_log2;                                                             // of its head, for ALiBi
+  ShortSoftcapSeries short_series;                                              // for softcap
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
   // ptxas would read a constant again in every step, and wait for it; what comes from shared memory stays in registers.
-  __device__ __forceinline__ void keep_short_series() {
+  __device__ __forceinline__ void load_short_series() {
     const volatile ShortSoftcapSeries& series = storage.short_series;
     for (int i = 0; i < 2; ++i) short_series.coefficient[i] = series.coefficient[i];
   }
@@ -68,19 +68,19 @@ struct FwdMainloop {
   __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
 
   // In every step but the first of a tile, also where the warpgroup lets its block pass: as often as all the others.
-  __device__ __forceinline__ void wait_for_turn() const {
-    if constexpr (Config::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + group);
+  __device__ __forceinline__ void wait_for_order_barrier() const {
+    if constexpr (Config::kPingPong) cutlass::arch::NamedBarrier::sync(256, kPingPongBarrier + group);
   }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Config::kTakesTurns) {
-      cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (is_last_group() ? 0 : group + 1));
+  __device__ __forceinline__ void arrive_at_order_barrier() const {
+    if constexpr (Config::kPingPong) {
+      cutlass::arch::NamedBarrier::arrive(256, kPingPongBarrier + (is_last_group() ? 0 : group + 1));
     }
   }
   __device__ __forceinline__ bool is_last_group() const { return group == Config::kWarpGroups - 1; }
 
-  __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_place.stage].wait(k_place.phase); }
+  __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
 
-  // S of the block of keys at k_place: started, not waited for.
+  // S of the block of keys at k_state: started, not waited for.
   __device__ __forceinline__ void start_qk(int q_stage) {
     using namespace cute;
     MmaQk mma;
@@ -88,33 +88,34 @@ struct FwdMainloop {
     auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
     auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);  // (MMA, 1, MMA_D)
-    auto tSrK = thread.partition_fragment_B(k)(_, _, _, k_place.stage);                          // (MMA, 1, MMA_D)
+    auto tSrK = thread.partition_fragment_B(k)(_, _, _, k_state.stage);                          // (MMA, 1, MMA_D)
     start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 
-  // O += P V, or O = P V, of the block at v_place: started, not waited for. kDraws: with the draws of the next block.
-  template <bool kDraws = false>
+  // O += P V, or O = P V, of the block at v_state: started, not waited for. kMakesKeepMasks: with the draws of the next
+  // block.
+  template <bool kMakesKeepMasks = false>
   __device__ __forceinline__ void start_pv(bool clears) {
     using namespace cute;
-    storage.v_full[v_place.stage].wait(v_place.phase);
+    storage.v_full[v_state.stage].wait(v_state.phase);
     MmaPv mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
     auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
-    auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_place.stage);  // (MMA, 1, MMA_N)
+    auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_state.stage);  // (MMA, 1, MMA_N)
     start_gemm(mma, tOrP, tOrV, acc_o, clears, [&](int slice) {
-      if constexpr (kDraws) draw_here(slice);
+      if constexpr (kMakesKeepMasks) make_keep_mask_here(slice);
     });
   }
 
   // This warp has read the buffer; or this lane, which racecheck wants where lanes read what a warp then overwrites.
   template <bool kEveryLane = false>
-  __device__ __forceinline__ static void release(Barrier* empty, KvPlace& place) {
-    if (kEveryLane || threadIdx.x % 32 == 0) empty[place.stage].arrive();
-    place.advance();
+  __device__ __forceinline__ static void release(Barrier* empty, KvPlace& state) {
+    if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
+    state.advance();
   }
 
   // Raw scores to what the softmax takes: softcap, ALiBi, mask.
-  template <bool kEdge, class Scores>
+  template <bool kMasked, class Scores>
   __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
     const Visibility visibility = tile.visibility(params.window);
     const int first_row = row_begin(tile);
@@ -122,10 +123,10 @@ struct FwdMainloop {
       ScoreMod::apply_by_warp<Config::kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row),
                                                   key);
     }
-    if constexpr (kEdge) {
+    if constexpr (kMasked) {
       const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
-      if constexpr (Config::kKeepsLimits) {
-        apply_mask(scores, coords, tile.steps.limits, row_end - first_row, tile.block.seqlen_k, key, key_end);
+      if constexpr (Config::kMaskBoundsInRegs) {
+        apply_mask(scores, coords, tile.steps.bounds, row_end - first_row, tile.block.seqlen_k, key, key_end);
       } else {
         apply_mask(scores, coords, visibility, first_row, row_end, key, key_end);
       }
@@ -140,12 +141,12 @@ struct FwdMainloop {
   __device__ __forceinline__ static bool is_before_diagonal(int distance) { return distance >= Config::kBlockN - 1; }
   __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
 
-  template <bool kEdge>
-  static constexpr bool kGoesAhead = Config::kGoesAhead && (!kEdge || Config::kEdgesGoAhead);
+  template <bool kMasked>
+  static constexpr bool kSpeculativeExp = Config::kSpeculativeExp && (!kMasked || Config::kSpeculativeOnMasked);
 
   // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
-  __device__ __forceinline__ bool may_go_ahead(const Tile& tile, int key) const {
-    bool may = softmax.may_go_ahead(params.softmax_slack_log2);
+  __device__ __forceinline__ bool may_speculate(const Tile& tile, int key) const {
+    bool may = softmax.may_speculate(params.rescale_threshold_log2);
     if constexpr (Config::kModifiers == Modifiers::kAlibi) {
       const int distance = diagonal_distance(tile, key);
       may &= is_before_diagonal(distance) || is_behind_diagonal(distance);
@@ -154,17 +155,17 @@ struct FwdMainloop {
   }
 
   template <class Scores>
-  __device__ __forceinline__ bool exponentiate_ahead(Scores& scores, const Tile& tile, int key) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, const Tile& tile, int key) {
     if constexpr (Config::kModifiers == Modifiers::kAlibi) {
       const int distance = diagonal_distance(tile, key);
-      return softmax.exponentiate_biased_ahead(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
-                                               is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance);
+      return softmax.exp2_speculative_alibi(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
+                                            is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance);
     } else {
-      return softmax.exponentiate_ahead(scores, params.softmax_scale_log2);
+      return softmax.exp2_speculative(scores, params.softmax_scale_log2);
     }
   }
 
-  // S of this warp's rows and the block of keys at k_place once more, by mma.sync: without the other warps.
+  // S of this warp's rows and the block of keys at k_state once more, by mma.sync: without the other warps.
   __device__ __forceinline__ void multiply_qk_again(int q_stage) {
     using namespace cute;
     using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, SM80_16x8x16_F32F16F16F32_TN,
@@ -172,10 +173,10 @@ struct FwdMainloop {
     const auto all_q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
     const auto all_k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     const auto q = all_q(_, _, q_stage * Config::kWarpGroups + group);
-    const auto k = all_k(_, _, k_place.stage);
+    const auto k = all_k(_, _, k_state.stage);
     // Rows that are 8 apart are swizzled alike and stand at a fixed distance.
     const auto pair = [](const auto& tile, int row, int col, int eights) {
-      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&tile(row, col)) + eights * 8 * Config::kChunkCols);
+      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&tile(row, col)) + eights * 8 * Config::kAtomCols);
     };
     const int row = coords.row(0), key = threadIdx.x % 32 / 4;
     clear(acc_s);
@@ -191,60 +192,61 @@ struct FwdMainloop {
     __syncwarp();  // all lanes have read
   }
 
-  // Reads the words of the columns of the key block at k_place.
-  __device__ __forceinline__ void read_col_words() {
-    if constexpr (Config::kDropsPacked) {
+  // Reads the words of the columns of the key block at k_state.
+  __device__ __forceinline__ void read_col_bits() {
+    if constexpr (Config::kPackedDropout) {
 #pragma unroll
-      for (int i = 0; i < Storage::kColVectors; ++i) {
-        const uint4 words = storage.col_words[k_place.stage][threadIdx.x % 4][i];
-        col_words[4 * i] = words.x;
-        col_words[4 * i + 1] = words.y;
-        col_words[4 * i + 2] = words.z;
-        col_words[4 * i + 3] = words.w;
+      for (int i = 0; i < Storage::kColBitVectors; ++i) {
+        const uint4 bits = storage.col_bits[k_state.stage][threadIdx.x % 4][i];
+        col_bits[4 * i] = bits.x;
+        col_bits[4 * i + 1] = bits.y;
+        col_bits[4 * i + 2] = bits.z;
+        col_bits[4 * i + 3] = bits.w;
       }
     }
   }
 
-  // Gives the buffers of the key block at k_place back.
-  __device__ __forceinline__ void release_key() { release<Config::kDropsPacked>(storage.k_empty, k_place); }
+  // Gives the buffers of the key block at k_state back.
+  __device__ __forceinline__ void release_key() { release<Config::kPackedDropout>(storage.k_empty, k_state); }
 
   // What decides which probabilities of a slice are dropped. It depends on places only.
-  __device__ __forceinline__ void draw(int slice) {
+  __device__ __forceinline__ void make_keep_mask(int slice) {
 #pragma unroll
     for (int i = 4 * slice; i < 4 * slice + 4; ++i) {
-      kept[i] = dropout.draw(i % 2, {col_words[i / 2], col_words[Storage::kFineWords + slice]});
+      keep_mask[i] = dropout.make_keep_mask(i % 2, {col_bits[i / 2], col_bits[Storage::kFineBits + slice]});
     }
   }
 
   // ptxas would draw where P is dropped, behind the exponentials, unless a store depends on it that never happens.
-  __device__ __forceinline__ void draw_here(int slice) {
-    draw(slice);
+  __device__ __forceinline__ void make_keep_mask_here(int slice) {
+    make_keep_mask(slice);
     asm volatile(
         "{\n\t"
         ".reg .pred never;\n\t"
         "setp.lt.s32 never, %0, 0;\n\t"
         "@never st.shared.v4.b32 [%1], {%2, %3, %4, %5};\n\t"
         "}" ::"r"(params.seqlen_q),
-        "r"(0), "r"(kept[4 * slice]), "r"(kept[4 * slice + 1]), "r"(kept[4 * slice + 2]), "r"(kept[4 * slice + 3])
+        "r"(0), "r"(keep_mask[4 * slice]), "r"(keep_mask[4 * slice + 1]), "r"(keep_mask[4 * slice + 2]),
+        "r"(keep_mask[4 * slice + 3])
         : "memory");
   }
 
-  __device__ __forceinline__ void draw_all() {
-    if constexpr (Config::kDropsPacked) {
+  __device__ __forceinline__ void make_all_keep_masks() {
+    if constexpr (Config::kPackedDropout) {
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) draw(slice);
+      for (int slice = 0; slice < kSlices; ++slice) make_keep_mask(slice);
     }
   }
 
   // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
   template <class Scores>
-  __device__ __forceinline__ bool mask_and_go_ahead(Scores& scores, const Tile& tile, int key, int q_stage) {
-    bool ahead = may_go_ahead(tile, key);
+  __device__ __forceinline__ bool mask_and_speculate(Scores& scores, const Tile& tile, int key, int q_stage) {
+    bool ahead = may_speculate(tile, key);
 #pragma unroll 1
     while (true) {
       modify_scores<true>(scores, tile, key);
       if (!ahead) return false;
-      if (exponentiate_ahead(scores, tile, key)) return true;
+      if (exp2_speculative(scores, tile, key)) return true;
       multiply_qk_again(q_stage);
       ahead = false;
     }
@@ -252,44 +254,43 @@ struct FwdMainloop {
 
   // Exponentials of S of a block. Returns whether the output is still to be multiplied by `correction`: references
   // rose.
-  template <bool kEdge>
+  template <bool kMasked>
   __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
-    if constexpr (kEdge && kGoesAhead<kEdge>) {
-      if (mask_and_go_ahead(scores, tile, key, q_stage)) return false;
+    if constexpr (kMasked && kSpeculativeExp<kMasked>) {
+      if (mask_and_speculate(scores, tile, key, q_stage)) return false;
     } else {
-      if constexpr (kGoesAhead<kEdge>) {
-        if (may_go_ahead(tile, key)) {
-          if (exponentiate_ahead(scores, tile, key)) return false;
+      if constexpr (kSpeculativeExp<kMasked>) {
+        if (may_speculate(tile, key)) {
+          if (exp2_speculative(scores, tile, key)) return false;
           multiply_qk_again(q_stage);
         }
       }
-      if (!kEdge && Config::kModifiers == Modifiers::kSoftcap &&
-          softmax.template exponentiate_capped<Config::kBoundsBySquares>(scores, params.softcap_series, short_series,
-                                                                         params.softmax_slack_log2)) {
+      if (!kMasked && Config::kModifiers == Modifiers::kSoftcap &&
+          softmax.template exp2_softcap_poly<Config::kCheckBoundByNorm>(scores, params.softcap_series, short_series,
+                                                                        params.rescale_threshold_log2)) {
         return false;
       }
-      modify_scores<kEdge>(scores, tile, key);
+      modify_scores<kMasked>(scores, tile, key);
     }
     return update_softmax(scores, correction);
   }
 
   // The same of an unmasked block, with the wait for P V between the exponentials and the look at their sums. All warps
   // wait there, those that may not go ahead too: wgmma.wait_group is one instruction of the whole warpgroup.
-  __device__ __forceinline__ Flag exponentiate_around_pv(const Tile& tile, int key, int q_stage,
-                                                         float (&correction)[kRows]) {
+  __device__ __forceinline__ Flag exp2_around_pv(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
     float offset[kRows], sums[kRows];
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = softmax.row_max[mi] * params.softmax_scale_log2;
     Flag raised = false;
-    const bool ahead = may_go_ahead(tile, key);
+    const bool ahead = may_speculate(tile, key);
     if (!ahead) {
-      raised = softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+      raised = softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
       softmax.set_offsets(scores, params.softmax_scale_log2, offset);
     }
-    softmax.exponentiate_apart(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
+    softmax.exp2_with_sums(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
     cute::warpgroup_wait<0>();
-    if (ahead && !softmax.is_moderate(sums)) {
+    if (ahead && !softmax.speculation_holds(sums)) {
       multiply_qk_again(q_stage);
       return update_softmax(scores, correction);
     }
@@ -300,7 +301,7 @@ struct FwdMainloop {
   template <class Scores>
   __device__ __forceinline__ Flag update_softmax(Scores& scores, float (&correction)[kRows]) {
     const Flag raised =
-        softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+        softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
     softmax.exponentiate(scores, params.softmax_scale_log2);
     return raised;
   }
@@ -321,8 +322,8 @@ struct FwdMainloop {
 #pragma unroll
     for (int i = 0; i < size(pairs); ++i) {
       const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
-      if constexpr (Config::kDropsPacked) {
-        pairs(i) = pair & kept[i];
+      if constexpr (Config::kPackedDropout) {
+        pairs(i) = pair & keep_mask[i];
       } else {
         pairs(i) = pair;
       }
@@ -331,65 +332,66 @@ struct FwdMainloop {
 
   // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
   // them. This one waits for what arrived long ago: sums of probabilities are never negative.
-  __device__ __forceinline__ void finish_exponentials() const {
+  __device__ __forceinline__ void finish_exp_before_pv_wait() const {
     const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
-    storage.v_full[v_place.stage].wait(v_place.phase ^ never);
+    storage.v_full[v_state.stage].wait(v_state.phase ^ never);
   }
 
   // P of the first block, from its S.
   __device__ __forceinline__ void first_step(const Tile& tile) {
     softmax = decltype(softmax)();
-    read_col_words();
+    read_col_bits();
     release_key();
-    const int block = kPlansFirst ? tile.steps.masked_first : tile.walk.block(0), key = block * Config::kBlockN;
-    if constexpr (Config::kDropsPacked) {
+    const int block = kMaskFirstOnDemand ? tile.steps.first_to_mask : tile.order.block(0),
+              key = block * Config::kBlockN;
+    if constexpr (Config::kPackedDropout) {
       const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      dropout = LaneRows(mask, row_begin(tile) + coords.row(0));
+      dropout = RowBits(mask, row_begin(tile) + coords.row(0));
     }
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
     }
     auto scores = row_col_view(acc_s);
-    if (!kPlansFirst || block != PartSteps::kNoBlock) modify_scores<true>(scores, tile, key);
+    if (!kMaskFirstOnDemand || block != WarpgroupTripCount::kNoBlock) modify_scores<true>(scores, tile, key);
     if constexpr (Config::kHasScoreMod) {
-      // As later: with set_reference() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
+      // As later: with set_row_max() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
       float correction[kRows];
-      softmax.raise_reference(scores, params.softmax_scale_log2, correction, params.softmax_slack_log2);
+      softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
     } else {
-      softmax.set_reference(scores, params.softmax_scale_log2);
+      softmax.set_row_max(scores, params.softmax_scale_log2);
     }
     softmax.exponentiate(scores, params.softmax_scale_log2);
-    draw_all();
+    make_all_keep_masks();
     set_probabilities(tile, key);
   }
 
   // S and P of block i, which is `n_block`, and P V of the block before, which is the first if it clears the output.
-  template <bool kEdge>
+  template <bool kMasked>
   __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
     wait_for_k();
-    if constexpr (Config::kDrawsInPv) read_col_words();
-    wait_for_turn();
+    if constexpr (Config::kRandomBitsInPv) read_col_bits();
+    wait_for_order_barrier();
     start_qk(q_stage);
-    start_pv<Config::kDrawsInPv>(clears);
-    pass_turn();
-    const int key = (Config::kKeepsLimits ? n_block : tile.walk.block(i)) * Config::kBlockN;
+    start_pv<Config::kRandomBitsInPv>(clears);
+    arrive_at_order_barrier();
+    const int key = (Config::kMaskBoundsInRegs ? n_block : tile.order.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
-    if constexpr (!Config::kDrawsInPv) read_col_words();
-    if constexpr (!kGoesAhead<kEdge>) release_key();
+    if constexpr (!Config::kRandomBitsInPv) read_col_bits();
+    if constexpr (!kSpeculativeExp<kMasked>) release_key();
     float correction[kRows];
     Flag raised;
-    if constexpr (Config::kChecksBehindPv && !kEdge) {
-      raised = exponentiate_around_pv(tile, key, q_stage, correction);
+    if constexpr (Config::kCheckSumsAfterPv && !kMasked) {
+      raised = exp2_around_pv(tile, key, q_stage, correction);
     } else {
-      raised = exponentiate<kEdge>(tile, key, q_stage, correction);
+      raised = exponentiate<kMasked>(tile, key, q_stage, correction);
     }
-    if constexpr (kGoesAhead<kEdge>) release_key();
-    if constexpr (Config::kFinishesExponentials) finish_exponentials();
+    if constexpr (kSpeculativeExp<kMasked>) release_key();
+    if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
-    release(storage.v_empty, v_place);
-    if constexpr (!Config::kDrawsInPv) draw_all();  // in the pauses between the exponentials
+    release(storage.v_empty, v_state);
+    if constexpr (!Config::kRandomBitsInPv) make_all_keep_masks();  // in the pauses between the exponentials
     if (raised) rescale_output(correction);
     set_probabilities(tile, key);
   }
@@ -403,29 +405,29 @@ struct FwdMainloop {
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
   // Lets blocks pass: they have to land before their buffers can be given back.
-  __device__ __forceinline__ void pass_keys(int count) {
+  __device__ __forceinline__ void skip_k(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       wait_for_k();
-      wait_for_turn();
-      pass_turn();
-      release<Config::kDropsPacked>(storage.k_empty, k_place);
+      wait_for_order_barrier();
+      arrive_at_order_barrier();
+      release<Config::kPackedDropout>(storage.k_empty, k_state);
     }
   }
-  __device__ __forceinline__ void pass_values(int count) {
+  __device__ __forceinline__ void skip_v(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      storage.v_full[v_place.stage].wait(v_place.phase);
-      release(storage.v_empty, v_place);
+      storage.v_full[v_state.stage].wait(v_state.phase);
+      release(storage.v_empty, v_state);
     }
   }
 
-  __device__ __forceinline__ void run_interior(const Tile& tile, int q_stage) {
-    const int end = tile.edges_begin();
+  __device__ __forceinline__ void run_unmasked(const Tile& tile, int q_stage) {
+    const int end = tile.masked_begin();
     bool clears = true;
     // Counted down, so that its end is not computed again in every step.
     for (int left = end - 1; left > 0; --left) {
-      step<false>(tile, end - left, tile.walk.block(end - left), q_stage, clears);
+      step<false>(tile, end - left, tile.order.block(end - left), q_stage, clears);
       clears = false;
     }
   }
@@ -433,30 +435,30 @@ struct FwdMainloop {
   // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of
   // the blocks that it lets pass after that one. Returns their number.
   __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
-    run_interior(tile, q_stage);
-    int passing = tile.steps.hidden.left;
-    pass_keys(passing);
-    int i = tile.edges_begin() + passing;
-    int n_block = Config::kSeesAll ? tile.walk.block(i) : tile.steps.first_edge;
+    run_unmasked(tile, q_stage);
+    int num_skipped = tile.steps.skipped.left;
+    skip_k(num_skipped);
+    int i = tile.masked_begin() + num_skipped;
+    int n_block = Config::kNoMask ? tile.order.block(i) : tile.steps.first_masked_block;
     for (; i < tile.count(); ++i) {
       step<true>(tile, i, n_block, q_stage, i == tile.second());
-      pass_values(passing);
-      passing = 0;
-      n_block = tile.walk.range.next_edge(n_block);
+      skip_v(num_skipped);
+      num_skipped = 0;
+      n_block = tile.order.range.next_masked(n_block);
     }
-    pass_keys(tile.steps.hidden.right);
-    return passing + tile.steps.hidden.right;
+    skip_k(tile.steps.skipped.right);
+    return num_skipped + tile.steps.skipped.right;
   }
 
   // P V of the last block: started, not waited for.
-  __device__ __forceinline__ void start_last(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
+  __device__ __forceinline__ void start_last_pv(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
 
   // O is complete, and so is S of the next tile if it was started before P V.
   __device__ __forceinline__ void finish() {
-    wait_for<Config::kStartsEarly>(acc_o);
+    wait_for<Config::kIssueNextQkEarly>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     if constexpr (Config::kTile.overlaps) cute::warpgroup_fence_operand(acc_s);
-    release(storage.v_empty, v_place);
+    release(storage.v_empty, v_state);
   }
 };
 

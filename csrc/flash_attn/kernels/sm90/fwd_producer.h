@@ -4,14 +4,14 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fwd_launch_params.h"
 #include "kernels/sm90/fwd_storage.h"
 #include "kernels/sm90/fwd_store.h"
-#include "kernels/sm90/key_walk.h"
-#include "kernels/sm90/varlen_order.h"
+#include "kernels/sm90/kv_block_order.h"
+#include "kernels/sm90/varlen_tile_order.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
 
@@ -20,96 +20,97 @@ namespace sm90 {
 
 // Which row blocks a team takes, and which one each of them is.
 template <class Config>
-struct TileOrder {
+struct WorkTileScheduler {
   const FwdLaunch& launch;
   const VarlenOrder varlen;
-  plan::RowOrder order;
+  plan::WorkTileOrder order;
   int tiles;
 
-  __device__ __forceinline__ explicit TileOrder(const FwdLaunch& launch_)
+  __device__ __forceinline__ explicit WorkTileScheduler(const FwdLaunch& launch_)
       : launch(launch_),
-        varlen(launch_.params, Config::kBlockM, launch_.sorted),
+        varlen(launch_.params, Config::kBlockM, launch_.sort_varlen_tiles),
         order(launch_.order),
         tiles(launch_.tiles) {
-    if (launch.sorted) {
+    if (launch.sort_varlen_tiles) {
       const int of_head = varlen.count();
-      order.set_blocks(of_head, plan::late_row_blocks(of_head, launch.short_ones));
+      order.set_tiles_per_head(of_head, plan::num_tail_tiles(of_head, launch.short_tiles));
       tiles = order.heads.divisor * of_head;
     }
   }
 
-  __device__ __forceinline__ int shares() const { return Config::kSharesKeys ? launch.shares.count : 1; }
-  __device__ __forceinline__ int count() const { return tiles * shares(); }
+  __device__ __forceinline__ int splits() const { return Config::kSplitKv ? launch.splits.count : 1; }
+  __device__ __forceinline__ int count() const { return tiles * splits(); }
 
   // The first index of a team. Two teams of a multiprocessor have tiles that follow each other, unless there are no
   // more tiles than teams: then the second ones get what the first ones leave.
-  __device__ __forceinline__ int first(int team) const {
+  __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
-    const bool has_one = count() <= blocks * Config::kTeams;
-    return has_one ? team * blocks + static_cast<int>(blockIdx.x)
-                   : static_cast<int>(blockIdx.x) * Config::kTeams + team;
+    const bool has_one = count() <= blocks * Config::kConsumerGroups;
+    return has_one ? consumer_group * blocks + static_cast<int>(blockIdx.x)
+                   : static_cast<int>(blockIdx.x) * Config::kConsumerGroups + consumer_group;
   }
 
-  __device__ __forceinline__ int share(int index) const { return index % shares(); }
+  __device__ __forceinline__ int split(int index) const { return index % splits(); }
 
   // By all lanes of the warp together.
-  __device__ __forceinline__ RowBlock at(int index) const {
+  __device__ __forceinline__ WorkTile at(int index) const {
     const Flash_fwd_params& params = launch.params;
-    const HeadBlock place = order.at(index / shares());
+    const HeadBlock at = order.at(index / splits());
     if (params.is_varlen()) {
-      return launch.sorted ? varlen.at(place.head, place.block)
-                           : varlen_row_block(params, Config::kBlockM, place.head, place.block);
+      return launch.sort_varlen_tiles ? varlen.at(at.head, at.block)
+                                      : varlen_work_tile(params, Config::kBlockM, at.head, at.block);
     }
     const FastDiv& heads = launch.heads_of_batch;
-    const int batch = heads.divide(place.head);
-    return dense_row_block(params, Config::kBlockM, batch, place.head - batch * heads.divisor, place.block);
+    const int batch = heads.divide(at.head);
+    return dense_work_tile(params, Config::kBlockM, batch, at.head - batch * heads.divisor, at.block);
   }
 
   // The next index for a team, the same in all lanes of the warp. With a semaphore, teams take what is left as they get
   // free.
-  __device__ __forceinline__ int next(int index, int teams) const {
-    if (launch.tile_count_semaphore == nullptr) return index + teams;
+  __device__ __forceinline__ int next(int index, int consumer_groups) const {
+    if (launch.tile_count_semaphore == nullptr) return index + consumer_groups;
     wait_for_previous_kernel();  // which clears the semaphore
     int drawn = 0;
     if (threadIdx.x % 32 == 0) drawn = atomicAdd(launch.tile_count_semaphore, 1);
-    return teams + __shfl_sync(0xffffffffu, drawn, 0);
+    return consumer_groups + __shfl_sync(0xffffffffu, drawn, 0);
   }
 };
 
 // Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for
 // their outputs before it knows by the LSE which of them count.
 template <class Config>
-__device__ __forceinline__ void store_nothing_seen(const FwdLaunch& launch, const RowBlock& block, int share) {
+__device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& block, int split) {
   using Element = typename Config::Element;
   const Flash_fwd_params& params = launch.params;
-  const bool is_share = shares_keys<Config>(launch);
+  const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
-  const int64_t offset = lse_offset(block, params) + (is_share ? share * launch.shares.rows : 0);
-  if (is_share) {
-    auto* const values = reinterpret_cast<float4*>(launch.shares.out_ptr + (offset + block.row_begin) * params.d_v);
+  const int64_t offset = lse_offset(block, params) + (is_split ? split * launch.splits.rows : 0);
+  if (is_split) {
+    auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + block.row_begin) * params.d_v);
     const int count = (block.row_end - block.row_begin) * (params.d_v / 4);
     for (int i = lane; i < count; i += 32) values[i] = float4{};
   }
   auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
-  for (int row = block.row_begin; row < block.row_end && !is_share; ++row) {
+  for (int row = block.row_begin; row < block.row_end && !is_split; ++row) {
     if (8 * lane < params.d_v) {
       *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
     }
   }
-  const float lse = keyless_lse(params, block);
+  const float lse = fully_masked_lse(params, block);
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
 // Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers,
 // and, if no lengths have to be read for it, while the kernel before this one still runs.
 template <class Config>
-__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage, int team) {
-  constexpr bool kMayOverlap = Config::kSharesKeys;
-  const bool reads_lengths = launch.params.packs_keys();
+__device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
+                                              int consumer_group) {
+  constexpr bool kMayOverlap = Config::kSplitKv;
+  const bool reads_lengths = launch.params.keys_packed();
   if (reads_lengths) wait_for_previous_kernel();
-  TileQueue<Config> queue(storage);
-  const int teams = gridDim.x * Config::kTeams;
-  const TileOrder<Config> order(launch);
+  WorkPipeline<Config> queue(storage);
+  const int consumer_groups = gridDim.x * Config::kConsumerGroups;
+  const WorkTileScheduler<Config> scheduler(launch);
   bool is_first = true;
   auto begin = [&] {
     if (!is_first) return;
@@ -117,46 +118,47 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
     if (overlaps_launches<Config>(launch) && !reads_lengths) wait_for_previous_kernel();
     begin_together<Config>();
   };
-  for (int index = order.first(team); index < order.count(); index = order.next(index, teams)) {
-    const RowBlock block = order.at(index);
+  for (int index = scheduler.first(consumer_group); index < scheduler.count();
+       index = scheduler.next(index, consumer_groups)) {
+    const WorkTile block = scheduler.at(index);
     if (block.empty()) {
       if constexpr (kMayOverlap) begin();  // before the next one is drawn
       continue;
     }
-    const int share = order.share(index);
-    const KeyWalk walk = key_walk<Config>(launch, block, share, order.shares());
+    const int split = scheduler.split(index);
+    const KvBlockOrder order = kv_block_order<Config>(launch, block, split, scheduler.splits());
     if constexpr (kMayOverlap) begin();  // before anything is stored
-    if (walk.count() == 0) {
-      store_nothing_seen<Config>(launch, block, share);
+    if (order.count() == 0) {
+      store_fully_masked<Config>(launch, block, split);
       continue;
     }
     if constexpr (!kMayOverlap) begin();
-    queue.push(block, walk, launch.params.window, share);
-    queue.wait_until_taken();
+    queue.commit(block, order, launch.params.window, split);
+    queue.acquire();
   }
   begin();
-  queue.push(RowBlock{}, KeyWalk{}, Window{}, 0);
+  queue.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
 }
 
 // Puts the words of the columns, from which dropout draws, beside every block of K.
 template <class Config>
-__device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorage<Config>& storage) {
+__device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   const Flash_fwd_params& params = launch.params;
-  TileQueue<Config> queue(storage);
-  RingIndex<Config::kKvStages> place;
-  for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
+  WorkPipeline<Config> queue(storage);
+  PipelineState<Config::kKvStages> state;
+  for (FwdWork<Config> tile = queue.wait_and_release(); tile.exists(); tile = queue.wait_and_release()) {
     const DropoutStream stream = DropoutMask(params.dropout, tile.block.batch, tile.block.head).stream;
-    for (int i = 0; i < tile.walk.count(); ++i) {
-      const int first_pair = loaded_block<Config>(tile.walk, i) * (Config::kBlockN / 2);
-      storage.k_empty[place.stage].wait(place.phase ^ 1);
+    for (int i = 0; i < tile.order.count(); ++i) {
+      const int first_pair = block_to_load<Config>(tile.order, i) * (Config::kBlockN / 2);
+      storage.k_empty[state.stage].wait(state.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
-        uint32_t* const words = reinterpret_cast<uint32_t*>(storage.col_words[place.stage][pair % 4]);
-        const DropoutWords of_pair = dropout_column_pair(stream, first_pair + pair);
-        words[pair / 4] = of_pair.fine;
-        if (pair / 4 % 2 == 0) words[FwdStorage<Config>::kFineWords + pair / 8] = of_pair.coarse;
+        uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
+        const RandomBits of_pair = dropout_column_pair(stream, first_pair + pair);
+        bits[pair / 4] = of_pair.fine;
+        if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
       }
-      storage.k_full[place.stage].arrive();
-      place.advance();
+      storage.k_full[state.stage].arrive();
+      state.advance();
     }
   }
 }
@@ -164,10 +166,10 @@ __device__ __forceinline__ void run_col_words(const FwdLaunch& launch, FwdStorag
 // Takes the next row block before it waits for the output of this one, so that nobody waits for this warp.
 template <class Config>
 __device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  TileQueue<Config> queue(storage);
+  WorkPipeline<Config> queue(storage);
   OutputStore<Config> output(launch, storage);
-  for (RowBlock block = queue.take_loads().block; !block.empty();) {
-    const RowBlock next = queue.take_loads().block;
+  for (WorkTile block = queue.wait_and_release().block; !block.empty();) {
+    const WorkTile next = queue.wait_and_release().block;
     output.store(block);
     block = next;
   }
@@ -182,8 +184,8 @@ struct FwdProducer {
 
   const FwdLaunch& launch;
   Storage& storage;
-  RingIndex<Config::kKvStages> k_place, v_place;
-  RingIndex<Config::kQStages> q_place;
+  PipelineState<Config::kKvStages> k_state, v_state;
+  PipelineState<Config::kQStages> q_state;
   uint32_t landed_phase = 0;  // of storage.v_landed
   const bool issues;          // this lane
 
@@ -191,89 +193,89 @@ struct FwdProducer {
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
   // A tile of kRows rows from coordinate `row` on, chunk by chunk.
-  template <int kRows, int kChunks>
+  template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    for (int atom = 0; atom < kAtoms; ++atom) {
       cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint),
-                                   smem + chunk * kRows * Config::kChunkCols, chunk * Config::kChunkCols,
-                                   row + rows.shift, head, rows.outer, rows.origin);
+                                   smem + atom * kRows * Config::kAtomCols, atom * Config::kAtomCols, row + rows.shift,
+                                   head, rows.outer, rows.origin);
     }
   }
 
   // Waits until every consumer is done with the buffer. kClears: the first `unseen` rows become zeros.
-  template <int kChunks, bool kClears = false>
+  template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
-                                          RingIndex<Config::kKvStages>& place, int n_block, const TmaRows& rows,
-                                          int head, int unseen = 0) {
-    constexpr int kElements = Config::kBlockN * kChunks * Config::kChunkCols;
-    const bool clears = kClears && unseen > 0;
-    Barrier& landed = clears ? storage.v_landed : full[place.stage];
-    empty[place.stage].wait(place.phase ^ 1);
+                                          PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
+                                          int head, int num_masked = 0) {
+    constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
+    const bool clears = kClears && num_masked > 0;
+    Barrier& landed = clears ? storage.v_landed : full[state.stage];
+    empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
       landed.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
-      load<Config::kBlockN, kChunks>(map, landed, smem + place.stage * kElements, rows, n_block * Config::kBlockN, head,
-                                     cute::TMA::CacheHintSm90::EVICT_LAST);
+      load<Config::kBlockN, kAtoms>(map, landed, smem + state.stage * kElements, rows, n_block * Config::kBlockN, head,
+                                    cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     if (clears) {
       landed.wait(landed_phase);
       landed_phase ^= 1;
-      clear_rows<Config::kBlockN, kChunks, Config::kChunkCols>(smem + place.stage * kElements,
-                                                               min(unseen, Config::kBlockN));
-      if (issues) full[place.stage].arrive();
+      clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
+                                                             min(num_masked, Config::kBlockN));
+      if (issues) full[state.stage].arrive();
     }
-    place.advance();
+    state.advance();
   }
 
   // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
-  __device__ __forceinline__ void load_q(const RowBlock& block) {
+  __device__ __forceinline__ void load_q(const WorkTile& block) {
     const Flash_fwd_params& params = launch.params;
     const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
-      storage.q_empty[q_place.stage][group].wait(q_place.phase ^ 1);
+      storage.q_empty[q_state.stage][group].wait(q_state.phase ^ 1);
       if (issues) {
-        Barrier& full = storage.q_full[q_place.stage][group];
+        Barrier& full = storage.q_full[q_state.stage][group];
         full.arrive_and_expect(kQBytes);
-        load<64, Config::kChunks>(launch.q_map, full, storage.q[q_place.stage][group], rows,
-                                  block.row_begin + 64 * group, block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
+        load<64, Config::kAtoms>(launch.q_map, full, storage.q[q_state.stage][group], rows,
+                                 block.row_begin + 64 * group, block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
       }
     }
-    q_place.advance();
+    q_state.advance();
   }
 
   // A row block on its way through the loads.
   struct Tile {
-    RowBlock block;
-    KeyWalk walk;
+    WorkTile block;
+    KvBlockOrder order;
     TmaRows rows;
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(TileQueue<Config>& queue) const {
+  __device__ __forceinline__ Tile next_tile(WorkPipeline<Config>& queue) const {
     const Flash_fwd_params& params = launch.params;
-    const FwdTile<Config> tile = queue.hold_loads();
-    queue.let_go_before(tile.walk, 0);
-    const RowBlock& block = tile.block;
-    return {block, tile.walk, TmaRows(params.packs_keys(), block.batch, block.k_begin, block.seqlen_k),
+    const FwdWork<Config> tile = queue.wait();
+    queue.release_early(tile.order, 0);
+    const WorkTile& block = tile.block;
+    return {block, tile.order, TmaRows(params.keys_packed(), block.batch, block.k_begin, block.seqlen_k),
             launch.group.divide(block.head)};
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int i) {
-    load_kv<Config::kChunks>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_place,
-                             loaded_block<Config>(tile.walk, i), tile.rows, tile.head_k);
+    load_kv<Config::kAtoms>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_state,
+                            block_to_load<Config>(tile.order, i), tile.rows, tile.head_k);
   }
 
   // Keys that no query sees, NaN perhaps, share a block with those behind a window. Of K the mask takes care.
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
     const Window& window = launch.params.window;
-    const int n_block = loaded_block<Config>(tile.walk, i);
-    const int seen_begin =
-        window.left == kUnbounded ? 0 : first_seen_key({tile.block.seqlen_q, tile.block.seqlen_k, window});
-    load_kv<Config::kChunksV, !Config::kSeesAll>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0],
-                                                 v_place, n_block, tile.rows, tile.head_k,
-                                                 seen_begin - n_block * Config::kBlockN);
+    const int n_block = block_to_load<Config>(tile.order, i);
+    const int unmasked_begin_key =
+        window.left == kUnbounded ? 0 : first_unmasked_key({tile.block.seqlen_q, tile.block.seqlen_k, window});
+    load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
+                                               n_block, tile.rows, tile.head_k,
+                                               unmasked_begin_key - n_block * Config::kBlockN);
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {
@@ -282,7 +284,7 @@ struct FwdProducer {
 
   __device__ __forceinline__ void run() {
     prefetch(launch.q_map);
-    TileQueue<Config> queue(storage);
+    WorkPipeline<Config> queue(storage);
     if (launch.params.is_paged()) {
       run_paged(queue);
     } else {
@@ -291,10 +293,10 @@ struct FwdProducer {
   }
 
   // Q only: others load K and V. O of a row block is stored when the next Q is on its way.
-  __device__ __forceinline__ void run_paged(TileQueue<Config>& queue) {
+  __device__ __forceinline__ void run_paged(WorkPipeline<Config>& queue) {
     OutputStore<Config> output(launch, storage);
-    RowBlock last;
-    for (RowBlock block = queue.take_loads().block; !block.empty(); block = queue.take_loads().block) {
+    WorkTile last;
+    for (WorkTile block = queue.wait_and_release().block; !block.empty(); block = queue.wait_and_release().block) {
       load_q(block);
       if (Config::kHasStoreWarp && !last.empty()) output.store(last);
       last = block;
@@ -303,7 +305,7 @@ struct FwdProducer {
   }
 
   // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
-  __device__ __forceinline__ void run_unpaged(TileQueue<Config>& queue) {
+  __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& queue) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
     Tile tile = next_tile(queue);
@@ -312,9 +314,9 @@ struct FwdProducer {
       load_q(tile.block);
     }
     while (!tile.block.empty()) {
-      const int count = tile.walk.count();
+      const int count = tile.order.count();
       for (int i = 1; i < count; ++i) {
-        queue.let_go_before(tile.walk, i);
+        queue.release_early(tile.order, i);
         load_k(tile, i);
         load_v(tile, i - 1);
       }

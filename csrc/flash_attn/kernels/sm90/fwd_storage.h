@@ -3,8 +3,8 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include "core/hidden_steps.h"
 #include "core/softcap_series.h"
+#include "core/trip_count.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/fwd_config.h"
 #include "kernels/tma/mbarrier.h"
@@ -37,12 +37,13 @@ struct FwdStorage {
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
-  alignas(Config::kStagesApart ? 1024 : 8) Element o[Config::kWarpGroups][Config::kStagesApart ? Config::kSmemO : 1];
+  alignas(Config::kSeparateOSmem ? 1024
+                                 : 8) Element o[Config::kWarpGroups][Config::kSeparateOSmem ? Config::kSmemO : 1];
 
   // With dropout the words of the columns of a block of keys, beside its K: for the lanes 4 g + t the fine words of the
   // pairs t, t + 4, t + 8, ..., then the coarse ones of t, t + 8, ...
-  static constexpr int kFineWords = Config::kBlockN / 8, kColVectors = (kFineWords + kFineWords / 2 + 3) / 4;
-  uint4 col_words[Config::kDropsPacked ? Config::kKvStages : 1][4][Config::kDropsPacked ? kColVectors : 1];
+  static constexpr int kFineBits = Config::kBlockN / 8, kColBitVectors = (kFineBits + kFineBits / 2 + 3) / 4;
+  uint4 col_bits[Config::kPackedDropout ? Config::kKvStages : 1][4][Config::kPackedDropout ? kColBitVectors : 1];
 
   // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied; of o_full one of each warp.
   // empty: one arrival of each warp that read it, of q_empty of the one that stores where there is one; of tile_empty,
@@ -56,21 +57,21 @@ struct FwdStorage {
   // more live registers in the consumers' loops, and spills where there are three. Consumers wait for their steps as
   // well; who loads or stores need not.
   static constexpr int kTileSlots = 2;
-  Barrier tile_full[kTileSlots], hidden_full[kTileSlots], tile_empty[kTileSlots];
-  Slot<RowBlock> tile[kTileSlots];  // an empty block says that there are no more
-  Slot<KeyWalk> walk[kTileSlots];
-  Slot<PartSteps> steps[kTileSlots][Config::kWarpGroups];
-  int share[kTileSlots];  // of the keys
+  Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
+  Slot<WorkTile> tile[kTileSlots];  // an empty block says that there are no more
+  Slot<KvBlockOrder> order[kTileSlots];
+  Slot<WarpgroupTripCount> steps[kTileSlots][Config::kWarpGroups];
+  int split[kTileSlots];  // of the keys
   ShortSoftcapSeries short_series;
 
   // By one warp, each lane a few of them, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
-    const int loading_warps = is_paged ? 3 : 1 + Config::kDropsPacked + Config::kHasStoreWarp;
+    const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
     if (lane < Config::kKvStages) {
-      k_full[lane].init(is_paged ? 32 : 1 + 32 * Config::kDropsPacked);
+      k_full[lane].init(is_paged ? 32 : 1 + 32 * Config::kPackedDropout);
       v_full[lane].init(is_paged ? 32 : 1);
-      k_empty[lane].init((Config::kDropsPacked ? 32 : 1) * Config::kConsumerWarps);
+      k_empty[lane].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
       v_empty[lane].init(Config::kConsumerWarps);
     }
     if (lane == 0) v_landed.init(1);
@@ -81,7 +82,7 @@ struct FwdStorage {
     }
     if (lane < kTileSlots) {
       tile_full[lane].init(1);
-      hidden_full[lane].init(Config::kWarpGroups);
+      trip_count_full[lane].init(Config::kWarpGroups);
       tile_empty[lane].init(32 * (Config::kConsumerWarps + loading_warps));
     }
   }
@@ -90,23 +91,23 @@ struct FwdStorage {
 // A row block as a consumer warpgroup sees it: the key blocks that the row block visits, at least one, and which of
 // them no row of the warpgroup sees. Those it lets pass; the first of the walk it computes all the same.
 template <class Config>
-struct FwdTile {
-  RowBlock block;
-  KeyWalk walk;
-  PartSteps steps;  // of the warpgroup's rows
-  int share = 0;    // of the keys
+struct FwdWork {
+  WorkTile block;
+  KvBlockOrder order;
+  WarpgroupTripCount steps;  // of the warpgroup's rows
+  int split = 0;             // of the keys
 
   // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
-  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kStartsEarly <=
+  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kIssueNextQkEarly <=
                     Config::kKvStages,
                 "the rows of other warpgroups hide no more blocks than there are buffers");
 
   // The walk but for what is hidden at its end.
-  __device__ __forceinline__ int count() const { return Config::kSeesAll ? walk.count() : steps.count; }
+  __device__ __forceinline__ int count() const { return Config::kNoMask ? order.count() : steps.count; }
   // The first step after first_step() that may need a mask.
-  __device__ __forceinline__ int edges_begin() const { return min(steps.hidden.begin, count()); }
+  __device__ __forceinline__ int masked_begin() const { return min(steps.skipped.begin, count()); }
   // The step that is computed after first_step(), if it is less than count().
-  __device__ __forceinline__ int second() const { return steps.hidden.begin > 1 ? 1 : 1 + steps.hidden.left; }
+  __device__ __forceinline__ int second() const { return steps.skipped.begin > 1 ? 1 : 1 + steps.skipped.left; }
 
   __device__ __forceinline__ bool exists() const { return !block.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
@@ -117,72 +118,74 @@ struct FwdTile {
 // The row blocks of a team, one after the other: its scheduler warp pushes, its other warps take. The scheduler also
 // works out what the consumers visit, on whose way from one row block to the next every instruction counts.
 template <class Config>
-struct TileQueue {
+struct WorkPipeline {
   FwdStorage<Config>& storage;
-  RingIndex<FwdStorage<Config>::kTileSlots> place, last;
+  PipelineState<FwdStorage<Config>::kTileSlots> state, last;
 
-  __device__ __forceinline__ explicit TileQueue(FwdStorage<Config>& storage_) : storage(storage_) {}
+  __device__ __forceinline__ explicit WorkPipeline(FwdStorage<Config>& storage_) : storage(storage_) {}
 
   // Waits until everybody has let go of the last block. Whoever chooses earlier leaves less to share out at the end.
-  __device__ __forceinline__ void wait_until_taken() const { storage.tile_empty[last.stage].wait(last.phase); }
+  __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void push(const RowBlock& block, const KeyWalk& walk, const Window& window, int share) {
+  __device__ __forceinline__ void commit(const WorkTile& block, const KvBlockOrder& order, const Window& window,
+                                         int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
-      storage.tile[place.stage].value = block;
-      storage.walk[place.stage].value = walk;
-      if constexpr (Config::kSharesKeys) storage.share[place.stage] = share;
-      storage.tile_full[place.stage].arrive();
+      storage.tile[state.stage].value = block;
+      storage.order[state.stage].value = order;
+      if constexpr (Config::kSplitKv) storage.split[state.stage] = split;
+      storage.tile_full[state.stage].arrive();
     }
     if (lane < Config::kWarpGroups) {  // each for one of them
-      if constexpr (!Config::kSeesAll) {
+      if constexpr (!Config::kNoMask) {
         const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
         const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
-        storage.steps[place.stage][lane].value = part_steps(visibility, walk, first_row, row_end, Config::kBlockN);
+        storage.steps[state.stage][lane].value =
+            warpgroup_trip_count(visibility, order, first_row, row_end, Config::kBlockN);
       }
-      storage.hidden_full[place.stage].arrive();
+      storage.trip_count_full[state.stage].arrive();
     }
     __syncwarp();
-    last = place;
-    place.advance();
+    last = state;
+    state.advance();
   }
 
   // For those who load or store, as soon as the row block is known.
-  __device__ __forceinline__ FwdTile<Config> take_loads() {
-    const FwdTile<Config> tile = hold_loads();
-    let_go();
+  __device__ __forceinline__ FwdWork<Config> wait_and_release() {
+    const FwdWork<Config> tile = wait();
+    release();
     return tile;
   }
 
   // The same, without letting go.
-  __device__ __forceinline__ FwdTile<Config> hold_loads() const {
-    storage.tile_full[place.stage].wait(place.phase);
-    return {storage.tile[place.stage].value, storage.walk[place.stage].value};
+  __device__ __forceinline__ FwdWork<Config> wait() const {
+    storage.tile_full[state.stage].wait(state.phase);
+    return {storage.tile[state.stage].value, storage.order[state.stage].value};
   }
 
-  // For the one who loads K and V, before each step: with kDrawsLate it lets go with a few steps left to load.
+  // For the one who loads K and V, before each step: with kFetchNextTileLate it lets go with a few steps left to load.
   // Consumers ask for the next row block when all K of this one has landed, whatever they let pass, so it has let go by
   // then. Who loads only V would not have: some of its buffers come back later.
-  static constexpr int kStepsLeft = 3;
-  static_assert(kStepsLeft > 0, "there is a step before which to let go");
+  static constexpr int kStepsBeforeRelease = 3;
+  static_assert(kStepsBeforeRelease > 0, "there is a step before which to let go");
 
-  __device__ __forceinline__ void let_go_before(const KeyWalk& walk, int step) {
-    if (step == (Config::kDrawsLate ? max(walk.count() - kStepsLeft, 0) : 0)) let_go();
+  __device__ __forceinline__ void release_early(const KvBlockOrder& order, int step) {
+    if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
   }
 
   // The next row block may be drawn as far as it is up to this lane: all of them say it.
-  __device__ __forceinline__ void let_go() {
-    storage.tile_empty[place.stage].arrive();
-    place.advance();
+  __device__ __forceinline__ void release() {
+    storage.tile_empty[state.stage].arrive();
+    state.advance();
   }
 
   // For a group of the consumers, with its steps.
-  __device__ __forceinline__ FwdTile<Config> take(int group) {
-    storage.hidden_full[place.stage].wait(place.phase);
-    FwdTile<Config> tile{storage.tile[place.stage].value, storage.walk[place.stage].value,
-                         storage.steps[place.stage][group].value};
-    if constexpr (Config::kSharesKeys) tile.share = storage.share[place.stage];
-    let_go();
+  __device__ __forceinline__ FwdWork<Config> consumer_wait(int group) {
+    storage.trip_count_full[state.stage].wait(state.phase);
+    FwdWork<Config> tile{storage.tile[state.stage].value, storage.order[state.stage].value,
+                         storage.steps[state.stage][group].value};
+    if constexpr (Config::kSplitKv) tile.split = storage.split[state.stage];
+    release();
     return tile;
   }
 };

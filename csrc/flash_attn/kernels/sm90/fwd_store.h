@@ -17,28 +17,28 @@ struct OutputStore {
   const bool is_varlen;
   const bool is_shared;  // consumers store the outputs of shares of the keys themselves
   FwdStorage<Config>& storage;
-  RingIndex<Config::kQStages> place;
+  PipelineState<Config::kQStages> state;
 
   __device__ __forceinline__ OutputStore(const FwdLaunch& launch, FwdStorage<Config>& storage_)
       : map(launch.o_map),
         is_varlen(launch.params.is_varlen()),
-        is_shared(shares_keys<Config>(launch)),
+        is_shared(is_split_kv<Config>(launch)),
         storage(storage_) {}
 
   // The output of a row block, as soon as the consumers have staged it in the place of Q, which lane 0 gives back when
   // the copies have read it.
-  __device__ __forceinline__ void store(const RowBlock& block) {
+  __device__ __forceinline__ void store(const WorkTile& block) {
     const bool issues = threadIdx.x % 32 == 0;
     const TmaRows rows(is_varlen, block.batch, block.q_begin, block.seqlen_q);
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
-      storage.o_full[place.stage][group].wait(place.phase);
+      storage.o_full[state.stage][group].wait(state.phase);
       if (!issues || is_shared) continue;
       fence_buffer();
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kChunksV; ++chunk) {
-        cute::SM90_TMA_STORE_5D::copy(&map, storage.q[place.stage][group] + chunk * 64 * Config::kChunkCols,
-                                      chunk * Config::kChunkCols, block.row_begin + 64 * group + rows.shift, block.head,
+      for (int atom = 0; atom < Config::kAtomsV; ++atom) {
+        cute::SM90_TMA_STORE_5D::copy(&map, storage.q[state.stage][group] + atom * 64 * Config::kAtomCols,
+                                      atom * Config::kAtomCols, block.row_begin + 64 * group + rows.shift, block.head,
                                       rows.outer, rows.origin);
       }
       cute::tma_store_arrive();
@@ -46,9 +46,9 @@ struct OutputStore {
     if (issues) {
       cute::tma_store_wait<0>();
 #pragma unroll
-      for (int group = 0; group < Config::kWarpGroups; ++group) storage.q_empty[place.stage][group].arrive();
+      for (int group = 0; group < Config::kWarpGroups; ++group) storage.q_empty[state.stage][group].arrive();
     }
-    place.advance();
+    state.advance();
   }
 };
 

@@ -8,7 +8,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
 
-#include "core/seen.h"
+#include "core/unmasked.h"
 #include "kernels/common/paged_kv.h"
 #include "kernels/sm90/fwd_producer.h"
 #include "kernels/tma/swizzle.h"
@@ -18,7 +18,7 @@ namespace sm90 {
 
 // 16 bytes, or zeros. Takes an address of shared memory as it is, because 64-bit ones would not fit the registers of a
 // loading warp.
-__device__ __forceinline__ void copy_piece(uint32_t target, const void* source, bool exists) {
+__device__ __forceinline__ void copy_vector(uint32_t target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
                : "memory");
 }
@@ -28,9 +28,9 @@ enum KvOperand { kK, kV };
 template <class Config, KvOperand kOperand>
 struct PagedLoader {
   using Element = typename Config::Element;
-  static constexpr int kChunks = kOperand == kV ? Config::kChunksV : Config::kChunks;
-  static constexpr int kPieces = Config::kChunkCols / kPieceCols;  // of a row of a chunk, a lane each
-  static constexpr int kRowsPerPass = 32 / kPieces;
+  static constexpr int kAtoms = kOperand == kV ? Config::kAtomsV : Config::kAtoms;
+  static constexpr int kVectors = Config::kAtomCols / kVectorCols;  // of a row of a chunk, a lane each
+  static constexpr int kRowsPerPass = 32 / kVectors;
   static constexpr int kGroups = Config::kBlockN / 32;  // of rows: a lane looks up the page of one row of each
   static_assert(Config::kBlockN % 32 == 0, "rows are looked up 32 at a time");
 
@@ -39,7 +39,7 @@ struct PagedLoader {
   const FwdLaunch& launch;
   const Flash_fwd_params& params;
   FwdStorage<Config>& storage;
-  RingIndex<Config::kKvStages> place;
+  PipelineState<Config::kKvStages> state;
 
   __device__ __forceinline__ PagedLoader(const FwdLaunch& launch_, FwdStorage<Config>& storage_)
       : launch(launch_), params(launch_.params), storage(storage_) {}
@@ -53,47 +53,47 @@ struct PagedLoader {
     return static_cast<const Element*>(kOperand == kV ? params.v_ptr : params.k_ptr);
   }
   __device__ __forceinline__ Barrier& landed() const {
-    return (kOperand == kV ? storage.v_full : storage.k_full)[place.stage];
+    return (kOperand == kV ? storage.v_full : storage.k_full)[state.stage];
   }
   __device__ __forceinline__ Element* buffer() const {
-    return kOperand == kV ? &storage.v[place.stage][0] : &storage.k[place.stage][0];
+    return kOperand == kV ? &storage.v[state.stage][0] : &storage.k[state.stage][0];
   }
   __device__ __forceinline__ void wait_for_buffer() const {
-    (kOperand == kV ? storage.v_empty : storage.k_empty)[place.stage].wait(place.phase ^ 1);
+    (kOperand == kV ? storage.v_empty : storage.k_empty)[state.stage].wait(state.phase ^ 1);
   }
 
-  __device__ __forceinline__ PageRow find(const RowBlock& block, int key, bool exists = true) const {
+  __device__ __forceinline__ PageRow find(const WorkTile& block, int key, bool exists = true) const {
     const int* const table = params.paged.block_table + block.batch * params.paged.block_table_stride;
     return page_row(params.paged, table, block.k_begin + key, exists);
   }
 
   // The keys from `key` on, all of them seen by the sequence, by boxes of page_box_rows rows: no box leaves its page. A
   // page that does not exist lies outside the tensor map and reads as zeros.
-  __device__ __forceinline__ void load_boxes(const RowBlock& block, int head, int key) {
-    const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kChunks;
-    const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kChunkCols);
+  __device__ __forceinline__ void load_boxes(const WorkTile& block, int head, int key) {
+    const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kAtoms;
+    const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kAtomCols);
     wait_for_buffer();
     landed().arrive_and_expect((boxes - lane + 31) / 32 * box_bytes);
 #pragma unroll 1  // a lane has one of them, or a few; unrolled, they cost registers
     for (int box = lane; box < boxes; box += 32) {
-      const int row = box / kChunks * box_rows, col = box % kChunks * Config::kChunkCols;
+      const int row = box / kAtoms * box_rows, col = box % kAtoms * Config::kAtomCols;
       const PageRow at = find(block, key + row);
       cute::SM90_TMA_LOAD_5D::copy(&map(), &landed().state, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   buffer() + col * Config::kBlockN + row * Config::kChunkCols, col, at.row, head,
+                                   buffer() + col * Config::kBlockN + row * Config::kAtomCols, col, at.row, head,
                                    at.valid ? at.page : -1, 0);
     }
-    place.advance();
+    state.advance();
   }
 
-  // The same by single rows. Keys beyond the sequence, those before `seen_begin`, whose pages may have been reused, and
-  // those of pages that do not exist become 0, so that NaN there never meets the tensor cores.
-  __device__ __forceinline__ void load_rows(const RowBlock& block, int head, int first_key, int seen_begin) {
-    const int lane = threadIdx.x % 32, piece = lane % kPieces;
+  // The same by single rows. Keys beyond the sequence, those before `unmasked_begin_key`, whose pages may have been
+  // reused, and those of pages that do not exist become 0, so that NaN there never meets the tensor cores.
+  __device__ __forceinline__ void load_rows(const WorkTile& block, int head, int first_key, int unmasked_begin_key) {
+    const int lane = threadIdx.x % 32, vector = lane % kVectors;
     int page[kGroups];  // of one row of each group; -1: none
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int key = first_key + 32 * i + lane;
-      const PageRow at = find(block, key, key >= seen_begin && key < block.seqlen_k);
+      const PageRow at = find(block, key, key >= unmasked_begin_key && key < block.seqlen_k);
       page[i] = at.valid ? at.page : -1;
     }
     wait_for_buffer();
@@ -102,47 +102,47 @@ struct PagedLoader {
     for (int i = 0; i < kGroups; ++i) {
       const int row_of_lane = block.k_begin + first_key + 32 * i + lane;
       const int row_of_page = row_of_lane - params.paged.page_size.divide(row_of_lane) * params.paged.page_size.divisor;
-      copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, tile, 32 * i, piece);
+      copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, tile, 32 * i, vector);
     }
     // No lane can tell when another one's copies are complete: each waits for its own, shows them to the tensor cores,
     // and arrives. The next block has a buffer of its own, so there is time for that.
     cute::cp_async_wait<0>();
     fence_buffer();
     landed().arrive();
-    place.advance();
+    state.advance();
   }
 
   // 32 rows; `found`: where the one begins that this lane has looked up, in elements of the pool, or -1.
-  __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t tile, int first_row, int piece) const {
-    const int row_of_pass = threadIdx.x % 32 / kPieces;
+  __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t tile, int first_row, int vector) const {
+    const int row_of_pass = threadIdx.x % 32 / kVectors;
 #pragma unroll 1
     for (int pass = 0; pass < 32; pass += kRowsPerPass) {
       const int64_t offset = __shfl_sync(0xffffffffu, found, pass + row_of_pass);
-      const Element* const source = pool() + head * strides().head + (offset < 0 ? 0 : offset) + piece * kPieceCols;
+      const Element* const source = pool() + head * strides().head + (offset < 0 ? 0 : offset) + vector * kVectorCols;
       const int row = first_row + pass + row_of_pass;
-      const uint32_t target = tile + bytes(piece_place(Config::kChunkCols, row, piece));
+      const uint32_t target = tile + bytes(swizzle_offset(Config::kAtomCols, row, vector));
 #pragma unroll
-      for (int col = 0; col < kChunks * Config::kChunkCols; col += Config::kChunkCols) {
-        copy_piece(target + bytes(col * Config::kBlockN), source + col,
-                   offset >= 0 && col + piece * kPieceCols < head_dim());
+      for (int col = 0; col < kAtoms * Config::kAtomCols; col += Config::kAtomCols) {
+        copy_vector(target + bytes(col * Config::kBlockN), source + col,
+                    offset >= 0 && col + vector * kVectorCols < head_dim());
       }
     }
   }
 
   __device__ __forceinline__ void run() {
-    TileQueue<Config> queue(storage);
-    for (FwdTile<Config> tile = queue.take_loads(); tile.exists(); tile = queue.take_loads()) {
-      const RowBlock& block = tile.block;
+    WorkPipeline<Config> queue(storage);
+    for (FwdWork<Config> tile = queue.wait_and_release(); tile.exists(); tile = queue.wait_and_release()) {
+      const WorkTile& block = tile.block;
       const int head = launch.group.divide(block.head);
       const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
       // Of the sequence, not of the row block: rows cost more than boxes.
-      const int seen_begin = first_seen_key(tile.visibility(params.window));
-      for (int i = 0; i < tile.walk.count(); ++i) {
-        const int key = loaded_block<Config>(tile.walk, i) * Config::kBlockN;
-        if (fits && key >= seen_begin && key + Config::kBlockN <= block.seqlen_k) {
+      const int unmasked_begin_key = first_unmasked_key(tile.visibility(params.window));
+      for (int i = 0; i < tile.order.count(); ++i) {
+        const int key = block_to_load<Config>(tile.order, i) * Config::kBlockN;
+        if (fits && key >= unmasked_begin_key && key + Config::kBlockN <= block.seqlen_k) {
           load_boxes(block, head, key);
         } else {
-          load_rows(block, head, key, seen_begin);
+          load_rows(block, head, key, unmasked_begin_key);
         }
       }
     }

@@ -10,13 +10,13 @@ namespace sm90 {
 
 // The first `rows` rows of a tile of kTileRows rows, chunk by chunk, become zeros. By one warp, behind its wait for
 // the bulk copy; swizzling moves nothing out of its row.
-template <int kTileRows, int kChunks, int kChunkCols, class Element>
+template <int kTileRows, int kAtoms, int kAtomCols, class Element>
 __device__ __forceinline__ void clear_rows(Element* tile, int rows) {
-  constexpr int kRowVectors = kChunkCols * static_cast<int>(sizeof(Element)) / static_cast<int>(sizeof(uint4));
+  constexpr int kRowVectors = kAtomCols * static_cast<int>(sizeof(Element)) / static_cast<int>(sizeof(uint4));
   static_assert(kRowVectors > 0, "a row of a chunk holds whole vectors");
 #pragma unroll 1
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    uint4* const vectors = reinterpret_cast<uint4*>(tile + chunk * kTileRows * kChunkCols);
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    uint4* const vectors = reinterpret_cast<uint4*>(tile + atom * kTileRows * kAtomCols);
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < rows * kRowVectors; i += 32) vectors[i] = uint4{};
   }

@@ -8,7 +8,7 @@ namespace sm90 {
 
 // A consumer waits for `phase`; a producer for the opposite one, so that it finds the buffers free in its first round.
 template <int kStages>
-struct RingIndex {
+struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
 

@@ -6,15 +6,15 @@
 namespace flash {
 namespace sm90 {
 
-constexpr int kPieceCols = 8;  // 16 bytes of 16-bit elements
+constexpr int kVectorCols = 8;  // 16 bytes of 16-bit elements
 
-// Element offset of 8 columns of a chunk, a matrix of rows of `chunk_cols` (64 or 32) columns. 128 bytes of shared
+// Element offset of 8 columns of a chunk, a matrix of rows of `atom_cols` (64 or 32) columns. 128 bytes of shared
 // memory hold 8 pieces; swizzling permutes the pieces of a row by the number of its 128 bytes, modulo the pieces of a
 // row.
-FLASH_HOST_DEVICE constexpr int piece_place(int chunk_cols, int row, int piece) {
-  const int pieces = chunk_cols / kPieceCols;
-  const int line = row * pieces / 8;
-  return row * chunk_cols + (piece ^ line % pieces) * kPieceCols;
+FLASH_HOST_DEVICE constexpr int swizzle_offset(int atom_cols, int row, int vector) {
+  const int vectors = atom_cols / kVectorCols;
+  const int line = row * vectors / 8;
+  return row * atom_cols + (vector ^ line % vectors) * kVectorCols;
 }
 
 }  // namespace sm90

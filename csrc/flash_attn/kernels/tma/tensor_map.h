@@ -31,7 +31,7 @@ inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const v
                                          bool is_query, int head_dim) {
   return {data,
           strides,
-          is_query ? params.is_varlen() : params.packs_keys(),
+          is_query ? params.is_varlen() : params.keys_packed(),
           params.b,
           is_query ? params.seqlen_q : params.seqlen_k,
           is_query ? params.h : params.h_k,

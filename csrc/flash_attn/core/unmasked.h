@@ -8,10 +8,10 @@ namespace flash {
 
 // The first key that some query of the sequence sees: masks stand at the bottom right, so the first query sees it, and
 // those behind it are seen up to the last one.
-FLASH_HOST_DEVICE constexpr int first_seen_key(const Visibility& visibility) { return visibility.key_begin(0); }
+FLASH_HOST_DEVICE constexpr int first_unmasked_key(const Visibility& visibility) { return visibility.key_begin(0); }
 
 // The first query that sees a key, as all behind it do; seqlen_q if none does.
-FLASH_HOST_DEVICE constexpr int first_seeing_row(const Visibility& visibility) {
+FLASH_HOST_DEVICE constexpr int first_unmasked_row(const Visibility& visibility) {
   if (visibility.seqlen_k == 0) return visibility.seqlen_q;
   if (visibility.window.right == kUnbounded) return 0;
   const int64_t row = int64_t{visibility.seqlen_q} - visibility.seqlen_k - visibility.window.right;

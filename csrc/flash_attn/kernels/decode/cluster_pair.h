@@ -6,7 +6,7 @@
 
 namespace flash {
 
-struct BlockPair {
+struct ClusterPair {
   __device__ __forceinline__ static int rank() { return static_cast<int>(blockIdx.x % 2); }
 
   // All threads of both: what they have written before is there for all of them.

@@ -3,16 +3,16 @@
 
 #include <type_traits>
 
-#include "kernels/decode/start.h"
+#include "kernels/decode/cta_work.h"
 
 namespace flash {
 
 // A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
-struct alignas(16) KvPart {
+struct alignas(16) WorkPart {
   KvRequest request;
   int row_tile = 0;
   int head = 0;  // K/V head
-  KvSegment segment;
+  BlockSpan segment;
   int first_block = 0, end_block = 0;  // key blocks of the whole tile; none where the second is not larger
 
   __device__ __forceinline__ bool empty() const { return end_block <= first_block; }
@@ -26,7 +26,7 @@ struct alignas(16) KvPart {
 
 // kPlain: of a dense batch whose line has fewer than kMostShortPlaces places, and tiles are cut anywhere or nowhere.
 template <bool kPlain>
-struct KvWalk {
+struct WorkWalk {
   using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
 
   const Flash_kvcache_params& params;
@@ -35,10 +35,10 @@ struct KvWalk {
   Place tile_begin;
   int item;
   int cached;
-  KvPart part;
+  WorkPart part;
   bool begun = false;
 
-  __device__ __forceinline__ KvWalk(const Flash_kvcache_params& params_, int index_, const KvStart& start)
+  __device__ __forceinline__ WorkWalk(const Flash_kvcache_params& params_, int index_, const CtaWork& start)
       : params(params_),
         index(index_),
         share(static_cast<Place>(start.share)),
@@ -73,11 +73,11 @@ struct KvWalk {
   }
 
  private:
-  __device__ __forceinline__ KvSegment find_segment() const {
+  __device__ __forceinline__ BlockSpan find_segment() const {
     if constexpr (kPlain) {
-      return kv_free_segment(params.cuts, part.count(), tile_begin, share, index);
+      return free_block_span(params.split_points, part.count(), tile_begin, share, index);
     } else {
-      return kv_segment(params.cuts, part.first_block, part.count(), tile_begin, share, index);
+      return block_span(params.split_points, part.first_block, part.count(), tile_begin, share, index);
     }
   }
 
@@ -111,8 +111,8 @@ struct KvWalk {
   __device__ __forceinline__ void find_place() {
     if (share == 0) {
       const Place work = static_cast<Place>(params.h_k) * part.count();
-      share =
-          max(divided(work + params.thread_blocks - 1, params.thread_blocks), static_cast<Place>(params.least_share));
+      share = max(divided(work + params.thread_blocks - 1, params.thread_blocks),
+                  static_cast<Place>(params.min_blocks_per_cta));
       if (index * share >= work) item = 1;
     }
     const Place head = divided(max(index * share - tile_begin, Place{0}), part.count());

@@ -16,7 +16,7 @@ struct VarlenOrder {
   const Flash_fwd_params& params;
   const int block_m;
   const bool slopes;  // a row block sees `block_m` keys less than the next one of its sequence; else as many
-  RowBlock sequence;  // of the lane
+  WorkTile sequence;  // of the lane
   int blocks = 0;     // of it
   int level = 0;      // keys that the last of them sees, in multiples of block_m
   int before = 0;     // row blocks in front of the first sequence
@@ -29,15 +29,15 @@ struct VarlenOrder {
     const int lane = threadIdx.x % 32;
     if (lane < params.b) {
       sequence = varlen_segment(params, lane + 1);
-      blocks = row_blocks(sequence.seqlen_q);
-      level = row_blocks(sequence.seqlen_k);
+      blocks = m_blocks(sequence.seqlen_q);
+      level = m_blocks(sequence.seqlen_k);
     }
     of_sequences = __reduce_add_sync(kAllLanes, blocks);
-    before = row_blocks(begin_of(1));
-    all = of_sequences + before + row_blocks(params.seqlen_q - begin_of(params.b + 1));
+    before = m_blocks(begin_of(1));
+    all = of_sequences + before + m_blocks(params.seqlen_q - begin_of(params.b + 1));
   }
 
-  __device__ __forceinline__ int row_blocks(int rows) const { return (rows + block_m - 1) / block_m; }
+  __device__ __forceinline__ int m_blocks(int rows) const { return (rows + block_m - 1) / block_m; }
   __device__ __forceinline__ int begin_of(int segment) const { return params.varlen.segments_q[segment]; }
 
   // Row blocks of all sequences that see `keys` multiples of block_m keys or more.
@@ -49,7 +49,7 @@ struct VarlenOrder {
   __device__ __forceinline__ int count() const { return all; }
 
   // The row block at place `rank` < count().
-  __device__ __forceinline__ RowBlock at(int head, int rank) const {
+  __device__ __forceinline__ WorkTile at(int head, int rank) const {
     if (rank >= of_sequences) return without_sequence(head, rank - of_sequences);
     int low = __reduce_min_sync(kAllLanes, slopes ? level - blocks : level);
     int high = __reduce_max_sync(kAllLanes, level) + 1;
@@ -66,7 +66,7 @@ struct VarlenOrder {
       if (threadIdx.x % 32 >= distance) end += others;
     }
     const int owner = __ffs(__ballot_sync(kAllLanes, place < end)) - 1;
-    RowBlock block;
+    WorkTile block;
     block.batch = owner;
     block.segment = owner + 1;
     block.head = head;
@@ -78,8 +78,8 @@ struct VarlenOrder {
     return block;
   }
 
-  __device__ __forceinline__ RowBlock without_sequence(int head, int place) const {
-    RowBlock block = varlen_segment(params, place < before ? 0 : params.b + 1);
+  __device__ __forceinline__ WorkTile without_sequence(int head, int place) const {
+    WorkTile block = varlen_segment(params, place < before ? 0 : params.b + 1);
     block.head = head;
     set_rows(block, block_m, place < before ? place : place - before);
     return block;

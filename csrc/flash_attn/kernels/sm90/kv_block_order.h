@@ -15,26 +15,26 @@ namespace sm90 {
 // block of the first row, which all rows see but those that a window keeps from it: an edge, and edges go the long way,
 // as the first block does.
 template <class Config>
-__device__ __forceinline__ KeyWalk key_walk(const FwdLaunch& launch, const RowBlock& block, int share = 0,
-                                            int shares = 1) {
+__device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& block, int split = 0,
+                                                       int splits = 1) {
   const Flash_fwd_params& params = launch.params;
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-  KeyWalk walk{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
-  if constexpr (Config::kSharesKeys) walk.range = share_of(walk.range, share, shares);
+  KvBlockOrder order{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
+  if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
   if constexpr (Config::kHasScoreMod) {
-    if (walk.count() == 0) return walk;
+    if (order.count() == 0) return order;
     const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
-    walk.begin_with(min(max(visibility.diagonal(row) / Config::kBlockN, walk.range.begin), walk.range.end - 1));
-  } else if constexpr (Config::kAlignsInterior) {
-    walk.align_interior(launch.interior_blocks);
+    order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
+  } else if constexpr (Config::kAlignUnmasked) {
+    order.align_unmasked(launch.unmasked_blocks);
   }
-  return walk;
+  return order;
 }
 
 // The block to load for a step.
 template <class Config>
-__device__ __forceinline__ int loaded_block(const KeyWalk& walk, int step) {
-  return Config::kAlignsInterior ? walk.loaded_block(step) : walk.block(step);
+__device__ __forceinline__ int block_to_load(const KvBlockOrder& order, int step) {
+  return Config::kAlignUnmasked ? order.block_to_load(step) : order.block(step);
 }
 
 }  // namespace sm90

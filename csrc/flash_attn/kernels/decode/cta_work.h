@@ -5,7 +5,7 @@
 
 namespace flash {
 
-struct KvStart {
+struct CtaWork {
   int64_t share = 1;
   int64_t item_begin = 0;
   int item = 0;    // kv_items(): nothing to do
@@ -15,9 +15,9 @@ struct KvStart {
 __device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.items; }
 
 // Where there is only one item, of so much work.
-__device__ __forceinline__ KvStart kv_start_of_one(const Flash_kvcache_params& params, int index, int64_t work) {
-  KvStart start;
-  start.share = kv_share(work, params.thread_blocks, params.least_share);
+__device__ __forceinline__ CtaWork cta_work_of_one(const Flash_kvcache_params& params, int index, int64_t work) {
+  CtaWork start;
+  start.share = blocks_per_cta(work, params.thread_blocks, params.min_blocks_per_cta);
   start.item = index * start.share < work ? 0 : 1;
   return start;
 }
@@ -52,7 +52,7 @@ struct KvItems {
 };
 
 // Where stretch `index` begins, as every warp finds out for itself: at most 32 items, one to a lane.
-__device__ __forceinline__ KvStart find_kv_start_of_few(const Flash_kvcache_params& params, int index) {
+__device__ __forceinline__ CtaWork find_cta_work_of_few(const Flash_kvcache_params& params, int index) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   const int items = kv_items(params), lane = threadIdx.x % 32;
   const int64_t work = lane < items ? kv_item_work(params, lane) : 0;
@@ -62,8 +62,8 @@ __device__ __forceinline__ KvStart find_kv_start_of_few(const Flash_kvcache_para
     const int64_t below = __shfl_up_sync(kAllLanes, end, distance);
     if (lane >= distance) end += below;
   }
-  KvStart start;
-  start.share = kv_share(__shfl_sync(kAllLanes, end, 31), params.thread_blocks, params.least_share);
+  CtaWork start;
+  start.share = blocks_per_cta(__shfl_sync(kAllLanes, end, 31), params.thread_blocks, params.min_blocks_per_cta);
   const unsigned beyond = __ballot_sync(kAllLanes, end > index * start.share);
   start.item = beyond != 0 ? __ffs(beyond) - 1 : items;
   start.item_begin = __shfl_sync(kAllLanes, end - work, start.item % 32);
@@ -72,9 +72,9 @@ __device__ __forceinline__ KvStart find_kv_start_of_few(const Flash_kvcache_para
 
 // Thread block `index` of the attention; all threads together. scratch: 8-byte words, one for each warp and two more.
 // With one item and no plan the share is left at 0: whoever loads the item knows its work.
-__device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& params, int index, int64_t* scratch) {
+__device__ __forceinline__ CtaWork find_cta_work(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   const int items = kv_items(params);
-  KvStart start;
+  CtaWork start;
   if (params.schedule == nullptr && items == 1) {
     start.share = 0;
     if (!params.is_varlen()) start.cached = kv_cached(params, 0);
@@ -82,19 +82,19 @@ __device__ __forceinline__ KvStart find_kv_start(const Flash_kvcache_params& par
   }
   start.item = items;
   if (params.schedule != nullptr) {
-    const KvRecord record = reinterpret_cast<const KvRecord*>(params.schedule + 1)[index];
+    const SchedEntry record = reinterpret_cast<const SchedEntry*>(params.schedule + 1)[index];
     start.share = max(params.schedule->share, int64_t{1});
     start.item_begin = record.item_begin;
     start.item = min(max(record.item, 0), items);
     return start;
   }
-  if (items <= 32) return find_kv_start_of_few(params, index);
+  if (items <= 32) return find_cta_work_of_few(params, index);
   const KvItems own(items, threadIdx.x, blockDim.x);
   int64_t work = 0;
   for (int item = own.begin; item < own.end; ++item) work += kv_item_work(params, item);
   int64_t total = 0;
   int64_t place = block_prefix_sum(work, scratch, total) - work;
-  start.share = kv_share(total, params.thread_blocks, params.least_share);
+  start.share = blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
   const int64_t target = index * start.share;
   if (target >= total) return start;
   int64_t* const found = scratch + blockDim.x / 32;
@@ -121,7 +121,7 @@ struct KvPlace {
 };
 
 // count: blocks of each of the item's tiles. A stale plan may name a head that does not exist.
-__device__ __forceinline__ KvPlace kv_place(const KvStart& start, int index, int count) {
+__device__ __forceinline__ KvPlace kv_state(const CtaWork& start, int index, int count) {
   const int64_t offset = max(index * start.share - start.item_begin, int64_t{0});
   const int64_t head = offset / count;
   return {static_cast<int>(min(head, int64_t{kUnbounded})), start.item_begin + head * count};

@@ -16,7 +16,7 @@ namespace flash {
 namespace sm90 {
 
 template <class Config>
-struct BwdDqGroup {
+struct DqWarpgroup {
   using Element = typename Config::Element;
   using AccDq = decltype(cute::partition_fragment_C(typename Config::MmaDq{},
                                                     cute::Shape<cute::_64, cute::Int<Config::kDqCols>>{}));
@@ -26,41 +26,41 @@ struct BwdDqGroup {
   const Flash_bwd_params& params;
   BwdStorage<Config>& storage;
   const int thread;  // of the warpgroup
-  RingIndex<2> place;
-  RingIndex<Config::kKvStages> kv_place;
+  PipelineState<2> state;
+  PipelineState<Config::kKvStages> kv_state;
 
-  __device__ __forceinline__ BwdDqGroup(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
+  __device__ __forceinline__ DqWarpgroup(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), params(launch_.params), storage(storage_), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  __device__ __forceinline__ void run(const KeyBlock& block) {
-    if (Config::kKeepsDq && block.n_block == 0) start_head(block);
-    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-    const int count = walk.count();
+  __device__ __forceinline__ void run(const BwdWorkTile& block) {
+    if (Config::kDqInSmem && block.n_block == 0) start_head(block);
+    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = order.count();
     if (count == 0) return;
-    for (int i = 0; i < Config::kKeyParts; ++i) storage.k_full[kv_place.stage][i].wait(kv_place.phase);
-    RowStep at = walk.start();
+    for (int i = 0; i < Config::kKeyParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);
+    QStep at = order.start();
     for (int i = 0; i < count; ++i) {
       step(block, at);
-      walk.advance(at);
+      order.advance(at);
     }
-    for (int i = 0; i < Config::kKeyParts; ++i) storage.kv_empty[kv_place.stage][i].arrive();
-    kv_place.advance();
+    for (int i = 0; i < Config::kKeyParts; ++i) storage.kv_empty[kv_state.stage][i].arrive();
+    kv_state.advance();
   }
 
-  __device__ __forceinline__ void step(const KeyBlock& block, const RowStep& at) {
+  __device__ __forceinline__ void step(const BwdWorkTile& block, const QStep& at) {
     AccDq acc_dq;
-    compute_dq<Config>(storage, place, kv_place.stage, thread, acc_dq);
-    if constexpr (Config::kKeepsDq) {
+    compute_dq<Config>(storage, state, kv_state.stage, thread, acc_dq);
+    if constexpr (Config::kDqInSmem) {
       keep(block, at, acc_dq);
     } else {
-      leave_dq<Config>(storage, place, acc_dq, thread);
+      stage_dq_tile<Config>(storage, state, acc_dq, thread);
     }
-    place.advance();
+    state.advance();
   }
 
-  __device__ __forceinline__ BlockRange key_blocks_of(const KeyBlock& block, int row_block) const {
+  __device__ __forceinline__ BlockRange key_blocks_of(const BwdWorkTile& block, int row_block) const {
     const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
     const int row_begin = row_block * Config::kBlockM;
     return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
@@ -68,12 +68,12 @@ struct BwdDqGroup {
 
   // The floats of a tile of dQ in shared memory that are this warp's: 16 rows.
   __device__ __forceinline__ float* own_dq(int row_block) const {
-    return storage.dq + row_block * Config::kDqTile + Config::dq_place(thread / 32, 0);
+    return storage.dq + row_block * Config::kDqTile + Config::dq_offset(thread / 32, 0);
   }
 
   // Adds to dQ in shared memory. The first block of keys that the rows see finds nothing there, the last one sends dQ
   // off.
-  __device__ __forceinline__ void keep(const KeyBlock& block, const RowStep& at, AccDq& acc_dq) const {
+  __device__ __forceinline__ void keep(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
     const BlockRange keys = key_blocks_of(block, at.row_block);
     float* const own = own_dq(at.row_block);
     if (block.n_block != keys.begin) add_staged_dq(acc_dq, own, thread % 32);
@@ -85,9 +85,9 @@ struct BwdDqGroup {
   }
 
   // 16 rows of dQ as Elements, through the place of this warp's floats.
-  __device__ __forceinline__ void send(const KeyBlock& block, const RowStep& at, AccDq& acc_dq) const {
+  __device__ __forceinline__ void send(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
     using namespace cute;
-    static_assert(Config::kHeadDim == Config::kChunkCols, "rows of 128 bytes, 16 of them");
+    static_assert(Config::kHeadDim == Config::kAtomCols, "rows of 128 bytes, 16 of them");
     const int lane = thread % 32;
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
@@ -97,8 +97,9 @@ struct BwdDqGroup {
     __syncwarp();  // all lanes have read their floats
 #pragma unroll
     for (int i = 0; i < size(pairs); i += 4) {
-      Element* const piece = rows + piece_place(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
-      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3), *reinterpret_cast<uint128_t*>(piece));
+      Element* const vector = rows + swizzle_offset(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
+      SM90_U32x4_STSM_N::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
+                              *reinterpret_cast<uint128_t*>(vector));
     }
     tma_store_fence();
     __syncwarp();
@@ -112,11 +113,11 @@ struct BwdDqGroup {
 
   // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
   // keys is 0.
-  __device__ __forceinline__ void start_head(const KeyBlock& block) const {
+  __device__ __forceinline__ void start_head(const BwdWorkTile& block) const {
     if (is_first_lane()) cute::tma_store_wait<0>();
     __syncwarp();
-    const int row_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    for (int row_block = 0; row_block < row_blocks; ++row_block) {
+    const int m_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    for (int row_block = 0; row_block < m_blocks; ++row_block) {
       if (key_blocks_of(block, row_block).count() > 0) continue;
       AccDq zeros;
       cute::clear(zeros);

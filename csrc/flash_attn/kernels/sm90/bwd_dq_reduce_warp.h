@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/bwd_schedule.h"
-#include "kernels/common/dq_turns.h"
+#include "kernels/common/dq_semaphore.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/bulk_reduce.h"
 
@@ -14,35 +14,36 @@ namespace sm90 {
 
 // One of the two warps: every second tile, also where they share a buffer.
 template <class Config>
-struct BwdDqAdder {
+struct DqReduceWarp {
   const Flash_bwd_params& params;
   BwdStorage<Config>& storage;
   const int stage;
-  RingIndex<2> place;
+  PipelineState<2> state;
 
-  __device__ __forceinline__ void run(const KeyBlock& block) {
-    const RowWalk walk = row_walk(params, block, Config::kBlockM, Config::kBlockN);
-    const int count = walk.count();
-    RowStep at = walk.start();
+  __device__ __forceinline__ void run(const BwdWorkTile& block) {
+    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+    const int count = order.count();
+    QStep at = order.start();
     for (int i = 0; i < count; ++i) {
-      if (place.stage == stage) add(block, at);
-      place.advance();
-      walk.advance(at);
+      if (state.stage == stage) add(block, at);
+      state.advance();
+      order.advance(at);
     }
   }
 
-  __device__ __forceinline__ void add(const KeyBlock& block, const RowStep& at) const {
+  __device__ __forceinline__ void add(const BwdWorkTile& block, const QStep& at) const {
     const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
-    const bool adds = threadIdx.x % 32 == 0, is_deterministic = params.dq_turns_ptr != nullptr;
-    int* const turns = params.dq_turns_ptr + tile;
+    const bool adds = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
+    int* const semaphore = params.dq_semaphore_ptr + tile;
     if (adds && is_deterministic) {
       const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-      wait_for_turn(turns, dq_turn(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
-                    peek_turn(turns));
+      dq_semaphore_wait(semaphore,
+                        dq_semaphore_value(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
+                        dq_semaphore_peek(semaphore));
       fence_before_additions();
     }
     __syncwarp();
-    storage.dq_full[stage].wait(place.phase);
+    storage.dq_full[stage].wait(state.phase);
     if (adds) {
       fence_buffer();  // behind the stores of those who computed it, whom it does not hold up here
       reduce_bulk(params.dq_accum_ptr + tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
@@ -50,7 +51,7 @@ struct BwdDqAdder {
       storage.dq_empty[stage].arrive();
       if (is_deterministic) {
         wait_for_additions();
-        pass_turn(turns);
+        dq_semaphore_release(semaphore);
       }
     }
     __syncwarp();
