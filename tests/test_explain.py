@@ -70,7 +70,7 @@ def test_explaining_launches_and_allocates_nothing(device, head_dims):
     assert extension.explain_fwd(unaligned, k, v, **FORWARD) == forward
     assert allocations() == before
     for plan, direction in ((forward, "forward"), (backward, "backward")):
-        assert plan["direction"] == direction and plan["family"] in ("mma_sync", "wgmma", "split_kv")
+        assert plan["direction"] == direction and plan["kernel"] in ("mma_sync", "wgmma", "split_kv")
         assert plan["head_dim"] >= head_dims[0] and plan["dtype"] == "bf16"
 
 
@@ -82,7 +82,7 @@ def test_packed_batches_are_explained(device):
     plan = extension.explain_varlen_fwd(
         q, k, v, None, starts, starts, None, None, None, None, 500, 500, zero_tensors=False, **options
     )
-    assert plan["sort_varlen_tiles"] == (plan["family"] == "wgmma")
+    assert plan["sort_varlen_tiles"] == (plan["kernel"] == "wgmma")
     assert plan["workspace_bytes"] > 0
 
 
@@ -90,7 +90,7 @@ def test_a_forced_family_is_explained(device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
     q, k, v = qkv(device)
     plan = backends.get("cuda").explain_fwd(q, k, v, **FORWARD)
-    assert plan["family"] == "mma_sync" and plan["variant"] == "short" and plan["num_splits"] == 1
+    assert plan["kernel"] == "mma_sync" and plan["variant"] == "short" and plan["num_splits"] == 1
 
 
 def test_wrong_calls_are_refused_as_the_call_is(device):

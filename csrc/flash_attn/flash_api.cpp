@@ -92,22 +92,6 @@ int probability_rows(int64_t max_seqlen) {
   return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
 }
 
-const int* int_pointer(const OptionalTensor& tensor) {
-  return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
-}
-
-PagedKv set_params_pages(const OptionalTensor& block_table, const at::Tensor& k) {
-  PagedKv paged;
-  if (!block_table.has_value()) return paged;
-  paged.block_table = int_pointer(block_table);
-  paged.block_table_stride = block_table->stride(0);
-  if (k.size(1) == 0) return paged;  // pages of no rows hold no keys: pages_per_sequence stays 0
-  paged.pages_per_sequence = static_cast<int>(block_table->size(1));
-  paged.num_pages = static_cast<int>(k.size(0));
-  paged.page_size = FastDiv(static_cast<int>(k.size(1)));
-  return paged;
-}
-
 // Of both passes: what decides how sequences are laid out.
 template <class Params>
 Params dense_sequences(int64_t batch, bool batch_invariant) {
@@ -131,7 +115,7 @@ using Tensors = std::vector<at::Tensor>;
 
 template <class Result>
 Result carry_out(const FwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::PlanFields>) {
+  if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
     return forward(call);
@@ -140,7 +124,7 @@ Result carry_out(const FwdCall& call) {
 
 template <class Result>
 Result carry_out(const BwdCall& call) {
-  if constexpr (std::is_same_v<Result, plan::PlanFields>) {
+  if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
     return backward(call);
@@ -216,8 +200,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
   sequences.p_cols = probability_rows(max_seqlen_k);
-  sequences.varlen.seqused_k = int_pointer(seqused_k);
-  sequences.varlen.leftpad_k = int_pointer(leftpad_k);
+  sequences.varlen.seqused_k = int_or_null(seqused_k);
+  sequences.varlen.leftpad_k = int_or_null(leftpad_k);
   sequences.paged = set_params_pages(block_table, k);
   return carry_out<Result>(FwdCall{
       sequences, q, k, v, out, {q.size(1), q.size(0)}, scores, p_dropout, return_softmax, gen, return_max_logit});
@@ -353,18 +337,28 @@ void define_varlen_bwd(py::module_& m, const char* name, Function* function, con
         py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
 }
 
+template <class Function>
+void define_kvcache(py::module_& m, const char* name, Function* function, const char* doc) {
+  m.def(name, function, doc, py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
+        py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"),
+        py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"),
+        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
+        py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
+        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+}
+
 }  // namespace
 }  // namespace flash
 
 // A plan is a dict, in the order of its fields.
 template <>
-struct pybind11::detail::type_caster<flash::plan::PlanFields> {
+struct pybind11::detail::type_caster<flash::plan::Explanation> {
   static constexpr auto name = const_name("dict");
 
-  static handle cast(const flash::plan::PlanFields& plan, return_value_policy, handle) {
+  static handle cast(const flash::plan::Explanation& plan, return_value_policy, handle) {
     dict result;
     for (const auto& [key, value] : plan.fields) {
-      result[key] = std::visit([](const auto& plain) -> object { return pybind11::cast(plain); }, value);
+      result[key.c_str()] = std::visit([](const auto& plain) -> object { return pybind11::cast(plain); }, value);
     }
     return result.release();
   }
@@ -375,24 +369,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Exact attention on CUDA tensors: the kernels behind flash_attn.";
   define_fwd(m, "fwd", &mha_fwd<Tensors>,
              "Forward of dense batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
-  define_fwd(m, "explain_fwd", &mha_fwd<plan::PlanFields>, "The plan of fwd, as a dict; nothing is launched");
+  define_fwd(m, "explain_fwd", &mha_fwd<plan::Explanation>, "The plan of fwd, as a dict; nothing is launched");
   define_varlen_fwd(m, "varlen_fwd", &mha_varlen_fwd<Tensors>,
                     "Forward of packed batches: [out, softmax_lse, S_dmask, rng_state(, max_logit)]");
-  define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::PlanFields>,
+  define_varlen_fwd(m, "explain_varlen_fwd", &mha_varlen_fwd<plan::Explanation>,
                     "The plan of varlen_fwd, as a dict; nothing is launched");
   define_bwd(m, "bwd", &mha_bwd<Tensors>, "Backward of dense batches: [dq, dk, dv, softmax_d(, dsinks)]");
-  define_bwd(m, "explain_bwd", &mha_bwd<plan::PlanFields>, "The plan of bwd, as a dict; nothing is launched");
+  define_bwd(m, "explain_bwd", &mha_bwd<plan::Explanation>, "The plan of bwd, as a dict; nothing is launched");
   define_varlen_bwd(m, "varlen_bwd", &mha_varlen_bwd<Tensors>,
                     "Backward of packed batches: [dq, dk, dv, softmax_d(, dsinks)]");
-  define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::PlanFields>,
+  define_varlen_bwd(m, "explain_varlen_bwd", &mha_varlen_bwd<plan::Explanation>,
                     "The plan of varlen_bwd, as a dict; nothing is launched");
-  m.def("fwd_kvcache", &fwd_kvcache, "Forward against a KV cache, which receives k and v first: [out, softmax_lse]",
-        py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"),
-        py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"),
-        py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
-        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("rotary_interleaved"),
-        py::arg("num_splits"), py::arg("plan") = py::none(), py::arg("batch_invariant") = false,
-        py::call_guard<CallGuard>());
+  define_kvcache(m, "fwd_kvcache", &with_kvcache_call<mha_fwd_kvcache>,
+                 "Forward against a KV cache, which receives k and v first: [out, softmax_lse]");
+  define_kvcache(m, "explain_kvcache", &with_kvcache_call<explain_kvcache>,
+                 "The plan of fwd_kvcache, as a dict; nothing is launched");
   m.def("kvcache_plan", &kvcache_plan, "Schedule and workspace of fwd_kvcache for given lengths: int32 (n,)",
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),

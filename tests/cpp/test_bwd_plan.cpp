@@ -154,7 +154,7 @@ void check_rules() {
 
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
-  check::that(line.find("direction=backward family=wgmma variant=plain") == 0, "line", line);
+  check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
   check::that(line.find(" dq_in_smem=1 deterministic=0 ") != std::string::npos, "flags", line);
 }
 

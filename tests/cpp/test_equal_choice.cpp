@@ -4,19 +4,18 @@
 
 #include "check.h"
 #include "plan/bwd_plan.h"
+#include "plan/decode_plan.h"
 #include "plan/fwd_plan.h"
-#include "plan/kvcache.h"
 
 namespace {
 
 using flash::kUnbounded;
 using flash::KvBlockOrder;
 using flash::Window;
+using flash::plan::DecodePlan;
 using flash::plan::Device;
 using flash::plan::FwdPlan;
 using flash::plan::FwdProblem;
-using flash::plan::KvDevice;
-using flash::plan::KvPlan;
 
 constexpr int kMultiprocessors[] = {58, 108, 132};
 constexpr int kHeadDims[] = {8, 32, 64, 96, 128, 192, 256};
@@ -54,15 +53,16 @@ bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
 
 // What decides where the kernels of the KV cache cut a tile and in which order its parts are added up. `work`: of the
 // line, at most that of full sequences.
-void check_split(const FwdProblem& dense, const KvDevice& device) {
+void check_split(const FwdProblem& dense, const Device& device) {
   const auto plan_of = [&device](const FwdProblem& problem) {
     const int keys = static_cast<int>(problem.seqlen_k);
-    return flash::plan::kv_plan({static_cast<int>(problem.batch), static_cast<int>(problem.seqlen_q),
-                                 static_cast<int>(problem.heads), static_cast<int>(problem.heads_k), problem.head_dim,
-                                 keys, 0, false, problem.is_varlen, static_cast<int>(problem.keys())},
-                                device);
+    return flash::plan::plan_decode(
+        {static_cast<int>(problem.batch), static_cast<int>(problem.seqlen_q), static_cast<int>(problem.heads),
+         static_cast<int>(problem.heads_k), problem.head_dim, keys, 0, false, problem.is_varlen,
+         static_cast<int>(problem.keys())},
+        device);
   };
-  const KvPlan a = plan_of(dense), b = plan_of(packed(dense));
+  const DecodePlan a = plan_of(dense), b = plan_of(packed(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
   check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
               dense.batch, dense.seqlen_q);
@@ -89,7 +89,7 @@ void check_problem(const FwdProblem& dense, int multiprocessors) {
       }
     }
   }
-  if (dense.window.left == kUnbounded && dense.head_dim >= 32) check_split(dense, {multiprocessors, 233472, 232448});
+  if (dense.window.left == kUnbounded && dense.head_dim >= 32) check_split(dense, make_device(90, multiprocessors));
 }
 
 // Nothing but the head dim: not the sizes, not whether keys could be split. A mask chooses a kernel where masked calls

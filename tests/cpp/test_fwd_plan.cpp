@@ -232,7 +232,7 @@ void check_tensor_maps() {
 void check_explained() {
   const auto fields = flash::plan::explain(plan_of(dense(2, 8192, 16, 128, kCausal), kH100));
   const std::string line = one_line(fields);
-  check::that(line.find("direction=forward family=wgmma variant=masked dtype=bf16 head_dim=128") == 0, "line", line);
+  check::that(line.find("direction=forward kernel=wgmma variant=masked dtype=bf16 head_dim=128") == 0, "line", line);
   check::that(line.find(" dynamic_scheduler=1 ") != std::string::npos, "flags", line);
   check::that(line.find(" smem_bytes=230400 ") != std::string::npos, "numbers", line);
 }

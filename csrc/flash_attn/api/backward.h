@@ -136,7 +136,7 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
 }
 
 // The plan alone: no launch, no memory.
-inline plan::PlanFields explain(const BwdCall& call) {
+inline plan::Explanation explain(const BwdCall& call) {
   check_device_supported(call.q);
   Flash_bwd_params params;
   return plan::explain(plan_call(call, params, aligned_layout(call.q), aligned_layout(call.k), aligned_layout(call.v),

@@ -99,9 +99,12 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
     params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, call.gen);
     if (plan.family == plan::Family::kDecode) {
-      trace(plan);
-      check_launch(run_decode_forward(params, q, k, v, out.computed), "flash_fwd_split_kernel", q);
+      const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+      const plan::DecodePlan decode = checked_decode_plan(problem, params.device);
+      trace(plan, problem, decode);
+      check_launch(run_decode_forward(params, problem, decode, q, out.computed), "flash_fwd_split_kernel", q);
     } else {
+      trace(plan);
       launch_forward(params, plan, q);
     }
   }
@@ -111,10 +114,18 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
 }
 
 // The plan alone: no launch, no memory.
-inline plan::PlanFields explain(const FwdCall& call) {
+inline plan::Explanation explain(const FwdCall& call) {
   check_device_supported(call.q);
+  at::Tensor q = aligned_layout(call.q), k = aligned_layout(call.k), v = aligned_layout(call.v);
   Flash_fwd_params params;
-  return plan::explain(plan_call(call, params, aligned_layout(call.q), aligned_layout(call.k), aligned_layout(call.v)));
+  const plan::FwdPlan plan = plan_call(call, params, q, k, v);
+  if (plan.family != plan::Family::kDecode) return plan::explain(plan);
+  q = padded_layout(q, plan.pad_head_dim);
+  k = padded_layout(k, plan.pad_head_dim);
+  v = padded_layout(v, plan.pad_head_dim);
+  set_params_qkv(params, q, k, v);
+  const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+  return plan::explain(plan, problem, checked_decode_plan(problem, params.device));
 }
 
 }  // namespace flash

@@ -27,6 +27,14 @@ inline at::Tensor aligned_layout(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kMeta));
 }
 
+// And of pad_head_dim().
+inline at::Tensor padded_layout(const at::Tensor& tensor, int64_t head_dim) {
+  if (head_dim == 0 || tensor.size(-1) == head_dim) return tensor;
+  at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.back() = head_dim;
+  return at::empty(shape, tensor.options().device(at::kMeta));
+}
+
 // Where a result of `head_dim` columns is computed: in the caller's tensor if the kernels can write it, else in a new
 // one, from which finish() makes the result.
 class Output {

@@ -39,7 +39,6 @@ inline Flash_fwd_split_params set_params_splits(const Flash_fwd_params& params, 
 }
 
 inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, const at::Tensor& q) {
-  trace(plan);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   at::Tensor workspace, partials;
   check_launch(prepare(params, plan.is_dynamic, q, workspace), "prepare_kernel", q);

@@ -78,12 +78,18 @@ inline float normal_float(double value) {
   return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
 }
 
+// Whether scores are more than scaled before the softmax, or by what is not positive.
+inline bool has_score_mod(const Scores& scores) {
+  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
+         !(normal_float(scores.softmax_scale) > 0.0f);
+}
+
 inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
   params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
-  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
+  params.has_score_mod = has_score_mod(scores);
   params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
   params.window = make_window(scores);
   if (scores.alibi_slopes.has_value()) {
@@ -101,6 +107,23 @@ inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
   params.has_dropout = true;
   params.dropout.threshold = static_cast<uint32_t>(threshold);
   params.dropout.keep_scale = static_cast<float>(kRange / (kRange - threshold));
+}
+
+inline const int* int_or_null(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
+}
+
+// k: the pages, of which those of no rows hold no keys.
+inline PagedKv set_params_pages(const OptionalTensor& block_table, const at::Tensor& k) {
+  PagedKv paged;
+  if (!block_table.has_value()) return paged;
+  paged.block_table = int_or_null(block_table);
+  paged.block_table_stride = block_table->stride(0);
+  if (k.size(1) == 0) return paged;
+  paged.pages_per_sequence = static_cast<int>(block_table->size(1));
+  paged.num_pages = static_cast<int>(k.size(0));
+  paged.page_size = FastDiv(static_cast<int>(k.size(1)));
+  return paged;
 }
 
 // The operands that a forward reads.

@@ -8,9 +8,9 @@
 
 namespace flash {
 
-template <class Plan>
-void trace(const Plan& plan) {
-  if (CallEnvironment::is_traced()) std::fprintf(stderr, "flash_attn: %s\n", one_line(explain(plan)).c_str());
+template <class... Plans>
+void trace(const Plans&... plans) {
+  if (CallEnvironment::is_traced()) std::fprintf(stderr, "flash_attn: %s\n", one_line(plan::explain(plans...)).c_str());
 }
 
 }  // namespace flash

@@ -190,7 +190,7 @@ inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const c
     return plan;
   }
   if (choice.family != Family::kDecode) return plan_fwd_mma_sync(problem, device);
-  FwdPlan plan;  // plan/kvcache.h has the rest
+  FwdPlan plan;  // plan/decode_plan.h has the rest
   plan.family = Family::kDecode;
   plan.dtype = problem.dtype;
   plan.head_dim = plan.head_dim_v = fwd_tile(problem.head_dim, FwdVariant::kPlain).head_dim;

@@ -351,6 +351,9 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
   return size;
 }
 
+// The kernels that may be launched in pairs of thread blocks: larger tiles are bound by their arithmetic.
+constexpr bool kv_may_pair(bool is_plain, int size) { return is_plain && size == 0; }
+
 // Tiles of the packed rows of one sequence and K/V head.
 constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
   const int tile_rows = kv_tile(head_dim, kv_tile_size(head_dim, rows)).rows();
