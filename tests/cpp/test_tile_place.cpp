@@ -7,8 +7,8 @@
 
 namespace {
 
-using flash::sm90::kVectorCols;
-using flash::sm90::swizzle_offset;
+using flash::tma::kVectorCols;
+using flash::tma::swizzle_offset;
 
 int hardware_place(int atom_cols, int row, int col) {
   const int address = 2 * (row * atom_cols + col);

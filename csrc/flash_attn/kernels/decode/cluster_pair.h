@@ -5,6 +5,7 @@
 #include <cstdint>
 
 namespace flash {
+namespace decode {
 
 struct ClusterPair {
   __device__ __forceinline__ static int rank() { return static_cast<int>(blockIdx.x % 2); }
@@ -29,4 +30,5 @@ struct ClusterPair {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

@@ -6,6 +6,9 @@
 #include "plan/tiles.h"
 
 namespace flash {
+namespace decode {
+
+using namespace sm80;  // the warp-level instructions and swizzles
 
 // Rows of kHeadDim elements in shared memory, their 16-byte chunks permuted so that neither ldmatrix nor cp.async meets
 // bank conflicts. `place` of a lane is chunk ^ key(row); chunks at a constant distance are found by next().
@@ -66,4 +69,5 @@ struct KvConfig {
   static_assert(kStageElements * sizeof(Element) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
 };
 
+}  // namespace decode
 }  // namespace flash

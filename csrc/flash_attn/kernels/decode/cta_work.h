@@ -4,6 +4,7 @@
 #include "kernels/decode/request.h"
 
 namespace flash {
+namespace decode {
 
 struct CtaWork {
   int64_t share = 1;
@@ -127,4 +128,5 @@ __device__ __forceinline__ KvPlace kv_state(const CtaWork& start, int index, int
   return {static_cast<int>(min(head, int64_t{kUnbounded})), start.item_begin + head * count};
 }
 
+}  // namespace decode
 }  // namespace flash

@@ -5,6 +5,7 @@
 #include "kernels/decode/cta_work.h"
 
 namespace flash {
+namespace decode {
 
 // A tile of which several partial results exist.
 struct SplitTile {
@@ -112,4 +113,5 @@ __device__ __forceinline__ SplitTile tile_of_runs(const Flash_kvcache_params& pa
   return tile;
 }
 
+}  // namespace decode
 }  // namespace flash

@@ -11,6 +11,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 256;
 constexpr int kChunksPerThread = 4;
 

@@ -12,6 +12,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
 constexpr int kWarps = kCombineWarps;
 static_assert(kThreads == 32 * kWarps);

@@ -8,6 +8,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 128;
 
 struct KeysArguments {

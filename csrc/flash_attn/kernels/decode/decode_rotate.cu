@@ -9,6 +9,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 256;
 
 struct RotateArguments {

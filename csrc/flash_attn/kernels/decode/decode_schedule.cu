@@ -9,6 +9,8 @@
 namespace flash {
 namespace {
 
+using namespace decode;
+
 constexpr int kThreads = 512;
 static_assert(kThreads <= kPrepareThreads, "prepare_varlen() has room for them");
 

@@ -9,6 +9,7 @@
 #include "kernels/decode/output.h"
 
 namespace flash {
+namespace decode {
 
 // What becomes of a run.
 enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
@@ -165,4 +166,5 @@ struct KvEpilogue {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

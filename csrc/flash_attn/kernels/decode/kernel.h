@@ -6,6 +6,7 @@
 #include "kernels/decode/query.h"
 
 namespace flash {
+namespace decode {
 
 // Blocks that are summed before they are merged: a whole part, or a stretch between two fixed places.
 template <class Config>
@@ -108,4 +109,5 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }
 
+}  // namespace decode
 }  // namespace flash

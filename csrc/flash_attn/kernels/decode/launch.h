@@ -5,6 +5,7 @@
 #include "kernels/decode/kernel.h"
 
 namespace flash {
+namespace decode {
 
 template <class Config>
 cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
@@ -40,4 +41,5 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
   return run_decode_combine_<kDtype>(params, stream);
 }
 
+}  // namespace decode
 }  // namespace flash

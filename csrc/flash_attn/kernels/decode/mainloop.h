@@ -12,6 +12,7 @@
 #include "kernels/decode/ring.h"
 
 namespace flash {
+namespace decode {
 
 template <class Config>
 struct KvMainloop {
@@ -145,4 +146,5 @@ struct KvMainloop {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

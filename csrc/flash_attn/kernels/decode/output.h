@@ -7,6 +7,7 @@
 #include "kernels/decode/request.h"
 
 namespace flash {
+namespace decode {
 
 // Where four columns of a row go. Worked out apart from the result, which a kernel may have to wait for.
 template <class Element>
@@ -60,4 +61,5 @@ __device__ __forceinline__ void write_output_row(const Flash_kvcache_params& par
   store_output(output_place<Element>(params, queries, row, col), params.softmax_scale_log2, stats, value);
 }
 
+}  // namespace decode
 }  // namespace flash

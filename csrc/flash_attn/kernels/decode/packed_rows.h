@@ -5,6 +5,7 @@
 #include "params/kvcache.h"
 
 namespace flash {
+namespace decode {
 
 struct PackedRow {
   int token;
@@ -50,4 +51,5 @@ __device__ __forceinline__ void modify_packed_scores(Scores& scores, const Flash
   }
 }
 
+}  // namespace decode
 }  // namespace flash

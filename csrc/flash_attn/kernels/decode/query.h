@@ -8,6 +8,7 @@
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
+namespace decode {
 
 template <class Config>
 struct KvQuery {
@@ -84,4 +85,5 @@ struct KvQuery {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

@@ -7,6 +7,7 @@
 #include "params/kvcache.h"
 
 namespace flash {
+namespace decode {
 
 struct KvRequest {
   int index = 0;  // in the batch, and of its row of the block table; a packed batch has rows before 0 and after b - 1
@@ -182,4 +183,5 @@ __device__ __forceinline__ KvRows kv_required_rows(const Flash_kvcache_params& p
   return rows;
 }
 
+}  // namespace decode
 }  // namespace flash

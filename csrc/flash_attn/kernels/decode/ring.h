@@ -10,6 +10,7 @@
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
+namespace decode {
 
 // The barriers of a thread block beside __syncthreads().
 enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + group, for Config::kGroupThreads threads
@@ -371,4 +372,5 @@ struct KvRing {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

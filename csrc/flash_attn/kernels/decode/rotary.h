@@ -4,6 +4,7 @@
 #include "params/kvcache.h"
 
 namespace flash {
+namespace decode {
 
 struct RotaryPair {
   int first;
@@ -26,4 +27,5 @@ __device__ __forceinline__ void rotate_pair(const Rotary& rotary, int position, 
   b = static_cast<Element>(x * sin + y * cos);
 }
 
+}  // namespace decode
 }  // namespace flash

@@ -6,6 +6,7 @@
 #include "kernels/decode/cta_work.h"
 
 namespace flash {
+namespace decode {
 
 // A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
 struct alignas(16) WorkPart {
@@ -126,4 +127,5 @@ struct WorkWalk {
   }
 };
 
+}  // namespace decode
 }  // namespace flash

@@ -10,6 +10,7 @@
 #include "plan/tiles.h"
 
 namespace flash {
+namespace sm80 {
 
 enum class BwdVariant { kPlain, kDropout };
 
@@ -45,4 +46,5 @@ struct BwdConfig {
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
 };
 
+}  // namespace sm80
 }  // namespace flash

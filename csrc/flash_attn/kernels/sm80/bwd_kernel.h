@@ -6,6 +6,7 @@
 #include "kernels/sm80/bwd_mainloop.h"
 
 namespace flash {
+namespace sm80 {
 
 // dK or dV through shared memory, in the place of K and V, which nobody reads any more.
 template <class Config, class Accumulator>
@@ -68,4 +69,5 @@ __global__ void __launch_bounds__(Config::kThreads)
   });
 }
 
+}  // namespace sm80
 }  // namespace flash

@@ -7,6 +7,7 @@
 #include "plan/bwd_plan.h"
 
 namespace flash {
+namespace sm80 {
 
 template <class Config>
 cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
@@ -35,4 +36,5 @@ cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, const plan::BwdPlan
   return run_flash_bwd_convert_dq<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain>>(params, plan, stream);
 }
 
+}  // namespace sm80
 }  // namespace flash

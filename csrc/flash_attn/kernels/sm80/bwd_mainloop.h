@@ -21,6 +21,7 @@
 #include "kernels/sm80/gemm.h"
 
 namespace flash {
+namespace sm80 {
 
 // A step of the walk, with what is addressed there; moving on costs additions.
 template <class Element>
@@ -250,4 +251,5 @@ struct BwdMainloop {
   }
 };
 
+}  // namespace sm80
 }  // namespace flash

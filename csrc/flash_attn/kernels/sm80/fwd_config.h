@@ -10,6 +10,7 @@
 #include "plan/tiles.h"
 
 namespace flash {
+namespace sm80 {
 
 // Variants that measurably need their own kernel; all else are run-time fields of Flash_fwd_params.
 using plan::FwdVariant;
@@ -40,4 +41,5 @@ struct FwdConfig {
   static_assert(kSmemBytes == static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv), "plan and kernel agree");
 };
 
+}  // namespace sm80
 }  // namespace flash

@@ -8,6 +8,7 @@
 #include "kernels/sm80/fwd_mainloop.h"
 
 namespace flash {
+namespace sm80 {
 
 // The staged rows take the place of the rows of Q, which only their own warp has read.
 template <class Config>
@@ -25,4 +26,5 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   store_rows<typename Config::RowCopyT>(staged, rows, params.o_strides.row, block.row_end - block.row_begin, params.d);
 }
 
+}  // namespace sm80
 }  // namespace flash

@@ -7,6 +7,7 @@
 #include "kernels/sm80/fwd_mainloop.h"
 
 namespace flash {
+namespace sm80 {
 
 template <class Config>
 __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const WorkTile& block) {
@@ -31,4 +32,5 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   if (!block.empty()) compute_attn_1rowblock<Config>(params, block);
 }
 
+}  // namespace sm80
 }  // namespace flash

@@ -6,6 +6,7 @@
 #include "plan/fwd_plan.h"
 
 namespace flash {
+namespace sm80 {
 
 template <class Config>
 cudaError_t run_flash_fwd(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
@@ -27,4 +28,5 @@ cudaError_t run_mha_fwd_sm80(const Flash_fwd_params& params, const plan::FwdPlan
   return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kPlain>>(params, plan, stream);
 }
 
+}  // namespace sm80
 }  // namespace flash

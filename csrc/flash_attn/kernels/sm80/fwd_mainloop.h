@@ -16,6 +16,7 @@
 #include "kernels/sm80/gemm.h"
 
 namespace flash {
+namespace sm80 {
 
 // K and V blocks of one (sequence, kv head) on their way into shared memory.
 template <class Config>
@@ -193,4 +194,5 @@ struct FwdMainloop {
   }
 };
 
+}  // namespace sm80
 }  // namespace flash

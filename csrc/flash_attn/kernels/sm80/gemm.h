@@ -7,6 +7,7 @@
 #include "kernels/common/accumulator.h"
 
 namespace flash {
+namespace sm80 {
 
 // kPlain: the shared tile is stored (rows, k) as the product wants it. kTransposed: it is stored (k, rows) and given as
 // its (rows, k) view.
@@ -85,4 +86,5 @@ __device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A
   }
 }
 
+}  // namespace sm80
 }  // namespace flash

@@ -6,6 +6,7 @@
 #include "kernels/common/convert.h"
 
 namespace flash {
+namespace sm80 {
 
 template <Dtype kDtype>
 using MmaAtomOf = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,
@@ -24,4 +25,5 @@ template <int kRows, int kCols>
 using SwizzledTile =
     decltype(cute::tile_to_shape(SwizzleAtom<kCols>{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{}));
 
+}  // namespace sm80
 }  // namespace flash

@@ -8,6 +8,7 @@
 #include <cute/numeric/numeric_types.hpp>
 
 namespace flash {
+namespace sm80 {
 
 // Four 8 x 8 matrices: lane l names row l % 8 of matrix l / 8 and receives, of each, columns {2 t, 2 t + 1} of row g,
 // with g = lane / 4 and t = lane % 4.
@@ -68,4 +69,5 @@ __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+}  // namespace sm80
 }  // namespace flash

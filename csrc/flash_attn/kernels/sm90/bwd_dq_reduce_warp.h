@@ -12,6 +12,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // One of the two warps: every second tile, also where they share a buffer.
 template <class Config>
 struct DqReduceWarp {

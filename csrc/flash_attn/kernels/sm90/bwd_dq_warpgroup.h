@@ -15,6 +15,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 template <class Config>
 struct DqWarpgroup {
   using Element = typename Config::Element;

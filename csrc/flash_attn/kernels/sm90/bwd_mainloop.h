@@ -22,6 +22,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 template <class Config>
 struct BwdMainloop {
   using Element = typename Config::Element;

@@ -15,6 +15,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // Issued by one lane; the whole warp walks along.
 template <class Config>
 struct BwdLoader {

@@ -12,6 +12,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 struct BwdLaunch {
   Flash_bwd_params params;
   BwdGrid grid;

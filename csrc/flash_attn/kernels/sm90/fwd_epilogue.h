@@ -13,6 +13,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // O of this warp's 16 rows, times their factors, to the place of Q, in chunks of columns as TMA takes them.
 template <class Config>
 __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {

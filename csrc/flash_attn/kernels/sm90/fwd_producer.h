@@ -18,6 +18,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // Which row blocks a team takes, and which one each of them is.
 template <class Config>
 struct WorkTileScheduler {

@@ -13,6 +13,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // Named barrier of all warps of a thread block: behind it the barriers below are initialised.
 constexpr uint32_t kBeginBarrier = 0;
 

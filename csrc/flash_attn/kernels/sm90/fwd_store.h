@@ -11,6 +11,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 template <class Config>
 struct OutputStore {
   const CUtensorMap& map;

@@ -16,6 +16,8 @@
 namespace flash {
 namespace sm90 {
 
+using namespace tma;
+
 // 16 bytes, or zeros. Takes an address of shared memory as it is, because 64-bit ones would not fit the registers of a
 // loading warp.
 __device__ __forceinline__ void copy_vector(uint32_t target, const void* source, bool exists) {

@@ -7,7 +7,7 @@
 #include "kernels/tma/mbarrier.h"
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 // By one thread, after fence_buffer() by all that wrote to `source`; both places are 16-byte aligned.
 // cute::tma_store_wait<0>() says when the buffer has been read.
@@ -25,5 +25,5 @@ __device__ __forceinline__ void fence_before_additions() { asm volatile("fence.p
 // By the thread that added: everything is in its place.
 __device__ __forceinline__ void wait_for_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash

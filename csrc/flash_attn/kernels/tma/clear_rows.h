@@ -6,7 +6,7 @@
 #include "kernels/tma/mbarrier.h"
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 // The first `rows` rows of a tile of kTileRows rows, chunk by chunk, become zeros. By one warp, behind its wait for
 // the bulk copy; swizzling moves nothing out of its row.
@@ -24,5 +24,5 @@ __device__ __forceinline__ void clear_rows(Element* tile, int rows) {
   __syncwarp();
 }
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 struct Barrier {
   uint64_t state;
@@ -53,5 +53,5 @@ struct Barrier {
 // Unlike cute::tma_store_fence() it also keeps the compiler from moving plain stores behind it.
 __device__ __forceinline__ void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash

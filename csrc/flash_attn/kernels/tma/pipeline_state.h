@@ -4,7 +4,7 @@
 #include <cstdint>
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 // A consumer waits for `phase`; a producer for the opposite one, so that it finds the buffers free in its first round.
 template <int kStages>
@@ -20,5 +20,5 @@ struct PipelineState {
   }
 };
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash

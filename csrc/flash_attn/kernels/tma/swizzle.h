@@ -4,7 +4,7 @@
 #include "core/host_device.h"
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 constexpr int kVectorCols = 8;  // 16 bytes of 16-bit elements
 
@@ -17,5 +17,5 @@ FLASH_HOST_DEVICE constexpr int swizzle_offset(int atom_cols, int row, int vecto
   return row * atom_cols + (vector ^ line % vectors) * kVectorCols;
 }
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash

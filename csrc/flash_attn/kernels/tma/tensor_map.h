@@ -7,7 +7,7 @@
 #include "params/flash.h"
 
 namespace flash {
-namespace sm90 {
+namespace tma {
 
 // What a box covers: `cols` columns (128 or 64 bytes, which also sets the swizzle) of `rows` rows.
 struct TensorMapBox {
@@ -104,5 +104,5 @@ struct TmaRows {
         origin(is_packed ? kPackedRows : 0) {}
 };
 
-}  // namespace sm90
+}  // namespace tma
 }  // namespace flash
