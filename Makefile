@@ -4,7 +4,7 @@ PYTHON ?= python3
 ENV_PYTHON = "$$(cat build/env/python)"
 PYTEST_ARGS ?=
 
-.PHONY: demo test env kernels style clean
+.PHONY: demo test env kernels compile_commands style clean
 
 demo: env
 	$(ENV_PYTHON) examples/demo.py
@@ -18,6 +18,10 @@ env:
 # The kernel archive alone, for every supported architecture.
 kernels: env
 	$(ENV_PYTHON) tools/kernel_build.py --archs "80;90" --out build/kernels/sm80-sm90
+
+# For clangd: what the builds so far compile, and with which flags.
+compile_commands:
+	@$(PYTHON) tools/compile_commands.py
 
 style: env
 	$(ENV_PYTHON) tools/style.py --fix

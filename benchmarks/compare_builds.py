@@ -35,9 +35,8 @@ from builds import Build, load_build, make_call, modes_of, results_of
 from builds_host import measure_host
 from environment import describe_device
 from implementations import make_inputs
-from progress import Progress
 from rows import CACHE_TIMING, GROUPS, select
-from shared import ROOT
+from shared import ROOT, row_bar
 from timing import CALLS_PER_GRAPH, Allowance, Budget, captured, interleave, make_timers, summarize
 
 HOST = "host"
@@ -140,12 +139,13 @@ def measure_rows(builds, options, device, timers):
     rows = select(options.groups, options.quick, device.type, options.dtype)
     work = [(row, mode) for row in rows for mode in modes_of(row) if mode in options.mode]
     base, allowance = Budget(min_ms=150.0), Allowance(options.budget, max(1, len(work)))
-    progress, entries, samples = Progress(len(work)), [], []
-    for index, (row, mode) in enumerate(work):
-        found, facts = measure(builds, row, mode, timers, device, allowance.budget(base, index))
-        samples.append(found)
-        entries.append({**describe(row, mode), **judged(found, options.limit), **facts})
-        progress.show(index + 1, line_of(entries[-1]))
+    entries, samples = [], []
+    with row_bar(len(work)) as done:
+        for index, (row, mode) in enumerate(work):
+            found, facts = measure(builds, row, mode, timers, device, allowance.budget(base, index))
+            samples.append(found)
+            entries.append({**describe(row, mode), **judged(found, options.limit), **facts})
+            done(line_of(entries[-1]))
     again = replace(base, min_ms=AGAIN * base.min_ms, min_rounds=int(AGAIN * base.min_rounds), max_ms=AGAIN_MAX_MS)
     for index, (row, mode) in enumerate(work):
         if entries[index]["below"]:

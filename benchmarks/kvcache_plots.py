@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scores import gigabytes_per_second
+
 
 def panels(result):
     """{(group, heads): rows} of the rows over a cache that have something to plot."""
@@ -13,11 +15,6 @@ def panels(result):
             key = row["group"], f"{row['nheads']}-{row['nheads_k']}"
             found.setdefault(key, []).append(row)
     return found
-
-
-def gigabytes_per_second(row, name):
-    entry = row["results"].get(name)
-    return row["bytes"] / entry["ms"] / 1e6 if entry else 0.0
 
 
 def draw(axes, rows, names, colors):

@@ -41,10 +41,10 @@ from environment import describe_device, describe_versions, git_state
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
 from over_cache import read_ceiling
-from progress import Progress
-from report import OURS, PLAIN, full_report, plot_lines, speed
+from report import full_report, plot_lines
 from rows import ALL_GROUPS, CACHE_HOST_CASE, CACHE_TIMING, GROUPS, HOST_CASE, MODE_FLOPS, Row, modes_of, select
-from shared import ROOT
+from scores import OURS, PLAIN, speed
+from shared import ROOT, row_bar
 from timing import Allowance, Budget, host_overhead_us, make_timers, summarize
 
 SECONDS_PER_MODE = 65.0  # with the default peers; more peers get more
@@ -109,14 +109,15 @@ def measure_all(options, device, budget, timers):
     work = [(row, mode) for mode in options.mode for row in rows if mode in row.modes]
     implementations = options.implementations
     allowance = Allowance(options.budget or default_seconds(options.mode, implementations), len(work))
-    progress, entries = Progress(len(work)), []
-    for index, (row, mode) in enumerate(work):
-        if allowance.exhausted():
-            entries.append(skipped(row, mode, implementations, allowance.seconds))
-        else:
-            own, may_compile = allowance.budget(budget, index), not allowance.behind(index)
-            entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
-        progress.show(index + 1, progress_text(entries[-1]))
+    entries = []
+    with row_bar(len(work)) as done:
+        for index, (row, mode) in enumerate(work):
+            if allowance.exhausted():
+                entries.append(skipped(row, mode, implementations, allowance.seconds))
+            else:
+                own, may_compile = allowance.budget(budget, index), not allowance.behind(index)
+                entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
+            done(progress_text(entries[-1]))
     return entries, {"budget_s": allowance.seconds, "spent_s": round(allowance.spent(), 1)}
 
 

@@ -1,7 +1,10 @@
-"""What the benchmarks share with the tests: the table of cases and the reference."""
+"""What the benchmarks share with the tests, the table of cases and the reference, and among themselves."""
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
@@ -9,4 +12,19 @@ sys.path.append(str(ROOT / "tests"))
 from cases import BENCH_CELLS, BENCH_GROUPS, Case, cache_groups
 from reference import attention
 
-__all__ = ["BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "attention", "cache_groups"]
+__all__ = ["BENCH_CELLS", "BENCH_GROUPS", "ROOT", "Case", "attention", "cache_groups", "row_bar"]
+
+
+@contextmanager
+def row_bar(total):
+    """Yields a function that tells what a row gave: a line on standard error, above a bar where that is a terminal."""
+    with tqdm(total=total, unit="row", disable=None) as bar:
+        count = 0
+
+        def done(text):
+            nonlocal count
+            count += 1
+            bar.write(f"{count}/{total} {text}", file=sys.stderr)
+            bar.update()
+
+        yield done

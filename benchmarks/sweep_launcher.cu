@@ -6,7 +6,7 @@
 
 #define SWEEP_EXPORT extern "C" __attribute__((visibility("default")))
 
-using SweepConfig = flash::FwdConfig<flash::Dtype::kBf16, SWEEP_HEAD_DIM, flash::FwdVariant::kPlain>;
+using SweepConfig = flash::sm80::FwdConfig<flash::Dtype::kBf16, SWEEP_HEAD_DIM, flash::plan::FwdVariant::kPlain>;
 
 // block_m, block_n, warps, blocks_per_sm, bytes of shared memory.
 SWEEP_EXPORT void sweep_tile(int* fields) {

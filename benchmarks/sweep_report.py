@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
+from statistics import geometric_mean
 
 from sweep_configs import Alternative, neighbours
 
 HEADING = "## Sweeps"
-
-
-def geometric_mean(values):
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def scored(result):

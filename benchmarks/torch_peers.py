@@ -73,11 +73,11 @@ def naive(row, inputs):
     left, right = windows(case)
     diagonal = torch.arange(case.seqlen_q, device=q.device)[:, None] + (case.seqlen_k - case.seqlen_q)
     distance = torch.arange(case.seqlen_k, device=q.device)[None, :] - diagonal
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    mask = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
-        hidden |= distance < -left
+        mask |= distance < -left
     if right >= 0:
-        hidden |= distance > right
+        mask |= distance > right
     bias = None if inputs.alibi_slopes is None else -inputs.alibi_slopes[:, None, None] * distance.abs()
     masked = left >= 0 or right >= 0
 
@@ -89,7 +89,7 @@ def naive(row, inputs):
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         if masked:
-            scores = scores.masked_fill(hidden, float("-inf"))
+            scores = scores.masked_fill(mask, float("-inf"))
         return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2)
 
     return call

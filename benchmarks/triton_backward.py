@@ -97,7 +97,7 @@ def add_dkdv(
     """(dk, dv), both (BLOCK_N, BLOCK_D) fp32, plus what the queries first .. last of one head add.
 
     first and last are multiples of BLOCK_M. Scores are held as (keys, queries). dk lacks the softmax scale. With
-    MASKED, keys after the query's own position are hidden. lse_log2, delta: pointers to the terms of the head's first
+    MASKED, keys after the query's own position are masked. lse_log2, delta: pointers to the terms of the head's first
     row.
     """
     for start in range(first, last, BLOCK_M):
@@ -148,7 +148,7 @@ def dkdv_kernel(
 ):
     """dK and dV. Grid: one block per (batch, K/V head, tile of BLOCK_N keys), the tiles of a head side by side.
 
-    A block walks the queries of all heads of its group.
+    A block visits the queries of all heads of its group.
     q_source, dout_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
     """
     tiles = tl.cdiv(seqlen_k, BLOCK_N)
@@ -219,7 +219,7 @@ def add_dq(
     """dq (BLOCK_M, BLOCK_D) fp32, without the softmax scale, plus what the keys first .. last add.
 
     first and last are multiples of BLOCK_N; lse_log2, delta (BLOCK_M). With MASKED, keys beyond the end and, if CAUSAL,
-    after the query's own position are hidden.
+    after the query's own position are masked.
     """
     for start in range(first, last, BLOCK_N):
         k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)

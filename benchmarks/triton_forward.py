@@ -44,7 +44,7 @@ def attend(
     """Online softmax over the keys first .. last (multiples of BLOCK_N): the new (acc, row_sum, row_max).
 
     acc (BLOCK_M, BLOCK_D), row_sum and row_max (BLOCK_M), all fp32; row_max is in units of log2. With MASKED, keys
-    beyond the end and, if CAUSAL, keys after the query's own position are hidden.
+    beyond the end and, if CAUSAL, keys after the query's own position are masked.
     """
     for start in range(first, last, BLOCK_N):
         k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)

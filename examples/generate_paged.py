@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
 
 # Threads that spin while they wait slow a busy machine down tenfold; the OpenMP runtime reads this when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -29,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from progress import Progress
+from tqdm import tqdm
 
 import flash_attn
 from flash_attn.layers.rotary import apply_rotary_emb
@@ -194,17 +193,17 @@ def serve(decoder, requests, choose):
     """Run all requests; returns (tokens per second, most pages in use)."""
     waiting, done, used = list(requests), 0, 0
     pages = len(decoder.free)
-    progress = Progress(sum(request.wanted for request in requests))
-    every = 1 if progress.redraw else max(1, progress.total // 4)
+    bar = tqdm(total=sum(request.wanted for request in requests), unit="character", disable=None)
     start = time.perf_counter()
-    while waiting or any(decoder.requests):
-        for slot in range(decoder.slots):
-            if decoder.requests[slot] is None and waiting:
-                decoder.start(slot, waiting.pop(0))
-        before, done = done, done + decoder.advance(choose)
-        used = max(used, pages - len(decoder.free))
-        if done // every > before // every or done == progress.total:
-            progress.show(done, f"characters, {pages - len(decoder.free)} pages in use")
+    with bar:
+        while waiting or any(decoder.requests):
+            for slot in range(decoder.slots):
+                if decoder.requests[slot] is None and waiting:
+                    decoder.start(slot, waiting.pop(0))
+            advanced = decoder.advance(choose)
+            done, used = done + advanced, max(used, pages - len(decoder.free))
+            bar.set_postfix_str(f"{pages - len(decoder.free)} pages in use", refresh=False)
+            bar.update(advanced)
     return done / (time.perf_counter() - start), used
 
 
@@ -220,9 +219,9 @@ def largest_error(model, requests):
 
 
 def train(model, ids, steps, device):
-    optimizer, progress = torch.optim.AdamW(model.parameters(), lr=2e-3), Progress(steps)
+    optimizer, bar = torch.optim.AdamW(model.parameters(), lr=2e-3), tqdm(range(steps), desc="training", disable=None)
     generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
+    for step in bar:
         starts = torch.randint(len(ids) - 129, (8,), generator=generator).tolist()
         rows = torch.stack([ids[s : s + 129] for s in starts]).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -230,8 +229,8 @@ def train(model, ids, steps, device):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if progress.redraw or (step + 1) % max(1, steps // 4) == 0:
-            progress.show(step + 1, f"training, loss {loss.item():.2f} nats per character")
+        if step % 10 == 0:
+            bar.set_postfix_str(f"loss {loss.item():.2f} nats per character", refresh=False)
 
 
 def make_requests(ids, count, new_tokens):

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
 
 # Threads that spin while they wait slow a busy machine down tenfold; the OpenMP runtime reads this when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -37,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from progress import Progress
+from tqdm import tqdm
 
 import flash_attn
 from flash_attn.layers.rotary import RotaryEmbedding
@@ -217,20 +216,20 @@ def compare(config, device, attentions=ATTENTIONS):
     """Trains one model with each attention. Returns (result for JSON, the model of the first attention)."""
     ids, vocabulary = read_text()
     held_out = max(len(ids) // 10, config.context + 2)
-    progress = Progress(config.steps * len(attentions))
-    interval = 1 if progress.redraw else max(1, config.steps // 4)
     runs, first = {}, None
-    for index, (name, attention) in enumerate(attentions.items()):
+    for name, attention in attentions.items():
         times = []
+        bar = tqdm(total=config.steps, desc=name, disable=None)
 
-        def report(step, loss, index=index, name=name, times=times):
+        def report(step, loss, bar=bar, times=times):
             times.append(time.perf_counter())
-            if (step + 1) % interval == 0 or step + 1 == config.steps:
-                progress.show(index * config.steps + step + 1, f"{name}: loss {loss:.3f}")
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            bar.update()
 
         torch.manual_seed(config.seed)
         model = CharacterGPT(vocabulary, config, attention).to(device)
-        losses = train(model, ids[:-held_out], config, device, report)
+        with bar:
+            losses = train(model, ids[:-held_out], config, device, report)
         validation = validate(model, ids[-held_out:], config, device)
         seconds = times[-1] - times[0]  # without the first step, which loads and compiles
         runs[name] = {"losses": losses, "validation": validation, "seconds": round(seconds, 3)}

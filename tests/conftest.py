@@ -6,11 +6,7 @@ import gc
 import importlib.util
 import os
 import random
-import sys
 import zlib
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest
 import torch

@@ -285,3 +285,16 @@ def backend_varlen_forward(problem: Problem, q=None, k=None, v=None, out=None, s
         q.shape[-1] ** -0.5 if scale is None else scale, False, c.causal, c.window[0], c.window[1],
         replaced.get("softcap", c.softcap), return_softmax, None,
     )  # fmt: skip
+
+
+def captured(call):
+    """Warm up on a side stream, capture a call there; returns (graph, its results)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph, results

@@ -21,7 +21,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from resources import fatal_diagnostics, load_budget, over_budget, parse_ptxas_log, spill_bytes
+from resources import (
+    fatal_diagnostics,
+    load_budget,
+    over_budget,
+    parse_ptxas_log,
+    spill_bytes,
+    variants_of,
+    with_variant_names,
+)
 
 
 def dependencies(depfile: Path) -> list[str]:
@@ -111,6 +119,9 @@ def main() -> None:
         record = {"file": arguments.source.name, **compile_source(command, log_file)}
         shutil.copyfile(arguments.depfile, kept_depfile)
         record["key"] = inputs_key(command, arguments.toolkit, kept_depfile)
+    variants = variants_of(dependencies(kept_depfile))
+    for kernel in record["kernels"]:
+        kernel["name"] = with_variant_names(kernel["name"], variants)
 
     log = log_file.read_text(encoding="utf-8")
     reasons = judge(log, arguments.source.stem, record["kernels"], arguments.budget)

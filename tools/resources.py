@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -18,6 +19,8 @@ _PROPERTIES = re.compile(r"Function properties for (?P<name>\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+_VARIANTS = re.compile(r"^enum class (\w*Variant) \{([^}]*)\}", re.MULTILINE)
+_VARIANT_NUMBER = re.compile(r"\((?:\w+::)*(\w*Variant)\)(\d+)")
 
 
 def parse_ptxas_log(log: str) -> list[dict]:
@@ -48,6 +51,28 @@ def fatal_diagnostics(log: str) -> list[str]:
     return [line.strip() for line in log.splitlines() if FATAL_DIAGNOSTICS.search(line)]
 
 
+def variants_of(headers: Iterable[str]) -> dict[str, list[str]]:
+    """The enumerators of every enum of kernel variants that one of the headers defines."""
+    text = "\n".join(Path(header).read_text(encoding="utf-8", errors="replace") for header in headers)
+    return {name: re.findall(r"\bk\w+", values) for name, values in _VARIANTS.findall(text)}
+
+
+def with_variant_names(name: str, variants: dict[str, list[str]]) -> str:
+    """A demangled kernel name with FwdVariant::kDropout for (flash::plan::FwdVariant)2."""
+
+    def named(number: re.Match) -> str:
+        enumerators = variants.get(number[1])
+        return f"{number[1]}::{enumerators[int(number[2])]}" if enumerators else number[0]
+
+    return _VARIANT_NUMBER.sub(named, name)
+
+
+def is_kernel_of(rule: dict, name: str) -> bool:
+    """Whether a kernel has the rule's part of a name and the rule's variant, as far as it states them."""
+    variant = rule.get("variant")
+    return rule.get("kernel", "") in name and (variant is None or re.search(rf"Variant::{variant}\b", name) is not None)
+
+
 def load_budget(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -58,11 +83,11 @@ def spill_bytes(kernel: dict) -> int:
 
 
 def spill_budget(budget: dict, file_stem: str, kernel: dict) -> int:
-    """Bytes that `kernel` may spill: the first rule whose patterns match file, kernel name and arch, or the default."""
+    """Bytes that `kernel` may spill: the first rule that is for its file, variant and arch, or the default."""
     for rule in budget["rules"]:
         if (
             fnmatchcase(file_stem, rule["file"])
-            and fnmatchcase(kernel["name"], rule.get("kernel", "*"))
+            and is_kernel_of(rule, kernel["name"])
             and fnmatchcase(kernel["arch"], rule.get("arch", "*"))
         ):
             return rule["spill_bytes"]

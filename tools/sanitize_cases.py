@@ -56,9 +56,9 @@ CASES = (
     Case(1, 65, 129, 2, 2, 64, "float16", head_dim_v=96),
     # More heads than an H200 has multiprocessors, of few rows: dQ summed up in shared memory.
     Case(2, 130, 200, 70, 70, 64, "bfloat16", causal=True),
-    # Blocks of keys that no row sees, several of them for a thread block.
+    # Fully masked KV blocks, several of them for a thread block.
     Case(2, 1, 1000, 12, 12, 256, "bfloat16", window=(0, 0)),
-    # More row blocks than an H200 has multiprocessors: thread blocks that take several, and the counter.
+    # More work tiles than an H200 has multiprocessors: thread blocks that take several, and the tile scheduler.
     Case(1, 1100, 300, 24, 24, 64, "float16", causal=True),
     Case(3, 380, 400, 24, 12, 128, "bfloat16", window=(100, 30), softcap=15.0),
     Case(1, 1100, 500, 24, 24, 128, "bfloat16", window=(200, 0)),
@@ -69,7 +69,7 @@ CASES = (
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
 )
 HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0))  # of q and k, of v
-# By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not in turn.
+# By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not alternate.
 FAMILY_CASES = tuple(
     (family, Case(2, 130, 200, 2, 1, d, dtype, causal, head_dim_v=d_v))
     for (family, (d, d_v)), dtype, causal in zip(
@@ -83,7 +83,7 @@ FAMILY_CASES = tuple(
     ("wgmma", Case(2, 130, 200, 2, 1, 128, "bfloat16", causal=True, dropout=0.3, sinks=True, kind="padded")),
     ("wgmma", Case(2, 130, 200, 4, 2, 64, "float16", window=(40, 20), softcap=15.0, alibi="heads")),
 )
-# Forwards only: the kernels for one wave of row blocks, splits of the keys with their merge, and those of the KV cache.
+# Forwards only: the kernels for one wave of work tiles, splits of the keys and their combine, and those of decoding.
 FORWARD_CASES = (
     *(("wgmma:1", Case(1, 130, 200, 2, 1, d, "float16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
     *(("wgmma:3", Case(1, 65, 300, 2, 1, d, "bfloat16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
@@ -92,8 +92,8 @@ FORWARD_CASES = (
     *(("split_kv", Case(2, 3, 200, 4, 2, d, "bfloat16", causal=True)) for d, d_v in HEAD_DIMS if not d_v),
     ("split_kv", Case(3, 20, 300, 4, 2, 128, "float16", window=(60, 5), kind="leftpad", page_size=7)),
 )
-# By the wgmma family, with scores beyond what is exponentiated ahead of the row maximum: with the kernels for many
-# waves of row blocks, for one wave, and with splits of the keys.
+# By the wgmma family, with scores beyond what the speculative softmax allows for: with the kernels for many waves of
+# work tiles, for one wave, and with splits of the keys.
 FAR_CASES = (
     ("wgmma", Case(1, 1100, 400, 2, 2, 64, "bfloat16")),
     ("wgmma", Case(1, 1100, 400, 2, 1, 128, "float16", causal=True)),

@@ -22,9 +22,9 @@ CASES = (
     # Many rows: by the families of the forward.
     (KvCase((300, 0, -1, 64), 40, 40, 400, causal=True, head_dim=128, rotary_dim=32), {}),
     (KvCase((300, 0, -1, 64), 130, None, 400, page_size=16, leftpad=(7, 0, 0, 64), dtype="float16"), {}),
-    # Several runs of keys to a thread block.
+    # Several fixed splits of the keys to a thread block.
     (KvCase((20000,), capacity=20000, nheads=16, nheads_k=16, head_dim=32), {"batch_invariant": True}),
-    # Cut into many parts, which several warps merge; pages of whole steps.
+    # Many splits, which several warps combine; pages of whole KV blocks.
     (KvCase((2500,), capacity=2600, nheads=8, head_dim=128), {}),
     (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, seqlen_new=1, page_size=16), {}),
     (KvCase((1200, 700), capacity=1300, nheads=2, head_dim=256, dtype="float16"), {}),
@@ -63,14 +63,14 @@ def check_misfits(page_size, device):
     problem = make_problem(KvCase((40, 90, 17, 0), seqlen_new=2, page_size=page_size), device)
     before = on_cpu(problem.clone())
     problem.lengths[1] = 10**6
-    place = problem.table if page_size else problem.rows
-    place[2] = 10**6
+    indices = problem.table if page_size else problem.rows
+    indices[2] = 10**6
     out, lse = run(problem)
-    place.copy_(before.table if page_size else before.rows)
-    takes_part = (True, False, False, True)
+    indices.copy_(before.table if page_size else before.rows)
+    valid = (True, False, False, True)
     after = on_cpu(problem)
-    check_append(after, before, takes_part)
-    check_attention(after, out.cpu(), lse.cpu(), takes_part)
+    check_append(after, before, valid)
+    check_attention(after, out.cpu(), lse.cpu(), valid)
 
 
 def check_combine(device):

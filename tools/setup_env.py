@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import textwrap
 import time
 from pathlib import Path
 
@@ -22,44 +24,30 @@ from errors import BuildError
 from install_plan import CPU_KNOBS, KERNEL_KNOBS
 from kernel_build import usable_gpu_archs
 from machine import visible_gpu_archs
-from toolchain import find_toolkit, nvcc_install, pip_toolkit
+from toolchain import find_toolkit, pip_toolkit
 
 STATE = ROOT / "build" / "env"
 OUR_VENV = ROOT / ".venv"
-TORCH = os.environ.get("FLASH_ATTN_TORCH", "torch>=2.4")
-# importable name -> requirement
-NEEDED = {
-    "setuptools": "setuptools>=64",
-    "wheel": "wheel",
-    "ninja": "ninja>=1.10",
-    "einops": "einops",
-    "numpy": "numpy",
-    "pytest": "pytest>=7",
-}
+TORCH = os.environ.get("FLASH_ATTN_TORCH", "torch>=2.4")  # installed only where there is none
+TOOLS = ["setuptools>=64", "wheel", "ninja>=1.10", "einops", "numpy", "pytest>=7", "tqdm"]
 KNOBS = (*KERNEL_KNOBS, "FLASH_ATTN_KERNEL_ARCHIVE")
 
 _FACTS = """
-import importlib.metadata, importlib.util, json, sys
-names = sys.argv[1:]
-def version(name):
+import importlib.metadata, json, sys
+versions = {}
+for name in sys.argv[1:]:
     try:
-        return importlib.metadata.version(name)
+        versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
-print(json.dumps({
-    "missing": [n for n in names if importlib.util.find_spec(n) is None],
-    "torch": version("torch"),
-    "installed": version("flash_attn"),
-    "setuptools": version("setuptools"),
-    "site_dirs": [p for p in sys.path if p],
-}))
+        versions[name] = None
+print(json.dumps({"versions": versions, "site_dirs": [p for p in sys.path if p]}))
 """
 
 
 def facts(python: str) -> dict:
-    """Which packages `python` has, without importing them."""
-    command = [python, "-c", _FACTS, "torch", *NEEDED]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=STATE)
+    """Versions of torch, this package and the tools that `python` has, and its search path; imports none of them."""
+    names = ["torch", "flash_attn", *(tool.split(">=")[0] for tool in TOOLS)]
+    result = subprocess.run([python, "-c", _FACTS, *names], capture_output=True, text=True, check=False, cwd=STATE)
     if result.returncode != 0:
         raise BuildError(f"{python}: expected a working Python, got:\n{result.stderr.strip()}")
     return json.loads(result.stdout)
@@ -67,71 +55,47 @@ def facts(python: str) -> dict:
 
 def environment_python() -> str:
     """The interpreter to set up; makes .venv if nothing else is chosen."""
-    chosen = os.environ.get("FLASH_ATTN_PYTHON")
-    if chosen:
-        return chosen
+    if os.environ.get("FLASH_ATTN_PYTHON"):
+        return os.environ["FLASH_ATTN_PYTHON"]
     active = os.environ.get("VIRTUAL_ENV")
-    if active:
-        return str(Path(active, "bin", "python"))
-    python = OUR_VENV / "bin" / "python"
-    if not python.exists():
-        make_venv(python)
+    python = Path(active or OUR_VENV, "bin", "python")
+    if not active and not python.exists():
+        make_venv()
     return str(python)
 
 
-def make_venv(python: Path) -> None:
+def make_venv() -> None:
     own = facts(sys.executable)
-    borrow = "torch" not in own["missing"]
+    borrow = own["versions"]["torch"] is not None
     print(f"making {OUR_VENV.name}" + (f", with the packages of {sys.executable}" if borrow else ""), flush=True)
     # pip comes with the borrowed packages: Debian's python3 cannot install it without a package of its own
-    options = ["--without-pip"] if borrow else []
-    command = [sys.executable, "-m", "venv", *options, str(OUR_VENV)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "venv", *(["--without-pip"] if borrow else []), str(OUR_VENV)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
-        output = (result.stdout + result.stderr).strip()
-        raise BuildError(
-            f"{OUR_VENV.name}: {' '.join(command)} failed (Debian: apt-get install python3-venv):\n{output}"
-        )
-    if borrow:
-        site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        tried = f"{' '.join(command)} failed (Debian: apt-get install python3-venv)"
+        raise BuildError(f"{OUR_VENV.name}: {tried}:\n{result.stdout.strip()}")
+    if borrow:  # by a .pth file, for --system-site-packages does not know those of a virtual environment
+        site = sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(OUR_VENV)})
         folders = [d for d in own["site_dirs"] if d.endswith(("site-packages", "dist-packages"))]
         Path(site, "borrowed_packages.pth").write_text("\n".join(folders) + "\n", encoding="utf-8")
 
 
-def pip_install(python: str, arguments: list[str], help_text: str) -> None:
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    print("pip install " + " ".join(arguments), flush=True)
+def pip_install(python: str, requirements: list[str]) -> None:
+    """Installs what is missing of the requirements; a package index is asked only then."""
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+    print("pip install " + " ".join(requirements), flush=True)
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
-        raise BuildError(f"{result.stdout.strip()[-3000:]}\n\n{help_text}")
-
-
-def ensure_packages(python: str) -> dict:
-    """Install what is missing of torch and the tools; returns the facts afterwards."""
-    found = facts(python)
-    if "torch" in found["missing"]:
-        pip_install(
-            python,
-            [TORCH],
-            f"torch: could not be installed into {python}. Without a package index, run this with a python3 that has "
-            "torch (PYTHON=/path/python3 make ...), or set FLASH_ATTN_PYTHON to it.",
+        raise BuildError(
+            f"{result.stdout.strip()[-3000:]}\n\n{' '.join(requirements)}: could not be installed into {python}. "
+            "Without a package index,\nrun this with a python3 that has them (PYTHON=/path/python3 make ...), or set "
+            "FLASH_ATTN_PYTHON to it."
         )
-    tools = [NEEDED[name] for name in NEEDED if name in found["missing"]]
-    old_setuptools = found["setuptools"] and int(found["setuptools"].split(".")[0]) < 64
-    if old_setuptools:
-        tools.append(NEEDED["setuptools"])
-    if tools:
-        pip_install(python, tools, f"Install these into {python} by hand: {' '.join(tools)}")
-    return facts(python) if tools or "torch" in found["missing"] else found
 
 
 def build_environment(python: str, found: dict) -> dict[str, str]:
-    """Environment variables of the install: CPU only without a GPU, unless kernels are asked for."""
+    """Environment variables of the install: CPU only without a GPU, unless kernels are asked for. Installs nvcc where
+    kernels are to be built without one."""
     environment = {**os.environ, "FLASH_ATTN_PYTHON": python}
     if any(os.environ.get(name) for name in CPU_KNOBS):
         return environment
@@ -139,30 +103,17 @@ def build_environment(python: str, found: dict) -> dict[str, str]:
         print("no GPU visible: installing the CPU backend (FLASH_ATTN_CUDA_ARCHS=90 make ... compiles kernels)")
         return {**environment, "FLASH_ATTN_CPU_ONLY": "1"}
     if not os.environ.get("FLASH_ATTN_KERNEL_ARCHIVE") and find_toolkit(found["site_dirs"]) is None:
-        ensure_nvcc(python)
+        command = [python, "-c", "import torch; print(torch.version.cuda or '')"]
+        cuda = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        nvcc = pip_toolkit(cuda) if cuda else None
+        if nvcc is not None:  # else the install itself says what is missing
+            pip_install(python, [nvcc])
     return environment
-
-
-def ensure_nvcc(python: str) -> None:
-    """Install nvcc of torch's own CUDA version from NVIDIA's pip packages; for a CPU build of torch it is of no use."""
-    command = [python, "-c", "import torch; print(torch.version.cuda or '')"]
-    cuda = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    if not cuda:
-        return
-    help_text = (
-        "nvcc: kernels are to be built, but there is no CUDA compiler and none could be installed. Install one:\n"
-        f"  {nvcc_install(cuda)}\n"
-        "or set CUDA_HOME to a CUDA toolkit, or FLASH_ATTN_CPU_ONLY=1 to install the CPU backend only."
-    )
-    requirement = pip_toolkit(cuda)
-    if requirement is None:
-        raise BuildError(help_text)
-    pip_install(python, [requirement], help_text)
 
 
 def fingerprint(found: dict, environment: dict[str, str]) -> str:
     """Digest of all that an install depends on; the Python files count only by being installed editable."""
-    digest = hashlib.sha256(json.dumps([found["torch"], visible_gpu_archs()]).encode())
+    digest = hashlib.sha256(json.dumps([found["versions"]["torch"], visible_gpu_archs()]).encode())
     for name in (*KNOBS, *CPU_KNOBS, "CUDA_HOME", "CUTLASS_PATH"):
         digest.update(f"{name}={environment.get(name)}\n".encode())
     files = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "tools").glob("*.*")]
@@ -173,45 +124,46 @@ def fingerprint(found: dict, environment: dict[str, str]) -> str:
 
 
 def install(python: str, environment: dict[str, str]) -> None:
-    """pip install -e ., showing the lines of build/build.log as they come."""
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+    """pip install -e ., showing build/build.log as it grows, for pip keeps a build's output to itself."""
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-e"]
     print("pip install --no-build-isolation --no-deps -e .", flush=True)
-    log = ROOT / "build" / "build.log"
-    log.parent.mkdir(exist_ok=True)
+    log, output = ROOT / "build" / "build.log", STATE / "pip.log"
     log.write_text("", encoding="utf-8")
-    output = STATE / "pip.log"
-    with output.open("w", encoding="utf-8") as sink:
-        process = subprocess.Popen([*command, "-e", str(ROOT)], stdout=sink, stderr=sink, env=environment)
-        shown = 0
-        while True:
-            ended = process.poll() is not None
-            lines = log.read_text(encoding="utf-8").splitlines()
-            for line in lines[shown:]:
-                print(f"  {line}", flush=True)
-            shown = len(lines)
-            if ended:
-                break
-            time.sleep(0.5)
+    with output.open("w", encoding="utf-8") as sink, log.open(encoding="utf-8") as lines:
+        process = subprocess.Popen([*command, str(ROOT)], stdout=sink, stderr=sink, env=environment)
+        ended = False
+        while not ended:
+            ended = process.poll() is not None  # asked first, so that the last lines are shown too
+            print(textwrap.indent(lines.read(), "  "), end="", flush=True)
+            time.sleep(0 if ended else 0.5)
     if process.returncode != 0:
         raise BuildError(f"{output.read_text(encoding='utf-8').strip()[-6000:]}\n\nThe install failed: docs/build.md.")
+
+
+def set_up(python: str) -> None:
+    """Packages and this checkout, as far as something is missing or has changed."""
+    found = facts(python)
+    if os.environ.get("FLASH_ATTN_SKIP_INSTALL"):
+        if found["versions"]["flash_attn"] is None:
+            raise BuildError(f"FLASH_ATTN_SKIP_INSTALL: expected flash_attn in {python}, found none")
+        return
+    stamp = STATE / (hashlib.sha256(python.encode()).hexdigest()[:16] + ".installed")
+    if None in found["versions"].values() or not stamp.exists():
+        pip_install(python, [*([] if found["versions"]["torch"] else [TORCH]), *TOOLS])
+        found = facts(python)
+    environment = build_environment(python, found)
+    wanted = fingerprint(found, environment)
+    if found["versions"]["flash_attn"] is None or not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
+        stamp.unlink(missing_ok=True)
+        install(python, environment)
+        stamp.write_text(wanted, encoding="utf-8")
 
 
 def main() -> None:
     STATE.mkdir(parents=True, exist_ok=True)
     try:
         python = environment_python()
-        if os.environ.get("FLASH_ATTN_SKIP_INSTALL"):
-            if facts(python)["installed"] is None:
-                raise BuildError(f"FLASH_ATTN_SKIP_INSTALL: expected flash_attn in {python}, found none")
-        else:
-            found = ensure_packages(python)
-            environment = build_environment(python, found)
-            stamp = STATE / (hashlib.sha256(python.encode()).hexdigest()[:16] + ".installed")
-            wanted = fingerprint(found, environment)
-            if found["installed"] is None or not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
-                stamp.unlink(missing_ok=True)
-                install(python, environment)
-                stamp.write_text(wanted, encoding="utf-8")
+        set_up(python)
     except BuildError as error:
         sys.exit(f"error: {error}")
     (STATE / "python").write_text(python + "\n", encoding="utf-8")

@@ -1,0 +1,190 @@
+"""docs/benchmarks.md, written from the results in benchmarks/results, and the README's block of six rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_tables import decode_table, figures_block, loss_table, rewritten, row_table, score_table, speed_block
+from scores import OURS, environment_line, load, modes, overhead_lines, ratios, score_line
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks", "results")
+PAGE = Path("docs", "benchmarks.md")
+JOIN_UNNAMED = (*OURS, "sdpa_flash_deterministic")  # measured without being named as a peer
+COLUMNS = 118
+
+INTRODUCTION = """\
+Written by `python benchmarks/report.py --docs` from the results in `benchmarks/results`; a test holds this page to
+them. Every section names the device and the commit of its figures. `ours` is this package. A ratio above 1 says that it
+is faster; `of plain` is its speed with a feature relative to that without, `time of decode` its time relative to that
+of one token over the same cache.
+"""
+COMPARING = """\
+`python benchmarks/compare.py NEW.json [OLD.json]` prints the scores against the peers of a run, or against an earlier
+result. Runs differ in clocks by some percent: `python benchmarks/compare_builds.py --old SITE_DIR --new SITE_DIR`
+measures two installs in turns in one process. The operators beside attention (cross-entropy, norms) are measured by
+`python benchmarks/helpers.py`.
+"""
+DECODING = """\
+One query token of each sequence over a KV cache, bfloat16. "One call" is the replay of a graph of one call after the L2
+cache was overwritten, "a layer" a graph of 20 calls, each with a cache of its own, divided by 20. The figures of
+`flash_attn_3` are those of an earlier run, `benchmarks/results/h200_decode_fa3.json`.
+"""
+TRAINING = """\
+A character-level GPT (`examples/train_char_lm.py`) trained with each attention from one seed on the same batches. The
+other rows evaluate plain attention in another order or precision: their differences to it are the noise of the dtype.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A result with its text. tables: groups to show row by row; plot: its place below the results."""
+
+    title: str
+    result: str
+    text: str = ""
+    tables: tuple[str, ...] = ()
+    plot: str = ""
+
+
+SECTIONS = (
+    Section("Forward, head dims 64, 128 and 256", "h200_fwd"),
+    Section(
+        "Forward with features, of packed sequences and of small problems",
+        "h200_fwd_other",
+        "`of plain` is the speed relative to the same call without the feature, which takes turns with it. Long calls "
+        "run at the power limit, those without a slower peer beside them at lower clocks.",
+        tables=("gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "small", "one_wave", "small_eager"),
+    ),
+    Section(
+        "Backward beside Triton, and deterministic",
+        "h200_bwd_triton",
+        "The comparator (`benchmarks/triton_attention.py`) has tuned tiles and loads them by TMA.",
+        plot="plots_bwd_triton/bwd_d128.png",
+    ),
+    Section(
+        "Forward of the mma.sync kernels, every peer",
+        "h200_fwd_peers",
+        "The kernels that GPUs other than Hopper run, measured on an H200 at a commit that had no others.",
+        plot="plots_fwd_peers/fwd_d128.png",
+    ),
+    Section(
+        "Forward and backward of the mma.sync kernels",
+        "h200_fwd_bwd",
+        "As above; all groups of rows.",
+        plot="plots_fwd_bwd/bwd_d128.png",
+    ),
+)
+
+
+def wrapped(text):
+    """A paragraph in lines; code spans stay whole."""
+    whole = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()))
+    lines = textwrap.wrap(whole, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
+def stored(name):
+    return load(ROOT / RESULTS / f"{name}.json")
+
+
+def method():
+    """The paragraph of benchmarks/run.py on how it measures."""
+    description = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "run.py").read_text(encoding="utf-8")))
+    paragraph = next(text for text in description.split("\n\n") if text.startswith("Method: "))
+    text = paragraph.removeprefix("Method: ")
+    return wrapped(text[0].upper() + text[1:])
+
+
+def source_lines(result, name):
+    """Where figures are from, and the command that measures them again."""
+    peers = [peer for peer in result["implementations"] if peer not in JOIN_UNNAMED]
+    words = ["--mode", *modes(result), "--groups", *result["groups"], "--peers", *peers]
+    command = textwrap.wrap(f"python benchmarks/run.py {' '.join(words)}", COLUMNS, break_on_hyphens=False)
+    return [
+        *wrapped(f"{result['dtype']}, {environment_line(result)}. {peers_text(result)} From `{RESULTS / name}.json`:"),
+        "",
+        "```",
+        *(line + " \\" for line in command[:-1]),
+        command[-1],
+        "```",
+    ]
+
+
+def peers_text(result):
+    """Who the peers are."""
+    titles = {name: title for name, title in result["implementations"].items() if name not in OURS}
+    return "; ".join(f"`{name}` is {title}" for name, title in titles.items()) + "."
+
+
+def plot_line(place):
+    return f"![{Path(place).stem.replace('_', ' ')}](../{RESULTS / place})"
+
+
+def section_lines(section):
+    result = stored(section.result)
+    lines = ["", f"## {section.title}", "", *source_lines(result, section.result), ""]
+    lines += [*wrapped(section.text), ""] if section.text else []
+    lines += score_table(result)
+    for group in section.tables:
+        lines += ["", f"### Rows of `{group}`", "", *row_table(result, group)]
+    return lines + (["", plot_line(section.plot)] if section.plot else [])
+
+
+def decoding_lines():
+    result, recorded = stored("h200_decode"), stored("h200_decode_fa3")
+    ceiling, beside = result["read_ceiling"], ratios(result, recorded, "flash_attn_3", "fwd", "decode")
+    lines = ["", "## Decoding", "", *wrapped(DECODING), "", *source_lines(result, "h200_decode"), ""]
+    lines += [f"- read ceiling of this run: {ceiling['gbs']:.0f} GB/s of device memory ({ceiling['method']})"]
+    lines += [f"- {score_line(beside, 'one call, ours vs flash_attn_3')}", *(f"- {x}" for x in overhead_lines(result))]
+    lines += ["", *decode_table(result, recorded), "", *score_table(result)]
+    for group in ("decode_append", "decode_tokens", "decode_invariant", "decode_features"):
+        lines += ["", f"### Rows of `{group}`", "", *row_table(result, group, base="decode")]
+    for group in ("decode_eager", "prefill_cache"):
+        lines += ["", f"### Rows of `{group}`", "", *row_table(result, group)]
+    return [*lines, "", plot_line("plots_decode/decode_h32-8.png")]
+
+
+def training_lines():
+    result = stored("h200_train_char_lm")
+    config = ", ".join(f"{key} {value}" for key, value in result["config"].items())
+    told = f"{result['device']}, commit {result['flash_attn']['commit'][:12]}; {config}."
+    lines = ["", "## Training a model", "", *wrapped(TRAINING), "", *wrapped(told), "", *loss_table(result)]
+    return [*lines, "", plot_line("plots_train/train_char_lm.png")]
+
+
+def page():
+    """The text of docs/benchmarks.md."""
+    name = "h200_train"
+    lines = ["# Benchmarks", "", *wrapped(INTRODUCTION), "", "## Method", "", *method(), "", *wrapped(COMPARING)]
+    lines += ["", "## Forward and backward", "", *figures_block(stored(name), RESULTS / f"{name}.json")]
+    lines += ["", *score_table(stored(name), ["gqa"])]
+    lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    for section in SECTIONS:
+        lines += section_lines(section)
+    return "\n".join([*lines, *decoding_lines(), *training_lines()]) + "\n"
+
+
+def readme(text):
+    """README.md's `text` with its blocks of figures, those that it has, written anew."""
+    trained = stored("h200_train")
+    blocks = {
+        "figures": figures_block(trained, RESULTS / "h200_train.json"),
+        "speed": speed_block(trained, stored("h200_fwd_other"), stored("h200_decode"), stored("h200_decode_fa3")),
+    }
+    for name, block in blocks.items():
+        if f"<!-- {name}:begin -->" in text:
+            text = rewritten(text, name, block)
+    return text
+
+
+def write_docs():
+    """Write the page and the README's blocks; returns their paths."""
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
+    path = ROOT / "README.md"
+    path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return PAGE, Path("README.md")

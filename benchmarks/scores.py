@@ -1,0 +1,147 @@
+"""What a result of benchmarks/run.py says: where it is from, speeds, ratios, scores. Plain data, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import geometric_mean
+
+PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
+DETERMINISTIC = "ours_deterministic"
+OURS = ("ours", DETERMINISTIC, PLAIN)
+
+
+def load(path):
+    return json.loads(Path(path).read_text())
+
+
+def modes(result):
+    return list(dict.fromkeys(row["mode"] for row in result["rows"]))
+
+
+def rows_of(result, group, mode=None):
+    """The rows of one group (or of a tuple of groups) and, if given, one mode."""
+    groups = (group,) if isinstance(group, str) else group
+    return [row for row in result["rows"] if row["group"] in groups and mode in (None, row["mode"])]
+
+
+def significant(value):
+    """Three significant digits without an exponent: 0.0712, 4.31, 648."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def gigabytes_per_second(row, name):
+    entry = row["results"].get(name)
+    return row["bytes"] / entry["ms"] / 1e6 if entry else 0.0
+
+
+def speed(row, name):
+    """TFLOPS of an implementation, or GB/s in rows over a KV cache."""
+    return significant(gigabytes_per_second(row, name) if row.get("bytes") else row["results"][name]["tflops"])
+
+
+def share_of_plain(row):
+    """Speed of ours relative to its plain dense call of the same size, which ran beside it; None without one."""
+    plain = row["results"].get(PLAIN)
+    return row["results"]["ours"]["tflops"] / plain["tflops"] if plain and "ours" in row["results"] else None
+
+
+def ratios(result, baseline, peer, mode, group="cells", name="ours"):
+    """[(label, time of `peer` in `baseline` ÷ time of `name` in `result`)] of the rows that both have."""
+    theirs = {row["id"]: row["results"] for row in rows_of(baseline, group, mode)}
+    return [
+        (row["label"], theirs[row["id"]][peer]["ms"] / row["results"][name]["ms"])
+        for row in rows_of(result, group, mode)
+        if name in row["results"] and peer in theirs.get(row["id"], {})
+    ]
+
+
+def score_line(found, title):
+    """'title: geometric mean …, worst …' of the (label, ratio) pairs."""
+    label, worst = min(found, key=lambda item: item[1])
+    mean, slower = geometric_mean([ratio for _, ratio in found]), sum(ratio < 1 for _, ratio in found)
+    return f"{title}: geometric mean {mean:.3f}x, worst {worst:.3f}x ({label}), {slower} of {len(found)} slower"
+
+
+def judged_pairs(result):
+    """(implementation, peer) of the scores: ours against every peer, our deterministic backward against all others."""
+    names = [name for name in result["implementations"] if name != PLAIN]
+    pairs = [("ours", peer) for peer in names if peer not in OURS]
+    return pairs + [(DETERMINISTIC, peer) for peer in names if peer != DETERMINISTIC and DETERMINISTIC in names]
+
+
+def score_lines(result, group="cells"):
+    """The scores of a group within one run, one line per mode and pair."""
+    found = {
+        f"{group} {mode}, {name} vs {peer}": ratios(result, result, peer, mode, group, name)
+        for mode in modes(result)
+        for name, peer in judged_pairs(result)
+    }
+    return [score_line(pairs, title) for title, pairs in found.items() if pairs]
+
+
+def measured_commit(result):
+    """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
+    built = result["build"].get("commit") or "unknown"
+    commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
+    if commit == "unknown":
+        commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
+    return commit[:12] + ("+changes" if changed else "")
+
+
+def environment_line(result):
+    device, versions = result["device"], result["versions"]
+    cuda = device["type"] == "cuda"
+    clocks = [row["sm_mhz"] for row in result["rows"] if row.get("sm_mhz")]
+    parts = [
+        device["name"],
+        device.get("driver") and f"driver {device['driver']}",
+        f"CUDA {versions['cuda']}" if cuda else f"{device['threads']} threads",
+        f"torch {versions['torch']}",
+        cuda and f"cuDNN {versions['cudnn']}",
+        clocks and f"SM clock {min(clocks):.0f}–{max(clocks):.0f} MHz",
+        f"commit {measured_commit(result)}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def overhead_lines(result):
+    problems = {"host_overhead": "b1 s128 h16 d64", "host_overhead_cache": "cache, b1 k1024 h32/8 d128"}
+    lines = []
+    for key, problem in problems.items():
+        if result.get(key):
+            figures = ", ".join(f"{name} {entry['median']:.1f}" for name, entry in result[key].items())
+            lines.append(f"host time of one eager call ({problem}), us: {figures}")
+    return lines
+
+
+def memory_lines(result):
+    """Device memory that one call adds, per mode and head dim, at the row with most implementations, or the longest."""
+    chosen = {}
+    for row in result["rows"]:
+        entries = {name: entry for name, entry in row["results"].items() if name != PLAIN}
+        if any("result_bytes" in entry for entry in row["results"].values()):
+            chosen.setdefault((row["mode"], row["head_dim"]), []).append((row, entries))
+    lines = []
+    for candidates in chosen.values():
+        row, entries = max(candidates, key=lambda item: (len(item[1]), item[0]["seqlen_q"]))
+        figures = ", ".join(
+            f"{name} {entry['result_bytes'] / 2**20:.1f} + {(entry['peak_bytes'] - entry['result_bytes']) / 2**20:.1f}"
+            for name, entry in entries.items()
+        )
+        lines.append(f"memory added by one call ({row['label']} {row['mode']}), MiB of results + other: {figures}")
+    return lines
+
+
+def ceiling_lines(result):
+    """Share of the read ceiling that ours reaches in each row over a cache."""
+    ceiling = result.get("read_ceiling")
+    if not ceiling:
+        return []
+    lines = [f"read ceiling of this run: {ceiling['gbs']:.0f} GB/s ({ceiling['method']}); ours reaches"]
+    for row in result["rows"]:
+        if row.get("bytes") and row["timing"] != "eager" and "ours" in row["results"]:
+            share = gigabytes_per_second(row, "ours") / ceiling["gbs"]
+            lines.append(f"  {share:5.1%} {row['group']:<17} {row['label']}")
+    return lines

@@ -1,0 +1,161 @@
+"""The benchmark's rows over a KV cache: inputs, peers, checks, reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, cache_groups
+
+import flash_attn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import implementations
+import kvcache_plots
+import measure
+import over_cache
+import rows
+import scores
+
+SPEC = importlib.util.spec_from_file_location("benchmarks_report", ROOT / "benchmarks" / "report.py")
+report = importlib.util.module_from_spec(SPEC)  # tools/ has a module report too
+SPEC.loader.exec_module(report)
+
+CPU = torch.device("cpu")
+BASE = Case(3, 1, 50, 8, 2, 32, "float32", kind="cache")
+VARIANTS = (
+    {}, {"page_size": 16}, {"page_size": 7, "seqlen_q": 3, "causal": True}, {"window": (20, 0)}, {"softcap": 5.0},
+    {"alibi": "heads"}, {"append": 1}, {"append": 1, "page_size": 16}, {"invariant": True},
+    {"seqlen_q": 40, "causal": True, "page_size": 16}, {"nheads": 2},
+)  # fmt: skip
+
+
+def run_script(name, *arguments):
+    paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_groups_are_measured_where_asked_for():
+    assert set(cache_groups()) == set(rows.CACHE_TIMING)
+    assert not set(rows.GROUPS) & set(rows.CACHE_TIMING)
+    found = rows.select(("decode",), False, "cuda", "bfloat16")
+    assert len(found) == 3 * 5 * 3 and {row.timing for row in found} == {"replay"}
+
+
+def test_bytes_are_the_keys_and_values_in_sight():
+    assert rows.Row("decode", BASE).bytes == 2 * 3 * 50 * 2 * 32 * 4
+    windowed = dataclasses.replace(BASE, window=(20, 0), dtype="bfloat16")
+    assert rows.Row("decode", windowed).bytes == 2 * 3 * 21 * 2 * 32 * 2
+    assert rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=40)).bytes is None
+    assert rows.Row("cells", Case(1, 8, 8, 1, 1, 8, "bfloat16")).bytes is None
+
+
+def test_flops_count_the_visible_keys():
+    row = rows.Row("prefill_cache", dataclasses.replace(BASE, seqlen_q=2, causal=True))
+    assert row.flops() == 4 * 3 * 8 * 32 * (49 + 50)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", ("ours", "sdpa_flash", "sdpa_math"))
+@pytest.mark.parametrize("timing", ("event", "graph"))
+def test_peers_agree_with_the_reference(variant, name, timing):
+    row = rows.Row("decode", dataclasses.replace(BASE, **variant), timing)
+    implementation = implementations.IMPLEMENTATIONS[name]
+    if timing == "graph" and row.bytes is None:
+        return
+    inputs = implementations.make_inputs(row, CPU)
+    assert len(inputs.caches) == (over_cache.CALLS_PER_GRAPH if timing == "graph" else 1)
+    reason = implementation.limits(row, "cpu", "fwd")
+    assert (reason is None) == (name == "ours" or variant in ({}, {"nheads": 2}))
+    if reason is None:
+        with torch.no_grad():
+            _, facts = measure.probe(implementation, row, inputs, "fwd", CPU)
+        assert facts["relative_error"] < 1e-5
+
+
+def test_what_has_no_cache_is_not_measured():
+    row = rows.Row("decode", BASE)
+    assert implementations.IMPLEMENTATIONS["naive"].limits(row, "cuda", "fwd") == "no KV cache"
+    assert implementations.IMPLEMENTATIONS["ours"].limits(row, "cuda", "bwd") == "forward only"
+    paged = rows.Row("decode", dataclasses.replace(BASE, page_size=16))
+    assert implementations.IMPLEMENTATIONS["sdpa_cudnn"].limits(paged, "cuda", "fwd") == "no pages"
+    assert implementations.IMPLEMENTATIONS["flash_attn_3"].limits(paged, "cuda", "fwd") is None
+
+
+def test_a_wrong_result_is_noticed():
+    row = rows.Row("decode", dataclasses.replace(BASE, page_size=16))
+    inputs = implementations.make_inputs(row, CPU)
+    right = over_cache.ours(row, inputs)()
+    assert over_cache.relative_error(row, inputs, right) < 1e-5
+    inputs.table[-1, 0] = inputs.table[0, 0]
+    assert over_cache.relative_error(row, inputs, right) > 0.05
+
+
+@pytest.fixture(scope="module")
+def result_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    done = run_script(
+        "run.py", "--device", "cpu", "--dtype", "float32", "--quick", "--min-rounds", 2, "--min-ms", 0.1, "--budget",
+        60, "--groups", "decode", "decode_tokens", "prefill_cache", "--peers", "sdpa_math", "--out", folder, "--name",
+        "cache",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "GB/s: ours" in done.stderr and "TFLOPS: ours" in done.stderr
+    return folder / "cache.json"
+
+
+def test_report_shows_the_bandwidth(result_path):
+    result = json.loads(result_path.read_text())
+    assert {row["group"] for row in result["rows"]} == {"decode", "decode_tokens", "prefill_cache"}
+    lines = report.full_report(result)
+    assert "-- decode (GB/s of keys and values)" in lines and "-- prefill_cache" in lines
+    row = next(row for row in result["rows"] if row["group"] == "decode")
+    row["results"]["ours"]["ms"] = row["bytes"] / 1e6 / 2000.0
+    assert scores.speed(row, "ours") == "2000"
+    result["read_ceiling"] = {"gbs": 4000.0, "method": "torch.sum"}
+    shares = scores.ceiling_lines(result)
+    assert shares[1] == f"  50.0% decode            {row['label']}"
+    result["host_overhead_cache"] = {"ours": {"median": 12.34}}
+    assert "host time of one eager call (cache, b1 k1024 h32/8 d128), us: ours 12.3" in scores.overhead_lines(result)
+
+
+def test_plots_are_png(result_path, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = {**json.loads(result_path.read_text()), "read_ceiling": {"gbs": 10.0, "method": "torch.sum"}}
+    paths = kvcache_plots.write_kvcache_plots(result, tmp_path, "caption")
+    assert [path.name for path in paths] == ["decode_h4-1.png", "decode_tokens_h4-1.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_figures_of_flash_attention_3_are_rows_of_ours():
+    """The recorded figures can be compared with: python benchmarks/compare.py NEW OLD --group decode --peer ..."""
+    path = ROOT / "benchmarks" / "results" / "h200_decode_fa3.json"
+    if not path.exists():
+        pytest.skip("a source distribution has no results")
+    recorded = json.loads(path.read_text())
+    ids = {row.id for row in rows.select(("decode",), False, "cuda", "bfloat16")}
+    assert {row["id"] for row in recorded["rows"]} == ids and "NVIDIA H200" in scores.environment_line(recorded)
+
+
+@pytest.mark.devices("cuda")
+def test_run_on_the_gpu(device, tmp_path):
+    done = run_script(
+        "run.py", "--device", device, "--quick", "--budget", 25, "--groups", "decode", "decode_layers", "decode_eager",
+        "decode_append", "decode_invariant", "--peers", "sdpa_flash", "--out", tmp_path, "--name", "cache",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured = json.loads((tmp_path / "cache.json").read_text())
+    assert {row["timing"] for row in measured["rows"]} == {"replay", "graph", "eager"}
+    assert all("ours" in row["results"] or "budget" in row["notes"]["ours"] for row in measured["rows"])
+    assert measured["read_ceiling"]["gbs"] > 100 and measured["host_overhead_cache"]["ours"]["median"] > 0

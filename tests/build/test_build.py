@@ -1,0 +1,466 @@
+"""The kernel build: knobs, the judge of compiled kernels, the archive. Installs: test_install.py."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compile_commands
+import kernel_build
+import kernel_manifest
+import machine
+import resources
+import toolchain
+from errors import BuildError
+
+PTXAS_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kIfEvPT_' for 'sm_80'
+ptxas info    : Function properties for _Z1kIfEvPT_
+    40 bytes stack frame, 92 bytes spill stores, 96 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack size, 1024 bytes smem, 592 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1kIfEvPT_' for 'sm_90'
+ptxas info    : Function properties for _Z1kIfEvPT_
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers
+"""
+
+# Stands in for nvcc: writes the ptxas log of FAKE_PTXAS, lets g++ make the object, and counts its calls.
+FAKE_NVCC = """\
+#!/usr/bin/env python3
+import os, subprocess, sys
+arguments = sys.argv[1:]
+if "--version" in arguments:
+    print("Cuda compilation tools, release 13.0, V13.0.88")
+elif "--list-gpu-arch" in arguments:
+    print("compute_80\\ncompute_90")
+elif "--dryrun" in arguments:
+    print("#$ TOP=" + os.path.dirname(os.path.dirname(os.path.abspath(__file__))), file=sys.stderr)
+else:
+    with open(os.environ["FAKE_CALLS"], "a") as calls:
+        calls.write(" ".join(arguments) + "\\n")
+    source = arguments[arguments.index("-c") + 1]
+    dropped = ("-gencode", "-Xptxas", "--use_fast_math", "--expt", "-Xcompiler")
+    host = [a for a in arguments if not a.startswith(dropped) and a not in ("-c", source)]
+    if source.endswith(".cu"):
+        print(open(os.environ["FAKE_PTXAS"]).read())
+    sys.exit(subprocess.call(["g++", "-x", "c++", "-c", source, *host]))
+"""
+
+FLASH_H = """\
+#pragma once
+using cudaError_t = int;
+using cudaStream_t = void*;
+constexpr int cudaErrorNotSupported = 801;
+namespace flash {
+enum class Dtype { kFp16, kBf16 };
+struct Flash_fwd_params {};
+namespace plan {
+struct FwdPlan {};
+}  // namespace plan
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
+const char* kernel_build_info();
+}  // namespace flash
+"""
+
+
+# ---- knobs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["80;90", "90, 80", "8.0 9.0", "sm_80,sm_90,80"])
+def test_archs(text):
+    assert kernel_manifest.parse_archs(text) == ["80", "90"]
+
+
+def test_archs_sort_by_number():
+    assert kernel_manifest.parse_archs("120;90;100") == ["90", "100", "120"]
+
+
+@pytest.mark.parametrize("text", ["75", "hopper", ";", "9"])
+def test_wrong_archs(text):
+    with pytest.raises(BuildError, match="^FLASH_ATTN_CUDA_ARCHS: expected"):
+        kernel_manifest.parse_archs(text)
+
+
+def test_ptx_of_the_highest_arch_when_all_are_built():
+    assert kernel_build.gencode_flags(["90"]) == ["-gencode=arch=compute_90,code=sm_90"]
+    assert kernel_build.gencode_flags(["80", "90"]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    ]
+
+
+@pytest.mark.parametrize("visible, expected", [([], ["80", "90"]), (["90"], ["90"]), (["75"], ["80", "90"])])
+def test_default_archs(monkeypatch, visible, expected):
+    monkeypatch.setattr(kernel_build, "visible_gpu_archs", lambda: visible)
+    assert kernel_build.default_archs() == expected
+
+
+def test_jobs_never_exceed_memory(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(16), raising=False)
+    assert machine.parallel_jobs({}, memory_bytes=10 * machine.BYTES_PER_JOB) == 10
+    assert machine.parallel_jobs({}, memory_bytes=1) == 1
+    assert machine.parallel_jobs({}, memory_bytes=100 * machine.BYTES_PER_JOB) == 16
+    assert machine.parallel_jobs({"MAX_JOBS": "3"}, memory_bytes=1) == 3
+    with pytest.raises(BuildError, match="MAX_JOBS: expected a positive integer, got 'many'"):
+        machine.parallel_jobs({"MAX_JOBS": "many"})
+
+
+def test_memory_is_limited_by_the_container(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 200 kB\nMemAvailable: 100 kB\n")
+    assert machine.available_memory_bytes(meminfo, tmp_path / "none") == 100 * 1024
+    for name, text in {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 2000\nfile 1000"}.items():
+        (tmp_path / name).write_text(text)
+    assert machine.available_memory_bytes(meminfo, tmp_path) == 3000
+
+
+# ---- ptxas -----------------------------------------------------------------------------------------------------------
+
+
+def test_ptxas_log():
+    first, second = resources.parse_ptxas_log(PTXAS_LOG)
+    assert first == {
+        "name": "_Z1kIfEvPT_",
+        "arch": "sm_80",
+        "registers": 255,
+        "spill_stores": 92,
+        "spill_loads": 96,
+        "stack": 40,
+        "smem": 1024,
+    }
+    assert (second["arch"], second["registers"], resources.spill_bytes(second)) == ("sm_90", 128, 0)
+
+
+@pytest.mark.parametrize("code", [7508, 7510, 7511, 7515, 7517])
+def test_fatal_diagnostics_by_number(code):
+    line = f"ptxas info    : (C{code}) Potential Performance Loss: something in the function 'k'"
+    assert resources.fatal_diagnostics(PTXAS_LOG + line) == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas warning : setmaxnreg is ignored to maintain minimum register requirement",
+        "ptxas info : wgmma.mma_async instructions are serialized due to insufficient register resources",
+    ],
+)
+def test_fatal_diagnostics_by_text(line):
+    assert resources.fatal_diagnostics(line) == [line]
+
+
+def test_no_fatal_diagnostics():
+    assert resources.fatal_diagnostics(PTXAS_LOG) == []
+
+
+def test_spill_budget():
+    kernel = resources.parse_ptxas_log(PTXAS_LOG)[0]
+    rules = [{"file": "flash_fwd_hdim256_*", "kernel": "kI", "arch": "sm_80", "spill_bytes": 96, "reason": "..."}]
+    budget = {"default_spill_bytes": 0, "rules": rules}
+    assert resources.over_budget(budget, "flash_fwd_hdim256_fp16_sm80", [kernel]) == []
+    (line,) = resources.over_budget(budget, "flash_fwd_hdim64_fp16_sm80", [kernel])
+    assert line == "flash_fwd_hdim64_fp16_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
+
+
+# ---- kernel files and archive ----------------------------------------------------------------------------------------
+
+
+def test_the_tree_has_every_instantiation():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    assert {(f.head_dim, f.dtype) for f in files} == {
+        (d, t) for d in (32, 64, 96, 128, 192, 256) for t in ("fp16", "bf16")
+    }
+    assert {(f.path.stem, f.arguments) for f in files if f.head_dim_v} == {
+        (f"flash_{direction}_hdim192_128_{t}_sm90", f"Dtype::{name}, 192, 128")
+        for direction in ("fwd", "bwd")
+        for t, name in kernel_manifest.DTYPES.items()
+    }
+
+
+def test_the_wgmma_family_is_compiled_for_its_architecture_only():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    hopper = [f for f in files if f.family == "sm90"]
+    assert {(f.direction, f.head_dim, f.dtype) for f in hopper if f.head_dim_v is None} == {
+        (direction, d, t)
+        for direction, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("bwd", (64, 128, 256)))
+        for d in head_dims
+        for t in ("fp16", "bf16")
+    }
+    assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
+        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "bwd")
+    }
+    assert {f.only_arch for f in files if f.family == "sm80"} == {None}
+    assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert kernel_manifest.select(files, None, None, ["80", "90"]) == files
+    assert kernel_manifest.select(files, None, None, ["80"]) == [f for f in files if f.family == "sm80"]
+
+
+def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    for archs in (["80"], ["100"], ["80", "90"]):
+        selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
+        left_out = [f for f in files if f not in selected]
+        text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
+        parameters = "const Flash_fwd_split_params&, const plan::FwdPlan&, cudaStream_t"
+        stub = f"cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>({parameters})"
+        assert (stub in text) == ("90" not in archs)
+        assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
+        assert text.count("return cudaErrorNotSupported;") == len(left_out)
+
+
+def test_unknown_subset():
+    files = kernel_manifest.kernel_files(ROOT / "csrc" / "flash_attn")
+    with pytest.raises(BuildError, match=r"FLASH_ATTN_HEAD_DIMS: expected some of \[32, .*256\], got '80'"):
+        kernel_manifest.select(files, ["80"], None)
+    with pytest.raises(BuildError, match="FLASH_ATTN_DTYPES: expected some of .*, got 'fp8'"):
+        kernel_manifest.select(files, None, ["fp8"])
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A source tree of two kernel files and a stand-in nvcc. Returns a function that builds the fp16 one."""
+    source = tmp_path / "source with space"
+    instantiations = source / "instantiations"
+    instantiations.mkdir(parents=True)
+    (source / "params").mkdir()
+    (source / "params" / "flash.h").write_text(FLASH_H)
+    for name, dtype in kernel_manifest.DTYPES.items():
+        (instantiations / f"flash_fwd_hdim64_{name}_sm80.cu").write_text(
+            f'#include "params/flash.h"\ntemplate <>\n'
+            f"int flash::run_mha_fwd_<flash::Dtype::{dtype}, 64>(const Flash_fwd_params&, const plan::FwdPlan&, void*) "
+            f"{{ return 0; }}\n"
+        )
+    cutlass = tmp_path / "cutlass" / "include" / "cutlass"
+    cutlass.mkdir(parents=True)
+    (cutlass / "version.h").write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n")
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(FAKE_NVCC)
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass"))
+    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("FAKE_PTXAS", str(tmp_path / "ptxas"))
+    (tmp_path / "ptxas").write_text(PTXAS_LOG.replace("92 bytes", "0 bytes").replace("96 bytes", "0 bytes"))
+    toolkit = toolchain.describe_toolkit(nvcc)
+    budget = tmp_path / "budget.json"
+    budget.write_text('{"default_spill_bytes": 0, "rules": []}')
+    build = kernel_build.KernelBuild(source, tmp_path / "out", ["80", "90"], dtypes=["fp16"], budget=budget)
+    return lambda: kernel_build.build_kernels(build, toolkit, [])
+
+
+needs_ninja = pytest.mark.skipif(
+    find_spec("ninja") is None and shutil.which("ninja") is None, reason="ninja is not installed"
+)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def kernel_compilations(tmp_path):
+    calls = tmp_path / "calls"
+    return calls.read_text().count("fp16_sm80.cu") if calls.exists() else 0
+
+
+@needs_ninja
+@needs_compiler
+def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, capfd):
+    info = stand_in()
+    archive = tmp_path / "out" / kernel_build.ARCHIVE
+    assert info["archs"] == ["80", "90"]
+    assert (info["head_dims"], info["dtypes"], info["cuda"]) == ([64], ["fp16"], "13.0")
+    assert kernel_manifest.archive_info(archive, tmp_path / "source with space") == info
+
+    output = capfd.readouterr().out
+    assert re.search(r"\[\d/3\] flash_fwd_hdim64_fp16_sm80\.cu [\d.]+ s, max 255 registers, 0 B spills", output)
+    assert re.search(r"1 kernel files, 1 compiled: \d+ s, \d+ CPU seconds, libflash_attn_kernels\.a \d+\.\d MB", output)
+
+    user = tmp_path / "user.cpp"
+    user.write_text(
+        '#include <cstdio>\n#include "params/flash.h"\nusing namespace flash;\nint main() {\n'
+        "  const int kernel = run_mha_fwd_<Dtype::kFp16, 64>({}, {}, nullptr);\n"
+        "  const int stub = run_mha_fwd_<Dtype::kBf16, 64>({}, {}, nullptr);\n"
+        '  std::printf("%d %d %s\\n", kernel, stub, kernel_build_info());\n}\n'
+    )
+    program = tmp_path / "user"
+    include = tmp_path / "source with space"
+    subprocess.run(["g++", "-std=c++17", f"-I{include}", user, archive, "-o", program], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    kernel, stub, text = printed.split(" ", 2)
+    assert (kernel, stub) == ("0", "801")
+    assert json.loads(text) == info
+
+
+@needs_ninja
+@needs_compiler
+def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
+    stand_in()
+    database = tmp_path / "out" / compile_commands.NAME
+    entries = {Path(entry["file"]).name: entry for entry in json.loads(database.read_text())}
+    assert set(entries) == {"flash_fwd_hdim64_fp16_sm80.cu", "kernel_manifest.cpp"}
+    entry = entries["flash_fwd_hdim64_fp16_sm80.cu"]
+    assert Path(entry["directory"]) == tmp_path / "out"
+    arguments = entry["arguments"]
+    assert arguments[0] == str(tmp_path / "bin" / "nvcc")
+    assert {"-std=c++17", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
+    assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
+
+
+def test_a_file_of_several_builds_has_the_flags_of_the_newest(tmp_path):
+    databases = []
+    for age, flag in enumerate(("-Dnew", "-Dold")):
+        databases.append(tmp_path / f"{flag}.json")
+        entry = {"directory": "/d", "file": "a.cu", "arguments": ["nvcc", flag]}
+        databases[-1].write_text(json.dumps([entry, {**entry, "file": f"{flag}.cu"}]))
+        os.utime(databases[-1], (1000 - age, 1000 - age))
+    found = {entry["file"]: entry["arguments"][1] for entry in compile_commands.merged(databases)}
+    assert found == {"a.cu": "-Dnew", "-Dnew.cu": "-Dnew", "-Dold.cu": "-Dold"}
+
+
+@needs_ninja
+@needs_compiler
+def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
+    stand_in()
+    assert kernel_compilations(tmp_path) == 1
+    header = tmp_path / "source with space" / "params" / "flash.h"
+    os.utime(header, (2**31, 2**31 - 60))
+    stand_in()
+    assert kernel_compilations(tmp_path) == 1
+    assert "flash_fwd_hdim64_fp16_sm80.cu unchanged" in capfd.readouterr().out
+    header.write_text(FLASH_H + "// changed\n")
+    stand_in()
+    assert kernel_compilations(tmp_path) == 2
+
+
+@needs_ninja
+@needs_compiler
+@pytest.mark.parametrize(
+    "log, message",
+    [
+        (PTXAS_LOG, r"k<float>\(float\*\) \(sm_80\) spills 96 bytes, budget 0 bytes"),
+        ("ptxas info : (C7510) wgmma.mma_async instructions are serialized", r"ptxas: .*\(C7510\)"),
+    ],
+)
+def test_bad_kernels_are_refused_every_time(stand_in, tmp_path, log, message):
+    (tmp_path / "ptxas").write_text(log)
+    for _ in range(2):
+        with pytest.raises(BuildError, match=message):
+            stand_in()
+        assert not (tmp_path / "out" / kernel_build.ARCHIVE).exists()
+
+
+@needs_ninja
+@needs_compiler
+def test_compile_errors_are_shown(stand_in, tmp_path):
+    (tmp_path / "source with space" / "params" / "flash.h").write_text("#error broken header\n")
+    with pytest.raises(BuildError, match="broken header"):
+        stand_in()
+
+
+def test_unknown_arch_is_refused(stand_in, tmp_path):
+    toolkit = toolchain.describe_toolkit(tmp_path / "bin" / "nvcc")
+    with pytest.raises(BuildError, match=r"FLASH_ATTN_CUDA_ARCHS: nvcc 13\.0 does not know 999"):
+        kernel_build.check_archs(toolkit, ["90", "999"])
+
+
+def test_other_archives_are_refused(tmp_path):
+    (tmp_path / "other.a").write_bytes(b"!<arch>\n")
+    with pytest.raises(BuildError, match="FLASH_ATTN_KERNEL_ARCHIVE: expected an archive"):
+        kernel_manifest.archive_info(tmp_path / "other.a", ROOT / "csrc" / "flash_attn")
+
+
+@needs_ninja
+@needs_compiler
+def test_archives_of_another_interface_are_refused(stand_in, tmp_path):
+    """Else the binding would hand the kernels a struct of another layout."""
+    stand_in()
+    source = tmp_path / "source with space"
+    (source / "params" / "flash.h").write_text(
+        FLASH_H.replace("struct Flash_fwd_params {}", "struct Flash_fwd_params { int b; }")
+    )
+    message = "FLASH_ATTN_KERNEL_ARCHIVE: expected an archive built from this tree's kernel sources, .* build it again"
+    with pytest.raises(BuildError, match=message):
+        kernel_manifest.archive_info(tmp_path / "out" / kernel_build.ARCHIVE, source)
+
+
+# ---- the archive's digest --------------------------------------------------------------------------------------------
+
+CSRC = ROOT / "csrc" / "flash_attn"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of the sources to change."""
+    return Path(shutil.copytree(CSRC, tmp_path / "csrc"))
+
+
+def compiler_dependencies(files):
+    """What the host's preprocessor reads of csrc/flash_attn for `files`; headers that it does not find are skipped."""
+    include = [f"-I{CSRC}"]
+    command = ["g++", "-x", "c++", "-std=c++17", "-MM", "-MG", *include, *map(str, files)]
+    rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    paths = {Path(word).resolve() for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+    return {path for path in paths if path.is_relative_to(CSRC) and path.is_file()}
+
+
+@needs_compiler
+def test_the_digest_covers_what_the_compiler_reads():
+    files = [*(f.path for f in kernel_manifest.kernel_files(CSRC)), *kernel_manifest.pass_files(CSRC)]
+    covered = set(kernel_manifest.shared_sources(CSRC))
+    assert {CSRC / "plan" / name for name in ("grid.h", "decode_plan.h", "tiles.h")} <= covered
+    read = compiler_dependencies(files)
+    assert CSRC / "plan" / "grid.h" in read
+    assert read <= covered
+    assert not [path for path in covered if CSRC / "api" in path.parents], "headers of the binding alone"
+
+
+def test_every_header_of_a_kernel_changes_the_digest(sources):
+    found = kernel_manifest.shared_sources(sources)
+    assert {"params/flash.h", "params/kvcache.h", "plan/grid.h", "core/kv_schedule.h", "kernels/sm90/gemm.h"} <= {
+        path.relative_to(sources).as_posix() for path in found
+    }
+    digests = {kernel_manifest.interface_digest(sources)}
+    for path in found:
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n")
+        digests.add(kernel_manifest.interface_digest(sources))
+        path.write_bytes(content)
+    assert len(digests) == 1 + len(found)
+
+
+@pytest.mark.parametrize(
+    "line, place",
+    [
+        ('#include "new.h"', "instantiations/new.h"),
+        ('#include "params/new.h"', "params/new.h"),
+        ('  #  include "plan/new.h"', "plan/new.h"),
+        ('#include "../plan/new.h"', "plan/new.h"),
+        ("#include <kernels/common/new.h>", "kernels/common/new.h"),
+    ],
+)
+def test_new_headers_change_the_digest(sources, line, place):
+    """Whatever the form of their include, through another header too."""
+    kernel = sorted((sources / "instantiations").glob("*.cu"))[0]
+    kernel.write_text(f"{line}\n{kernel.read_text()}")
+    (sources / place).write_text('#include "core/newer.h"\n')
+    (sources / "core" / "newer.h").write_text("constexpr int kRows = 64;\n")
+    before = kernel_manifest.interface_digest(sources)
+    assert {sources / place, sources / "core" / "newer.h"} <= set(kernel_manifest.shared_sources(sources))
+    (sources / "core" / "newer.h").write_text("constexpr int kRows = 96;\n")
+    assert kernel_manifest.interface_digest(sources) != before
+
+
+def test_the_digest_needs_neither_the_place_of_the_tree_nor_the_binding(sources, tmp_path):
+    before = kernel_manifest.interface_digest(sources)
+    (sources / "flash_api.cpp").write_text((sources / "flash_api.cpp").read_text() + "// changed\n")
+    (sources / "api" / "checks.h").write_text((sources / "api" / "checks.h").read_text() + "// changed\n")
+    (tmp_path / "link").symlink_to(sources)
+    assert kernel_manifest.interface_digest(tmp_path / "link") == before
+    assert kernel_manifest.interface_digest(CSRC) == before

@@ -1,0 +1,270 @@
+"""Two builds in turns: the table, the calls of each build, the order, the statistics, and a run on the CPU."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+
+import flash_attn
+import flash_attn.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import builds
+import builds_host
+import compare_builds
+import implementations
+import rows
+import timing
+
+CPU = torch.device("cpu")
+BUILD = builds.Build("old", flash_attn.cpu)
+
+
+def small_row(group="cells", **options):
+    values = {"batch": 2, "seqlen_q": 40, "seqlen_k": 40, "nheads": 4, "nheads_k": 2, "head_dim": 32, **options}
+    return rows.Row(group, Case(dtype="float32", **values))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_the_default():
+    chosen = rows.select(compare_builds.DEFAULT_GROUPS, False, "cuda", "bfloat16")
+    counts = {}
+    for row in chosen:
+        for mode in builds.modes_of(row):
+            counts[row.group, mode] = counts.get((row.group, mode), 0) + 1
+    assert (counts["cells", "fwd"], counts["cells", "bwd"]) == (36, 36)
+    assert counts["decode", "fwd"] == 45 and counts["decode_layers", "fwd"] == 20
+    assert counts["varlen", "fwd"] == counts["varlen", "bwd"] == 2
+    assert not [key for key in counts if key[0].startswith(("decode", "small", "prefill")) and key[1] == "bwd"]
+    assert builds.modes_of(small_row("deterministic")) == ("bwd",)
+    assert compare_builds.HOST in compare_builds.DEFAULT_GROUPS
+    with pytest.raises(SystemExit):
+        compare_builds.parse(["--device", "cuda"])
+
+
+# ---- the calls of a build --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "softcap": 3.0, "alibi": "heads"},
+        {"sinks": True, "window": (9, 4)},
+        {"kind": "packed", "seqlens": (40, 17)},
+        {"head_dim_v": 16},
+    ],
+    ids=str,
+)
+def test_calls_are_those_of_the_public_functions(options):
+    row = small_row(**options)
+    inputs = implementations.make_inputs(row, CPU, requires_grad=True)
+    expected = implementations.ours(row, inputs)()
+    gradients = torch.autograd.grad(expected, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    with torch.no_grad():
+        first = builds.make_call(BUILD, row, "fwd", inputs, None)()
+        results = builds.make_call(BUILD, row, "bwd", inputs, (first[0], first[1], first[3]))()
+    assert torch.equal(builds.results_of("fwd", first)[0], expected)
+    assert all(map(torch.equal, builds.results_of("bwd", results), gradients))
+
+
+@pytest.mark.parametrize("timing_of_row", ["event", "graph"])
+@pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"append": 1}, {"seqlen_q": 3, "causal": True}], ids=str)
+def test_calls_over_a_cache(options, timing_of_row):
+    """With a plan and a given result where rows are timed as the layers of a model."""
+    row = small_row("decode", **{"seqlen_q": 1, "seqlen_k": 90, "kind": "cache", **options})
+    row = dataclasses.replace(row, timing=timing_of_row)
+    inputs = implementations.make_inputs(row, CPU)
+    inputs.caches = inputs.caches[:2]
+    expected = implementations.IMPLEMENTATIONS["ours"].call(row, inputs)()
+    call = builds.make_call(BUILD, row, "fwd", inputs, None)
+    assert all(torch.equal(call()[0], expected) for _ in range(timing.CALLS_PER_GRAPH + 1))
+
+
+def test_deterministic_rows_ask_for_it():
+    asked = []
+    module = type("Module", (), {"bwd": staticmethod(lambda *arguments: asked.append(arguments[16]))})
+    for group in ("cells", "deterministic"):
+        row = small_row(group)
+        inputs = implementations.make_inputs(row, CPU)
+        builds.backward(builds.Build("new", module), row, inputs, (None, None, None))()
+    assert asked == [False, True]
+
+
+EXTENSION = """\
+#include <Python.h>
+static PyObject* info(PyObject*, PyObject*) { return PyUnicode_FromString("{\\"commit\\": \\"%s\\"}"); }
+static PyMethodDef methods[] = {{"build_info", info, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "flash_attn_2_cuda", "", -1, methods};
+PyMODINIT_FUNC PyInit_flash_attn_2_cuda() { return PyModule_Create(&module); }
+"""
+has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or not has_headers, reason="g++ or Python.h is missing")
+def test_two_modules_of_one_name(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, builds.MODULE, raising=False)
+    found = []
+    for name in ("old", "new"):
+        site = tmp_path / name
+        site.mkdir()
+        source = site / "module.cpp"
+        source.write_text(EXTENSION % f"of {name}")
+        include = f"-I{sysconfig.get_paths()['include']}"
+        module = site / f"flash_attn_2_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+        subprocess.run(["g++", "-shared", "-fPIC", include, source, "-o", module], check=True)
+        found.append(builds.load_build(name, site))
+    assert [build.commit for build in found] == ["of old", "of new"]
+    assert [json.loads(build.module.build_info())["commit"] for build in found] == ["of old", "of new"]
+    assert builds.MODULE not in sys.modules
+    assert builds.module_file(module) == module and found[1].site == module.parent
+
+
+def test_a_folder_without_a_module(tmp_path):
+    with pytest.raises(ValueError, match=r"expected one flash_attn_2_cuda\*\.so, found 0"):
+        builds.module_file(tmp_path)
+
+
+# ---- order and statistics --------------------------------------------------------------------------------------------
+
+
+class CountingTimer(timing.HostTimer):
+    """Records which build was called; a call takes as many ms as its build says."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.order = []
+
+    def record(self, call):
+        name, ms = call()
+        self.order.append(name)
+        return ms
+
+    def milliseconds(self, records):
+        return records
+
+
+def test_builds_take_turns(monkeypatch):
+    def prepare(found, row, mode, inputs, device):
+        calls = {
+            build.name: (compare_builds.contextlib.nullcontext, lambda b=build: (b.name, b.info)) for build in found
+        }
+        return calls, 0.0, True
+
+    monkeypatch.setattr(compare_builds, "prepare", prepare)
+    timer, pair = CountingTimer(), [builds.Build("old", None, None, 1.0), builds.Build("new", None, None, 2.0)]
+    budget = timing.Budget(min_rounds=4, min_ms=0.0, warmup_ms=0.0)
+    samples, facts = compare_builds.measure(pair, small_row(), "fwd", {"event": timer}, CPU, budget)
+    assert timer.order[2:] == ["old", "new", "new", "old"] * 2
+    assert samples == {"old": [1.0] * 4, "new": [2.0] * 4} and facts["equal_bits"]
+
+
+def test_results_of_the_builds_are_compared():
+    row = small_row(causal=True)
+    inputs = implementations.make_inputs(row, CPU)
+
+    def scaled(factor):
+        def call(*arguments):
+            return [x * factor for x in flash_attn.cpu.fwd(*arguments)[:1]]
+
+        return builds.Build("new", type("Module", (), {"fwd": staticmethod(call)}))
+
+    for factor, wrong, equal in (
+        (1.0, False, True),
+        (1.001, False, False),
+        (1.1, True, False),
+        (float("nan"), True, False),
+    ):
+        _, difference, same = compare_builds.prepare([BUILD, scaled(factor)], row, "fwd", inputs, CPU)
+        assert (compare_builds.is_wrong({"difference": difference}), same) == (wrong, equal)
+    dropped = small_row(dropout=0.5)
+    assert compare_builds.prepare([BUILD, BUILD], dropped, "fwd", inputs, CPU)[1] is None
+
+
+def test_the_interval_holds_the_median():
+    assert compare_builds.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    values = [float(i) for i in range(101)]
+    low, high = compare_builds.median_interval(values)
+    assert (low, high) == (40.0, 60.0)
+    assert compare_builds.median_interval([1.0] * 5000) == (1.0, 1.0)
+    torch.manual_seed(0)
+    hits = 0
+    for draw in torch.randn(2000, 40).tolist():
+        low, high = compare_builds.median_interval(draw)
+        hits += low <= 0.0 <= high
+    assert 0.93 < hits / 2000 < 0.98
+
+
+def test_rows_below_the_limit_are_measured_again(monkeypatch, capsys):
+    """What was chance is then none, what was not stays."""
+    times = {"d32 full h4/2 b2 s40": [1.02, 1.0], "d32 causal h4/2 b2 s40": [1.05, 1.05]}
+    asked = []
+
+    def measure(found, row, mode, timers, device, budget):
+        asked.append((row.label, budget.min_ms))
+        slow = times[row.label][len([label for label, _ in asked if label == row.label]) - 1]
+        count = 10 if len(asked) <= 2 else 30
+        return {"old": [1.0] * count, "new": [slow] * count}, {"difference": 0.0, "equal_bits": True}
+
+    monkeypatch.setattr(compare_builds, "measure", measure)
+    monkeypatch.setattr(compare_builds, "select", lambda *_: [small_row(), small_row(causal=True)])
+    options = compare_builds.parse(["--device", "cpu", "--groups", "cells", "--mode", "fwd"])
+    entries = compare_builds.measure_rows([], options, CPU, {})
+    assert [label for label, _ in asked] == list(times) * 2 and asked[2][1] > asked[0][1]
+    assert [entry["below"] for entry in entries] == [False, True]
+    assert [entry["ratio"] for entry in entries] == [1.0, pytest.approx(1 / 1.05)]
+    assert entries[0]["first_ratio"] == pytest.approx(1 / 1.02)
+    (score,) = compare_builds.scores(entries)
+    assert score["below"] == ["d32 causal h4/2 b2 s40"] == [score["worst_label"]]
+    assert score["mean"] == pytest.approx(1.05**-0.5) and (score["rows"], score["equal_bits"]) == (2, 2)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def run_script(*arguments):
+    paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare_builds.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_a_run_on_the_cpu(tmp_path):
+    done = run_script(
+        "--device", "cpu", "--dtype", "float32", "--quick", "--budget", 1, "--groups", "cells", "decode_append",
+        "--limit", 0, "--out", tmp_path / "builds.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "builds.json").read_text())
+    assert {"commit", "site", "build"} == set(result["old"]) == set(result["new"])
+    assert [(score["group"], score["mode"]) for score in result["scores"]] == [
+        ("cells", "fwd"), ("cells", "bwd"), ("decode_append", "fwd"),
+    ]  # fmt: skip
+    for entry in result["rows"]:
+        assert entry["ratio"] == pytest.approx(entry["old"]["median"] / entry["new"]["median"])
+        assert entry["equal_bits"] and entry["difference"] == 0.0 and not entry["below"]
+    assert "cells fwd: geometric mean" in done.stdout and "12 of 12 bitwise equal" in done.stdout
+
+
+def test_host_times_of_two_packages():
+    site = Path(flash_attn.__file__).resolve().parents[1]
+    samples = builds_host.measure_host({"old": site, "new": site}, "cpu", loops=2, calls_per_loop=1)
+    assert set(samples) == {"dense fwd", "dense fwd+bwd", "packed fwd", "cache"}
+    assert all(len(us) == 2 and min(us) > 0 for found in samples.values() for us in found.values())
+
+
+def test_host_times_are_of_the_package_that_is_asked_for(tmp_path):
+    with pytest.raises(RuntimeError, match="the process of the host times ended"):
+        builds_host.measure_host({"old": tmp_path}, "cpu", loops=1, calls_per_loop=1)

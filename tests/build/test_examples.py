@@ -1,0 +1,63 @@
+"""The examples run: training with flash_attn beside plain attention, and the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import demo
+import train_char_lm
+
+SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
+
+
+def wider_window(q, k, v, window):
+    return train_char_lm.flash_attention(q, k, v, window + 1 if window >= 0 else window)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_loss_curves_agree(device, dtype, tmp_path, capsys):
+    if device == "cuda" and dtype == "float32":
+        pytest.skip("the kernels are for half precision")
+    result, model = train_char_lm.compare(replace(SMALL, dtype=dtype), torch.device(device))
+    train_char_lm.show(result)
+    assert "ok" in capsys.readouterr().out.splitlines()[-1]
+    assert result["agrees"] and result["learned"]
+    assert all(torch.isfinite(x.grad).all() for x in model.parameters())
+    train_char_lm.save(result, tmp_path)
+    assert json.loads((tmp_path / "train_char_lm.json").read_text()) == json.loads(json.dumps(result))
+    assert (tmp_path / "train_char_lm.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+@pytest.mark.devices("cpu")
+def test_wrong_attention_is_told_from_noise(device):
+    """A window that is one key too wide leaves the noise of float32 far behind."""
+    wrong = {**train_char_lm.ATTENTIONS, "flash_attn": wider_window}
+    result, _ = train_char_lm.compare(replace(SMALL, steps=4), torch.device(device), wrong)
+    assert not result["agrees"]
+    assert result["difference_to_plain"]["flash_attn"][0] > 100 * result["noise"]
+
+
+@pytest.mark.devices("cpu")
+def test_options_reach_the_training(device, tmp_path):
+    options = "--layers 1 --head-dim 8 --context 16 --steps 2 --batch 2".split()
+    status = train_char_lm.main(["--device", device, "--out", str(tmp_path), *options])
+    result = json.loads((tmp_path / "train_char_lm.json").read_text())
+    assert status == (0 if result["agrees"] and result["learned"] else 1)
+    assert result["config"]["head_dim"] == 8 and len(result["runs"]["flash_attn"]["losses"]) == 2
+
+
+def test_demo(device, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "CONFIG", replace(SMALL, steps=4))
+    status = demo.main(["--device", device, "--seqlen", "200", "--steps", "8"])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert printed.count("FAILED") == 0 and "demo ok" in printed

@@ -1,0 +1,133 @@
+"""What tools/gpu_check.sh runs under the sanitizers: its cases on the CPU, and its stages with stand-ins."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import sanitize_cases
+import sanitize_kvcache
+import sanitize_varlen
+from reference import sequence_bounds
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+DIMS = {(32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)}
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def dims_of(cases, family):
+    return {(c.head_dim, c.value_dim) for forced, c in cases if forced == family}
+
+
+def test_every_family_has_every_head_dim():
+    """Those of the wgmma family are above 32; the backward follows the forward's."""
+    assert dims_of(sanitize_cases.FAMILY_CASES, "mma_sync") == DIMS
+    assert dims_of(sanitize_cases.FAMILY_CASES, "wgmma") == DIMS
+    assert all(sanitize_cases.has_backward(case) for _, case in sanitize_cases.FAMILY_CASES)
+    for family in ("wgmma:1", "wgmma:3"):
+        assert dims_of(sanitize_cases.FORWARD_CASES, family) == DIMS - {(32, 32)}
+    assert dims_of(sanitize_cases.FORWARD_CASES, "split_kv") == DIMS - {(192, 128)}
+
+
+def test_features_and_extremes_are_covered():
+    cases = [*sanitize_cases.CASES, *(c for _, c in (*sanitize_cases.FAMILY_CASES, *sanitize_cases.FORWARD_CASES))]
+    assert {c.dtype for c in cases} == {"float16", "bfloat16"}
+    for feature in ("causal", "softcap", "sinks", "dropout", "page_size"):
+        assert any(getattr(c, feature) for c in cases), feature
+    assert {c.kind for c in cases} == {"dense", "packed", "padded", "seqused", "leftpad"}
+    splits = [options["num_splits"] for _, options in sanitize_kvcache.CASES if "num_splits" in options]
+    assert splits.count(2**31 - 1) >= 2
+    assert {0, 1, 3, 5, 16, 17, 48} <= {case.page_size for case, _ in sanitize_kvcache.CASES}
+    values = {
+        value for contents in sanitize_varlen.CONTENTS.values() for cu_seqlens in contents for value in cu_seqlens
+    }
+    assert {-(2**31), 2**31 - 1, -1} <= values
+
+
+def test_every_name_is_its_own():
+    names = [name for name, _, _ in sanitize_cases.checks("cpu")]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("only", ["mma_sync-b2-q65", "wgmma:3-b3", "num_splits': 4", "num_splits': 128", "combine"])
+@pytest.mark.parametrize("nan_outputs", [False, True])
+def test_cases_run(only, nan_outputs, capsys, monkeypatch):
+    monkeypatch.setattr(sanitize_cases.calls, "backends", sanitize_cases.calls.backends)
+    arguments = ["--device", "cpu", "--only", only] + ["--nan-outputs"] * nan_outputs
+    assert sanitize_cases.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "0 wrong results"
+    assert len(lines) > 2 and all(line.startswith("ok ") for line in lines[1:-1])
+
+
+def test_bounds_are_the_running_maximum():
+    assert sequence_bounds((5, 3, -7, 9, 2**31 - 1, 0), 20) == [5, 5, 5, 9, 20, 20]
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+# Stands in for Python: its pip and its package do nothing, its scripts fail where FAIL names the tool that runs them.
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+*__build__*) echo "{'backends': ['cuda']}" ;;
+*sanitize_cases*) echo "cases: $*"; [ "${TOOL:-}" != "${FAIL:-none}" ] || exit 3 ;;
+esac
+"""
+SANITIZER = """\
+#!/usr/bin/env bash
+echo "options: $*"
+[ "$2" != "${SLOW:-none}" ] || sleep 5
+while [[ $1 != */python ]]; do [[ $1 != --tool ]] || export TOOL=$2; shift; done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def gpu_check(tmp_path):
+    """Returns a function that runs the sanitizer's stage with stand-ins -> (exit status, {stage: result}, folder)."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"python": PYTHON, "compute-sanitizer": SANITIZER}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+    def run(**variables):
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
+        out = tmp_path / "out"
+        command = ["bash", str(ROOT / "tools" / "gpu_check.sh"), str(out), "sanitize"]
+        done = subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True)
+        lines = (out / "summary.txt").read_text().splitlines()[1:]
+        return done.returncode, {line[:18].strip(): line[19:28].strip() for line in lines}, out
+
+    return run
+
+
+def test_every_tool_is_a_stage(gpu_check):
+    status, found, out = gpu_check()
+    assert (status, found) == (0, dict.fromkeys(("install", *TOOLS), "passed"))
+    options = {tool: (out / f"{tool}.log").read_text() for tool in TOOLS}
+    assert all(f"--tool {tool} --error-exitcode 3" in text for tool, text in options.items())
+    assert ["--nan-outputs" in options[tool] for tool in TOOLS] == [False, False, True, False]
+    assert ["kernel_substring=flash" in options[tool] for tool in TOOLS] == [False, True, False, True]
+    assert not [tool for tool in TOOLS if "--kernel-name-exclude" in options[tool]]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_reports_fails_its_stage(gpu_check, tool):
+    status, found, _ = gpu_check(FAIL=tool)
+    assert status == 1
+    assert found == {**dict.fromkeys(("install", *TOOLS), "passed"), tool: "rc 3"}
+
+
+def test_every_tool_has_its_own_limit(gpu_check):
+    status, found, _ = gpu_check(SLOW="synccheck", SYNCCHECK_LIMIT="1", SANITIZE_TOOLS="memcheck synccheck")
+    assert status == 1
+    assert found == {"install": "passed", "memcheck": "passed", "synccheck": "timeout"}

@@ -1,0 +1,54 @@
+"""Host C++ tests: every tests/cpp/test_*.cpp is compiled with warnings as errors and run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
+FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+INCLUDES = [f"-I{ROOT / 'csrc' / 'flash_attn'}"]
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def compile_program(source: Path, folder: Path) -> Path:
+    program = folder / source.stem
+    command = ["g++", *FLAGS, *INCLUDES, str(source), "-o", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return program
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_host_program(source, tmp_path):
+    result = subprocess.run([str(compile_program(source, tmp_path))], capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert " 0 failures" in result.stdout
+
+
+def test_host_programs_exist():
+    assert len(SOURCES) >= 4
+
+
+def test_dropout_mask_is_the_same_in_cpp_and_python(tmp_path):
+    from flash_attn import dropout_mask
+
+    program = compile_program(ROOT / "tests" / "cpp" / "dropout_bits.cpp", tmp_path)
+    for seed, offset, p in [(0, 0, 0.5), (1234567890123456789, 7, 0.17), (2**63 - 1, 2**33 + 5, 0.999), (5, 1, 1e-3)]:
+        rows, columns, batch, heads = 45, 83, 2, 3
+        threshold = min(round(p * 2**32), 2**32 - 1)
+        rng_state = torch.tensor([seed, offset], dtype=torch.int64)
+        mask = dropout_mask(rng_state, p, batch, heads, rows, columns)
+        assert mask.dtype == torch.bool and mask.shape == (batch, heads, rows, columns)
+        for b in range(batch):
+            for h in range(heads):
+                arguments = [seed, offset, b, h, rows, columns, threshold, 0, 0]
+                text = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True, check=True)
+                expected = torch.tensor([[c == "1" for c in line] for line in text.stdout.split()])
+                assert torch.equal(mask[b, h], expected), (seed, offset, p, b, h)

@@ -1,0 +1,155 @@
+"""Registers, spills and interior-loop instructions of the kernels that were built here may not grow unnoticed."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compile_kernel
+import resources
+
+BUDGET = resources.load_budget(ROOT / "tools" / "resource_budget.json")
+REPORTS = sorted((ROOT / "build" / "kernels").glob("*/build_report.json"))
+MAX_REGISTERS = 255  # what one thread can hold on every architecture so far
+
+
+def built_kernels():
+    """(name to show, source stem, kernel record) of each kernel of the builds found."""
+    for report in REPORTS:
+        for record in json.loads(report.read_text(encoding="utf-8"))["files"]:
+            for kernel in record["kernels"]:
+                yield f"{report.parent.name}/{record['file']}", Path(record["file"]).stem, kernel
+
+
+needs_build = pytest.mark.skipif(not REPORTS, reason="no kernels were built here (make kernels)")
+
+
+@needs_build
+def test_registers():
+    over = [(name, k["name"], k["registers"]) for name, _, k in built_kernels() if k["registers"] > MAX_REGISTERS]
+    assert over == []
+
+
+@needs_build
+def test_spills():
+    over = [line for _, stem, kernel in built_kernels() for line in resources.over_budget(BUDGET, stem, [kernel])]
+    assert over == []
+
+
+@needs_build
+def test_every_kernel_file_holds_a_kernel_for_every_arch():
+    for report in REPORTS:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        wanted = {f"sm_{arch}" for arch in content["info"]["archs"]}
+        for record in content["files"]:
+            archs = {"sm_90a"} if record["file"].endswith("_sm90.cu") else wanted
+            assert {kernel["arch"] for kernel in record["kernels"]} == archs, record["file"]
+
+
+def test_every_rule_gives_its_reason():
+    for rule in BUDGET["rules"]:
+        assert rule["spill_bytes"] > BUDGET["default_spill_bytes"]
+        assert len(rule["reason"]) > 20, rule
+
+
+def test_every_rule_names_a_variant_that_exists():
+    variants = resources.variants_of((ROOT / "csrc" / "flash_attn").rglob("*.h"))
+    assert {"FwdVariant", "BwdVariant"} <= set(variants) and "kDropout" in variants["FwdVariant"]
+    stated = {rule["variant"] for rule in (*BUDGET["rules"], *BUDGET["interior_loops"]) if "variant" in rule}
+    assert stated <= {name for names in variants.values() for name in names}
+
+
+def test_variants_are_named(tmp_path):
+    header = tmp_path / "config.h"
+    header.write_text("namespace flash {\nenum class FwdVariant { kPlain, kShort, kDropout };\n}\n")
+    variants = resources.variants_of([str(header)])
+    name = resources.with_variant_names("void kernel<Config<(Dtype)1, 64, (flash::plan::FwdVariant)2> >()", variants)
+    assert name == "void kernel<Config<(Dtype)1, 64, FwdVariant::kDropout> >()"
+    assert resources.with_variant_names("kernel<(KvVariant)1>", variants) == "kernel<(KvVariant)1>"
+    assert resources.is_kernel_of({"variant": "kDropout"}, name)
+    assert resources.is_kernel_of({"kernel": "kernel<"}, name)
+    assert not resources.is_kernel_of({"variant": "kDrop"}, name)
+    assert not resources.is_kernel_of({"variant": "kDropout", "kernel": "heads_kernel<"}, name)
+
+
+def cuobjdump():
+    """cuobjdump of PATH, else the one that comes with triton."""
+    on_path = shutil.which("cuobjdump")
+    if on_path:
+        return on_path
+    triton = find_spec("triton")
+    if triton is None:
+        return None
+    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(bundled) if bundled.is_file() else None
+
+
+def sass_functions(object_file, arch):
+    """Machine code of one object: {mangled kernel name: [(address, instruction text)]}."""
+    listing = subprocess.run(
+        [cuobjdump(), "-sass", "-arch", arch, str(object_file)], capture_output=True, text=True, check=True
+    ).stdout
+    functions = {}
+    for line in listing.splitlines():
+        if header := re.match(r"\s*Function : (\S+)", line):
+            code = functions.setdefault(header[1], [])
+        elif instruction := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", line):
+            code.append((int(instruction[1], 16), instruction[2]))
+    return functions
+
+
+def loops(code):
+    """Instructions of each loop, as lists of texts: the range from a backward branch's target to the branch."""
+    for address, text in code:
+        branch = re.search(r"\bBRA\S*\s.*?(0x[0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            yield [t for a, t in code if int(branch[1], 16) <= a <= address]
+
+
+def smallest_matrix_loop(code):
+    """Instruction count of the shortest loop with tensor-core instructions: the interior loop; None without one.
+
+    Of a kernel with wgmma those count: where it falls back on mma.sync, that is a loop within the interior one.
+    """
+    product = "HGMMA" if any(re.search(r"\bHGMMA\b", text) for _, text in code) else "HMMA"
+    counts = [len(loop) for loop in loops(code) if any(re.search(rf"\b{product}\b", t) for t in loop)]
+    return min(counts, default=None)
+
+
+@needs_build
+@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump (CUDA toolkit or triton)")
+@pytest.mark.parametrize("rule", BUDGET["interior_loops"], ids=lambda rule: f"{rule['file']}-{rule['arch']}")
+def test_interior_loop_instructions(rule):
+    objects = [report.parent / f"{rule['file']}.o" for report in REPORTS]
+    objects = [path for path in objects if path.exists() and rule["arch"][3:5] in path.parent.name]
+    if not objects:
+        pytest.skip(f"{rule['file']} was not built here for {rule['arch']}")
+    for path in objects:
+        functions = sass_functions(path, rule["arch"])
+        variants = resources.variants_of(compile_kernel.dependencies(path.with_name(f"{path.name}.deps")))
+        names = [resources.with_variant_names(name, variants) for name in compile_kernel.demangled(list(functions))]
+        counts = {
+            name: smallest_matrix_loop(code)
+            for name, code in zip(names, functions.values())
+            if resources.is_kernel_of(rule, name)
+        }
+        assert counts, f"{path.name} has no kernel of {rule}"
+        for name, count in counts.items():
+            assert count is not None, f"{name} has no loop with tensor-core instructions"
+            assert count <= rule["instructions"], f"{name}: {count} instructions, budget {rule['instructions']}"
+
+
+def test_loop_counter_on_known_code():
+    code = [(0x00, "MOV R1, R2"), (0x10, "HMMA.16816.F32 R4, R8, R12, R4"), (0x20, "@P0 BRA 0x10"), (0x30, "BRA 0x30")]
+    assert smallest_matrix_loop(code) == 2
+    assert smallest_matrix_loop(code[:1]) is None
+    outer = [*code[:3], (0x30, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"), (0x40, "@P1 BRA 0x0")]
+    assert smallest_matrix_loop(outer) == 5

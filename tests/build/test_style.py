@@ -1,0 +1,22 @@
+"""clang-format and ruff accept the tree (tools/style.py, versions pinned in pyproject.toml)."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import style
+
+
+@pytest.mark.parametrize("check", ["clang-format", "ruff check", "ruff format"])
+def test_style(check):
+    command = style.commands(fix=False)[check]
+    if style.tool_path(command[0]) is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{command[0]} must be installed in CI")
+        pytest.skip(f"{command[0]} is not installed (pip install '.[style]')")
+    result = style.run(command)
+    assert result.returncode == 0, f"{result.stdout}\nmake style rewrites the files"
