@@ -52,5 +52,5 @@ SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void
   if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
   flash::plan::FwdPlan plan;
   plan.grid = int64_t{heads} * flash::plan::m_blocks(false, batch, seqlen, SweepConfig::kBlockM);
-  return flash::run_flash_fwd<SweepConfig>(params, plan, static_cast<cudaStream_t>(stream));
+  return flash::sm80::run_flash_fwd<SweepConfig>(params, plan, static_cast<cudaStream_t>(stream));
 }

@@ -93,6 +93,11 @@ def test_a_forced_family_is_explained(device, monkeypatch):
     assert plan["kernel"] == "mma_sync" and plan["variant"] == "short" and plan["num_splits"] == 1
 
 
+def test_a_call_without_queries(device):
+    q, k, v = qkv(device)
+    assert backends.get("cuda").explain_fwd(q[:, :0], k, v, **FORWARD)["kernel"] == "none"
+
+
 def test_wrong_calls_are_refused_as_the_call_is(device):
     q, k, v = qkv(device)
     with pytest.raises(RuntimeError, match="q: expected a head count divisible"):

@@ -119,7 +119,9 @@ inline plan::Explanation explain(const FwdCall& call) {
   at::Tensor q = aligned_layout(call.q), k = aligned_layout(call.k), v = aligned_layout(call.v);
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
-  if (plan.family != plan::Family::kDecode) return plan::explain(plan);
+  plan::Explanation result = plan::explain(plan);
+  if (call.q.numel() == 0) result["kernel"] = std::string("none");
+  if (call.q.numel() == 0 || plan.family != plan::Family::kDecode) return result;
   q = padded_layout(q, plan.pad_head_dim);
   k = padded_layout(k, plan.pad_head_dim);
   v = padded_layout(v, plan.pad_head_dim);

@@ -24,7 +24,7 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_sm80(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
   cudaError_t status = run_softmax_d_<kDtype>(params, stream);
   if (status != cudaSuccess) return status;

@@ -16,7 +16,7 @@ cudaError_t run_flash_fwd(const Flash_fwd_params& params, const plan::FwdPlan& p
 }
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_sm80(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
+cudaError_t run_mha_fwd(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if (plan.variant == FwdVariant::kDropout) {
     return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kDropout>>(params, plan, stream);
   }
