@@ -86,6 +86,13 @@ def test_packed_batches_are_explained(device):
     assert plan["workspace_bytes"] > 0
 
 
+def test_hopper_takes_its_kernels(hopper):
+    """Where the build has them."""
+    plan = backends.get("cuda").explain_fwd(*qkv(hopper, 128, seqlen=8192), **FORWARD)
+    assert plan["kernel"] == "wgmma" and plan["variant"] == "masked" and plan["dynamic_scheduler"]
+    assert plan["grid"] <= torch.cuda.get_device_properties(hopper).multi_processor_count
+
+
 def test_a_forced_family_is_explained(device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
     q, k, v = qkv(device)

@@ -19,15 +19,16 @@ namespace flash {
 // The widest vectors, of 16, 4 or 2 bytes, in which rows can be read: what start, strides and row length are multiples
 // of.
 inline int vector_bytes(const at::Tensor& tensor) {
+  const int element_bytes = dtype_bytes(dtype_of(tensor));
   for (const int bytes : {16, 4}) {
-    const int64_t elements = bytes / 2;
+    const int64_t elements = bytes / element_bytes;
     bool fits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 && tensor.size(-1) % elements == 0;
     for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
       fits &= tensor.size(axis) <= 1 || tensor.stride(axis) % elements == 0;
     }
     if (fits) return bytes;
   }
-  return 2;
+  return element_bytes;
 }
 
 // Axes of size 1 may have any stride, also one that a 16-byte access must not see.

@@ -372,11 +372,14 @@ constexpr int kKvParts = 8;
 static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
 constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
 
-// K and V of one step of all groups. 16-bit elements.
-constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * tile.head_dim * 2 * 2; }
+constexpr int kKvElementBytes = dtype_bytes(Dtype::kBf16);
+static_assert(kKvElementBytes == dtype_bytes(Dtype::kFp16), "both types have one plan");
+
+// K and V of one step of all groups.
+constexpr int kv_stage_bytes(const KvTile& tile) { return 2 * kv_block_n(tile) * tile.head_dim * kKvElementBytes; }
 
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
-  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
+  return tile.rows() * tile.head_dim * kKvElementBytes + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
          stages * kv_stage_bytes(tile);
 }
 
