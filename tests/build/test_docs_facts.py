@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 from test_docs import CODE_SPAN, ROOT, cells, has_results
+from test_layering import LAYERS
 
 CHANGES = ("A mask rule", "A score modifier with its gradient", "A dtype", "A head dim", "An architecture", "A variant")
 KERNELS = ROOT / "csrc" / "flash_attn" / "kernels"
@@ -45,6 +46,11 @@ def test_names_of_flash_attention_2_stand_where_the_table_says(theirs, here, fil
     assert theirs and names and found
     assert [name for name in names if not any(name in words for words in found.values())] == []
     assert [path for path, words in found.items() if not words & set(names)] == []
+
+
+def test_the_layers_are_those_that_are_held():
+    names = [spans(row[0])[0].rstrip("/") for row in rows_below(document("docs/design.md"), "## Layers")]
+    assert names == list(LAYERS)
 
 
 @pytest.mark.parametrize("change", [*CHANGES, "An argument"])
