@@ -38,23 +38,23 @@ def _random_results(query, rng_state):
 
 
 def _dense(q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes):
-    """Forward of (batch, seqlen, heads, head_dim) into out -> (lse, rng_state, S_dmask)."""
-    target = _writable(out)
+    """Forward of (batch, seqlen, heads, head_dim) into out, or a new contiguous one -> (out, lse, S_dmask, rng_state)."""
+    target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
-    _, lse, dmask, rng_state = backends.of(q).fwd(
+    result, lse, dmask, rng_state = backends.of(q).fwd(
         q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, None, False,
         is_batch_invariant(),
     )  # fmt: skip
     if target is not out:
-        out.copy_(target)
-    return lse, rng_state, dmask
+        result = out.copy_(target)
+    return result, lse, dmask, rng_state
 
 
 def _varlen(
     q, k, v, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window, seqused_k,
     block_table, alibi_slopes,
 ):  # fmt: skip
-    """Forward of (total, heads, head_dim) into out -> (lse, rng_state, S_dmask)."""
+    """Forward of (total, heads, head_dim) into out -> (out, lse, S_dmask, rng_state)."""
     target = _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     if cum_seq_k is None and seqused_k is not None:
@@ -65,19 +65,21 @@ def _varlen(
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
-    return lse, rng_state, dmask
+    return out, lse, dmask, rng_state
 
 
 def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     """aten::_scaled_dot_product_flash_attention: query (batch, heads, seqlen_q, head_dim), key and value with heads of
     their own, which divide those of query.
     """
-    out = torch.empty_like(query)
-    lse, rng_state, dmask = _dense(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), out.transpose(1, 2), dropout_p, is_causal,
-        return_debug_mask, _scale(scale, query), (-1, -1), None,
+    q = query.transpose(1, 2)
+    out = None if q.is_contiguous() else torch.empty_like(query).transpose(1, 2)
+    out, lse, dmask, rng_state = _dense(
+        q, key.transpose(1, 2), value.transpose(1, 2), out, dropout_p, is_causal, return_debug_mask,
+        _scale(scale, query), (-1, -1), None,
     )  # fmt: skip
-    return out, lse, None, None, query.shape[2], key.shape[2], *_random_results(query, rng_state), dmask
+    random = _random_results(query, rng_state)
+    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *random, dmask
 
 
 def _gradients(
@@ -126,7 +128,7 @@ def flash_forward(
             if tensor is not None:  # torch's backward operator does not take it: gradients would be wrong
                 raise NotImplementedError(f"{name}: {_WITHOUT_BACKWARD}")
     out = torch.empty_like(query)
-    lse, rng_state, dmask = _flash_forward_into(
+    out, lse, dmask, rng_state = _flash_forward_into(
         out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
     )  # fmt: skip
@@ -142,7 +144,7 @@ def flash_forward_inplace(
     return _flash_forward_into(
         out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
-    )[0]  # fmt: skip
+    )[1]  # fmt: skip
 
 
 def _flash_forward_into(

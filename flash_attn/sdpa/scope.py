@@ -21,11 +21,10 @@ from flash_attn.ops import context
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
-_TLS_KEY = "flash_attn.sdpa.devices"
 
 _scope_devices: ContextVar[tuple[str, ...] | None] = ContextVar("flash_attn.sdpa.devices", default=None)
 _lock = Lock()
-_open_scopes = 0
+_open_scopes: list[tuple[str, ...]] = []  # devices of all threads' scopes
 _original = _installed = None  # SDPA of torch.nn.functional before the first open scope, and what stands there since
 
 
@@ -38,8 +37,8 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     `torch.nn.attention.bias` is served too), of plain tensors outside of torch.func transforms. is_causal is aligned to
     the top left corner, as PyTorch's, whatever the lengths.
 
-    The scope is that of the thread or asyncio task; a backward called in it recomputes checkpoints in it. It reaches
-    callers that look the function up in torch.nn.functional at each call, as transformers, diffusers and
+    The scope is that of the thread or asyncio task, and of the checkpoints that a backward recomputes while any scope is
+    open. It reaches callers that look the function up in torch.nn.functional at each call, as transformers, diffusers and
     torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
 
     Arguments:
@@ -49,46 +48,39 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     unknown = [device for device in devices if device not in ("cuda", "cpu")]
     if unknown:
         raise RuntimeError(f"devices: expected cuda or cpu, got {', '.join(map(str, unknown))}")
-    before_in_backward = _backward_devices()
-    _install()
+    _install(devices)
     token = _scope_devices.set(devices)
-    torch._C._stash_obj_in_tls(_TLS_KEY, devices)
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_TLS_KEY, before_in_backward)
         _scope_devices.reset(token)
-        _uninstall()
+        _uninstall(devices)
 
 
-def _install():
-    global _open_scopes, _original, _installed
+def _install(devices):
+    global _original, _installed
     with _lock:
-        _open_scopes += 1
+        _open_scopes.append(devices)
         if F.scaled_dot_product_attention is not _installed:  # also where another package has put its own over ours
             _original = F.scaled_dot_product_attention
             F.scaled_dot_product_attention = _installed = _replacement(_original)
 
 
-def _uninstall():
-    global _open_scopes
+def _uninstall(devices):
     with _lock:
-        _open_scopes -= 1
-        if _open_scopes == 0 and F.scaled_dot_product_attention is _installed:
+        _open_scopes.remove(devices)
+        if not _open_scopes and F.scaled_dot_product_attention is _installed:
             F.scaled_dot_product_attention = _original
-
-
-def _backward_devices():
-    """The devices of the scope in which the running backward was called: its threads have no context variables."""
-    return torch._C._get_obj_in_tls(_TLS_KEY) if torch._C._is_key_in_tls(_TLS_KEY) else ()
 
 
 @torch.compiler.assume_constant_result
 def _active_devices():
     devices = _scope_devices.get()
-    if devices is None:
-        return _backward_devices() if torch._C._current_graph_task_id() != -1 else ()
-    return devices
+    if devices is not None:
+        return devices
+    # The threads of a backward, which recompute checkpoints, have no context variables: any thread's scope counts.
+    in_backward = torch._C._current_graph_task_id() != -1
+    return next(iter(_open_scopes[-1:] if in_backward else ()), ())
 
 
 @cache
