@@ -19,7 +19,9 @@ LAYOUTS = {
 }
 
 
-def make(device, seqlen_q=40, seqlen_k=40, heads=4, heads_k=2, dim=16, value_dim=None, layout="bshd", dtype=torch.float16):
+def make(
+    device, seqlen_q=40, seqlen_k=40, heads=4, heads_k=2, dim=16, value_dim=None, layout="bshd", dtype=torch.float16
+):
     """q, k, v (2, heads, seqlen, dim) that require gradients."""
     shapes = ((heads, seqlen_q, dim), (heads_k, seqlen_k, dim), (heads_k, seqlen_k, value_dim or dim))
     tensors = [LAYOUTS[layout](2, *shape, device=device, dtype=dtype) for shape in shapes]

@@ -38,7 +38,7 @@ def _random_results(query, rng_state):
 
 
 def _dense(q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes):
-    """Forward of (batch, seqlen, heads, head_dim) into out, or a new contiguous one -> (out, lse, S_dmask, rng_state)."""
+    """Forward of (batch, seqlen, heads, head_dim) -> (out, lse, S_dmask, rng_state). out None: a new contiguous one."""
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     result, lse, dmask, rng_state = backends.of(q).fwd(

@@ -37,9 +37,9 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     `torch.nn.attention.bias` is served too), of plain tensors outside of torch.func transforms. is_causal is aligned to
     the top left corner, as PyTorch's, whatever the lengths.
 
-    The scope is that of the thread or asyncio task, and of the checkpoints that a backward recomputes while any scope is
-    open. It reaches callers that look the function up in torch.nn.functional at each call, as transformers, diffusers and
-    torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
+    The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints recomputed in a backward
+    belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as transformers,
+    diffusers and torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
 
     Arguments:
         devices: types of the devices whose tensors come here, of "cuda" and "cpu".
@@ -107,7 +107,7 @@ def _replacement(original):
 
 
 def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    """(query, key, value) as autocast wants them, or None for a call that is PyTorch's matter, invalid ones included."""
+    """(query, key, value) as autocast wants them; None for a call that is PyTorch's, which invalid ones are too."""
     if attn_mask is not None and (is_causal or type(attn_mask) is not CausalBias):
         return None
     for x in (query, key, value):

