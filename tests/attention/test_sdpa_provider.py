@@ -61,6 +61,36 @@ def test_registry(device):
         assert calls == []
 
 
+def kernels(key):
+    """Where the kernel of each operator for a dispatch key was registered, as torch tells."""
+    found = {}
+    for name in operators.OPERATORS:
+        if hasattr(torch.ops.aten, name):
+            lines = torch._C._dispatch_dump(f"aten::{name}").splitlines()
+            found[name] = [line.split("::")[0] for line in lines if line.startswith(f"{key}: ")]
+    return found
+
+
+@pytest.mark.devices("cpu")
+def test_kernels_are_replaced_and_come_back(device, monkeypatch, recwarn):
+    """Those for CUDA tensors too, which needs no GPU; without a warning; by the next implementation as well."""
+    monkeypatch.setattr(backends, "cuda_extension", lambda: backends)
+    before = {key: kernels(key) for key in ("CUDA", "CPU")}
+    assert len(before["CUDA"]) >= 4
+    flash_attn.sdpa.register(NAME)
+    attention.register_flash_attention_impl("another", register_fn=lambda: None)
+    for restore in (attention.restore_flash_attention_impl, lambda: attention.activate_flash_attention_impl("another")):
+        attention.activate_flash_attention_impl(NAME)
+        for key in before:
+            ours = kernels(key)
+            assert all(len(ours[name]) == 1 and ours[name] != before[key][name] for name in ours)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        restore()
+        assert {key: kernels(key) for key in before} == before
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert not [w for w in recwarn if "verrid" in str(w.message)]
+
+
 def test_cudnn_stays_if_wanted(device):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     flash_attn.sdpa.register(NAME, disable_cudnn=False)
@@ -134,6 +164,12 @@ def test_dropout(device, provider, dropout_p, is_causal):
     assert abs(keep.double().mean().item() - (1 - dropout_p)) < 6 * deviation
     assert keep_scale(dropout_p) == pytest.approx(1 / (1 - dropout_p), rel=1e-6)
     check(results[0], inputs, causal=is_causal, keep=keep, rp_dropout=1 / (1 - dropout_p))
+
+
+def test_inference_mode(device, provider):
+    inputs = make(device)
+    with torch.inference_mode():
+        assert torch.equal(flash(*inputs, is_causal=True), flash(*(x.detach() for x in inputs), is_causal=True))
 
 
 def test_dropout_follows_the_generator(device, provider):
