@@ -37,13 +37,15 @@ def _random_results(query, rng_state):
     return rng_state.view(torch.uint64), torch.empty((), dtype=torch.uint64, device=query.device)
 
 
-def _dense(q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes):
+def _dense(
+    q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
+):  # fmt: skip
     """Forward of (batch, seqlen, heads, head_dim) -> (out, lse, S_dmask, rng_state). out None: a new contiguous one."""
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     result, lse, dmask, rng_state = backends.of(q).fwd(
         q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, None, False,
-        is_batch_invariant(),
+        batch_invariant,
     )  # fmt: skip
     if target is not out:
         result = out.copy_(target)
@@ -52,7 +54,7 @@ def _dense(q, k, v, out, dropout_p, is_causal, return_debug_mask, scale, window,
 
 def _varlen(
     q, k, v, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window, seqused_k,
-    block_table, alibi_slopes,
+    block_table, alibi_slopes, batch_invariant,
 ):  # fmt: skip
     """Forward of (total, heads, head_dim) into out -> (out, lse, S_dmask, rng_state)."""
     target = _writable(out)
@@ -61,7 +63,7 @@ def _varlen(
         cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
     _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
         q, k, v, target, cum_seq_q, cum_seq_k, seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p,
-        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, None, False, is_batch_invariant(),
+        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, None, False, batch_invariant,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
@@ -76,7 +78,7 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
     out = None if q.is_contiguous() else torch.empty_like(query).transpose(1, 2)
     out, lse, dmask, rng_state = _dense(
         q, key.transpose(1, 2), value.transpose(1, 2), out, dropout_p, is_causal, return_debug_mask,
-        _scale(scale, query), (-1, -1), None,
+        _scale(scale, query), (-1, -1), None, is_batch_invariant(),
     )  # fmt: skip
     random = _random_results(query, rng_state)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *random, dmask
@@ -120,7 +122,8 @@ def flash_forward(
     num_splits=None,
 ):  # fmt: skip
     """aten::_flash_attention_forward: dense (batch, seqlen, heads, head_dim), with cum_seq_q varlen
-    (total, heads, head_dim). num_splits does not change the result.
+    (total, heads, head_dim). num_splits 1 asks for a result that does not depend on the rest of the batch, as torch
+    promises; other values change nothing.
     """
     forward_only = {"seqused_k": seqused_k, "block_table": block_table, "alibi_slopes": alibi_slopes}
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -131,6 +134,7 @@ def flash_forward(
     out, lse, dmask, rng_state = _flash_forward_into(
         out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
+        num_splits,
     )  # fmt: skip
     return out, lse, *_random_results(query, rng_state), dmask
 
@@ -144,22 +148,26 @@ def flash_forward_inplace(
     return _flash_forward_into(
         out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         _scale(scale, query), _window(window_size_left, window_size_right), seqused_k, block_table, alibi_slopes,
+        num_splits,
     )[1]  # fmt: skip
 
 
 def _flash_forward_into(
     out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window,
-    seqused_k, block_table, alibi_slopes,
+    seqused_k, block_table, alibi_slopes, num_splits,
 ):  # fmt: skip
+    batch_invariant = num_splits == 1 or is_batch_invariant()
     if cum_seq_q is not None:
         return _varlen(
             query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
-            window, seqused_k, block_table, alibi_slopes,
+            window, seqused_k, block_table, alibi_slopes, batch_invariant,
         )  # fmt: skip
     for name, tensor in (("seqused_k", seqused_k), ("block_table", block_table)):
         if tensor is not None:
             raise RuntimeError(f"{name}: expected None for dense attention, got a tensor")
-    return _dense(query, key, value, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes)
+    return _dense(
+        query, key, value, out, dropout_p, is_causal, return_debug_mask, scale, window, alibi_slopes, batch_invariant
+    )  # fmt: skip
 
 
 def flash_backward(

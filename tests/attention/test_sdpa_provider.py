@@ -6,6 +6,8 @@ scaled_dot_product_attention, which chooses them for CUDA tensors alone.
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from flash_attn.sdpa import operators
 if not hasattr(attention, "register_flash_attention_impl"):
     pytest.skip("this torch has no registry of flash attention implementations", allow_module_level=True)
 
+varlen = pytest.importorskip("torch.nn.attention.varlen")
 NAME = "flash_attn_test"
 BACKENDS = {"cpu": "aot_eager", "cuda": "inductor"}
 
@@ -253,14 +256,19 @@ def make_varlen(device, heads=4, heads_k=2, dim=16, dtype=torch.float16):
     return inputs, cu, Varlen(starts[0][:-1], LENGTHS_Q, starts[1][:-1], LENGTHS_K, starts[0][-1])
 
 
+def varlen_options(function, **options):
+    """Those of the keyword arguments that this torch's function has."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
 @pytest.mark.parametrize("window", ((-1, -1), (-1, 0), (7, 0), (3, 4)))
 def test_varlen_attn(device, provider, window):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
     inputs, cu, layout = make_varlen(device)
     with recorded(device, "varlen_fwd") as calls:
         out, lse = varlen.varlen_attn(
             *inputs, *cu, max(LENGTHS_Q), max(LENGTHS_K), return_aux=varlen.AuxRequest(lse=True), scale=0.4,
-            window_size=window,
+            window_size=window, **varlen_options(varlen.varlen_attn, enable_gqa=True),
         )  # fmt: skip
     assert len(calls) == 1
     dout = torch.randn_like(out)
@@ -277,11 +285,11 @@ def test_varlen_attn(device, provider, window):
 
 
 def test_varlen_attn_compiles(device, provider):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
     inputs, cu, _ = make_varlen(device)
+    options = varlen_options(varlen.varlen_attn, enable_gqa=True)
 
     def function(q, k, v):
-        return varlen.varlen_attn(q, k, v, *cu, max(LENGTHS_Q), max(LENGTHS_K), window_size=(-1, 0))
+        return varlen.varlen_attn(q, k, v, *cu, max(LENGTHS_Q), max(LENGTHS_K), window_size=(-1, 0), **options)
 
     dout = torch.randn_like(inputs[0])
     compiled = torch.compile(function, fullgraph=True, backend=BACKENDS[device])
@@ -312,18 +320,33 @@ def test_dense_flash_attention_forward(device, provider):
         operator(*inputs, *lengths, 0.0, True, False, seqused_k=used)
 
 
-def test_paged_forward_into_out(device):
-    """The operator that newer versions of torch have: pages, lengths of keys, a given out; by its function."""
+def make_paged(device):
+    """q, k, v, block table, cu_seqlens_q, lengths of keys, and the layout of the reference."""
     q = torch.randn(5, 4, 16, device=device, dtype=torch.float16)
     k, v = torch.randn(2, 6, 16, 2, 16, device=device, dtype=torch.float16)
     table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=device)
     cu = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     used = torch.tensor([20, 31], dtype=torch.int32, device=device)
-    out = torch.full_like(q, float("nan"))
-    lse = operators.flash_forward_inplace(
-        out, q, k, v, cu, None, 3, 32, 0.0, True, False, seqused_k=used, block_table=table, window_size_left=-1
-    )
-    layout = Varlen([0, 2], [2, 3], [0, 0], [20, 31], 5)
+    return q, k, v, table, cu, used, Varlen([0, 2], [2, 3], [0, 0], [20, 31], 5)
+
+
+@pytest.mark.parametrize("num_splits", (None, 1))
+@pytest.mark.parametrize("by", ("function", "varlen_attn", "varlen_attn_out"))
+def test_paged(device, provider, by, num_splits):
+    """What newer versions of torch have: pages, lengths of keys, a given out. num_splits 1 means batch invariance."""
+    q, k, v, table, cu, used, layout = make_paged(device)
+    out, options = torch.full_like(q, float("nan")), {"seqused_k": used, "block_table": table, "num_splits": num_splits}
+    with recorded(device, "varlen_fwd") as calls:
+        if by == "function":
+            lse = operators.flash_forward_inplace(out, q, k, v, cu, None, 3, 32, 0.0, True, False, **options)
+        else:
+            function = getattr(varlen, by, None)
+            if function is None or "block_table" not in inspect.signature(function).parameters:
+                pytest.skip("this torch has no paged varlen_attn")
+            options.update(window_size=(-1, 0), enable_gqa=True, return_aux=varlen.AuxRequest(lse=True))
+            args = (out,) if by == "varlen_attn_out" else ()
+            out, lse = function(*args, q, k, v, cu, None, 3, 32, **options)
+    assert [args[24] for args in calls] == [num_splits == 1]
     reference, plain = (
         attention_varlen(q, k, v, layout, block_table=table, causal=True, dtype=dtype)
         for dtype in (torch.float64, q.dtype)
