@@ -130,13 +130,15 @@ def test_padded_batches_are_torchs(device, way):
     torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)  # by another backend of torch's, perhaps
 
 
-def test_example(device, capsys):
+@pytest.mark.parametrize("options", ([], ["--llama"]))
+def test_example(device, capsys, options):
     path = Path(__file__).resolve().parents[2] / "examples" / "sdpa.py"
     spec = importlib.util.spec_from_file_location("example_sdpa", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     with recorded(device, "fwd") as forwards:
-        assert example.main(["--device", device, "--steps", "4", "--seqlen", "30"]) == 0
+        assert example.main(["--device", device, "--steps", "4", "--seqlen", "30", *options]) == 0
     printed = capsys.readouterr().out
     assert "ok" in printed.splitlines()[-1]
-    assert len(forwards) == 4 * 2 * (len(example.ways(device)) - 1)
+    ours = {"scope", "provider"} & set(example.ways(device))
+    assert len(forwards) == 4 * 2 * len(ours)  # steps, layers
