@@ -1,0 +1,162 @@
+"""A scope in which torch.nn.functional.scaled_dot_product_attention is computed by these kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from threading import Lock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from flash_attn.flash_attn_interface import flash_attn_func
+from flash_attn.ops import context
+
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+_DTYPES = (torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 256
+
+_scope_devices: ContextVar[tuple[str, ...] | None] = ContextVar("flash_attn.sdpa.devices", default=None)
+_lock = Lock()
+_open_scopes: list[tuple[str, ...]] = []  # devices of all threads' scopes
+_original = _installed = None  # SDPA of torch.nn.functional before the first open scope, and what stands there since
+
+
+@contextmanager
+def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
+
+    Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
+    dimensions, float16 or bfloat16 (or cast to them by torch.autocast), head dims up to 256, without attn_mask (one of
+    `torch.nn.attention.bias` is served too), of plain tensors outside of torch.func transforms. is_causal is aligned to
+    the top left corner, as PyTorch's, whatever the lengths.
+
+    The scope is that of the thread or asyncio task; while one is open anywhere, checkpoints recomputed in a backward
+    belong to it. It reaches callers that look the function up in torch.nn.functional at each call, as transformers,
+    diffusers and torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
+
+    Arguments:
+        devices: types of the devices whose tensors come here, of "cuda" and "cpu".
+    """
+    devices = tuple(devices)
+    unknown = [device for device in devices if device not in ("cuda", "cpu")]
+    if unknown:
+        raise RuntimeError(f"devices: expected cuda or cpu, got {', '.join(map(str, unknown))}")
+    _install(devices)
+    token = _scope_devices.set(devices)
+    try:
+        yield
+    finally:
+        _scope_devices.reset(token)
+        _uninstall(devices)
+
+
+def _install(devices):
+    global _original, _installed
+    with _lock:
+        _open_scopes.append(devices)
+        if F.scaled_dot_product_attention is not _installed:  # also where another package has put its own over ours
+            _original = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = _installed = _replacement(_original)
+
+
+def _uninstall(devices):
+    with _lock:
+        _open_scopes.remove(devices)
+        if not _open_scopes and F.scaled_dot_product_attention is _installed:
+            F.scaled_dot_product_attention = _original
+
+
+@torch.compiler.assume_constant_result
+def _active_devices():
+    devices = _scope_devices.get()
+    if devices is not None:
+        return devices
+    # The threads of a backward, which recompute checkpoints, have no context variables: any thread's scope counts.
+    in_backward = torch._C._current_graph_task_id() != -1
+    return next(iter(_open_scopes[-1:] if in_backward else ()), ())
+
+
+@cache
+def _replacement(original):
+    """The function that stands in for `original`; one for each, so that compiled code finds the one it knows."""
+
+    def scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+    ):
+        devices = _active_devices()
+        if devices:
+            inputs = _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if inputs is not None:
+                bottom_right = attn_mask is not None and attn_mask.variant == CausalVariant.LOWER_RIGHT
+                return _attention(*inputs, dropout_p, is_causal or attn_mask is not None, bottom_right, scale)
+        options = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}  # torch 2.4 has no GQA
+        if isinstance(attn_mask, CausalBias):  # compares the function with the one in torch.nn.functional
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+            types = (type(attn_mask),)
+            return attn_mask.__torch_function__(F.scaled_dot_product_attention, types, arguments, options)
+        return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+    return scaled_dot_product_attention
+
+
+def _served_inputs(devices, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """(query, key, value) as autocast wants them; None for a call that is PyTorch's, which invalid ones are too."""
+    if attn_mask is not None and (is_causal or type(attn_mask) is not CausalBias):
+        return None
+    for x in (query, key, value):
+        if type(x) not in _TENSOR_TYPES or x.is_nested or x.dim() != 4:
+            return None
+    device = "cuda" if query.is_cuda else "cpu" if query.is_cpu else None
+    if device not in devices or not _plain_execution():
+        return None
+    if torch.is_autocast_enabled(device):
+        query, key, value = _autocast(torch.get_autocast_dtype(device), query, key, value)
+    dtype = query.dtype
+    if dtype not in _DTYPES or key.dtype != dtype or value.dtype != dtype:
+        return None
+    batch, heads, seqlen_q, head_dim = query.shape
+    heads_k, seqlen_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    fits = (
+        key.shape == (batch, heads_k, seqlen_k, head_dim)
+        and value.shape == (batch, heads_k, seqlen_k, value_dim)
+        and (heads == heads_k or (enable_gqa and heads_k > 0 and heads % heads_k == 0))
+        and 0 < head_dim <= _MAX_HEAD_DIM
+        and 0 < value_dim <= _MAX_HEAD_DIM
+        and batch > 0 and heads > 0 and seqlen_q > 0 and seqlen_k > 0
+        and (attn_mask is None or (seqlen_q == attn_mask.seq_len_q and seqlen_k == attn_mask.seq_len_kv))
+        and 0.0 <= dropout_p < 1.0
+        and (scale is None or math.isfinite(scale))
+    )  # fmt: skip
+    return (query, key, value) if fits else None
+
+
+def _plain_execution():
+    """Whether no torch.func transform and no forward-mode level is active, through which our operators do not go."""
+    return torch.compiler.is_compiling() or not (context.transformed() or forward_ad._current_level >= 0)
+
+
+def _autocast(dtype, *tensors):
+    """Floating point tensors in the dtype of autocast; float64 ones stay."""
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _attention(query, key, value, dropout_p, causal, bottom_right, scale):
+    """SDPA (batch, heads, seqlen, head_dim) by the public function, whose positions are aligned bottom right."""
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    window = (-1, -1)
+    ahead = q.shape[1] - k.shape[1]
+    if causal and not bottom_right and ahead != 0:
+        if ahead > 0:  # key j <= row i is j <= position(i) + ahead
+            causal, window = False, (-1, ahead)
+        else:  # no row sees a key beyond the last row
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, deterministic=deterministic)
+    return out.transpose(1, 2)
