@@ -1,5 +1,5 @@
-// Online softmax whose reference is the exact running maximum of each row: a row's result then depends on the row
-// alone, bit by bit, where softmax.h lets neighbouring rows decide when the reference is raised.
+// Online softmax against the exact running row max: a row's result is bitwise independent of its neighbours, whereas
+// softmax.h lets the whole warp decide when the row max is updated.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@ namespace flash {
 
 template <int kRows>
 struct ExactSoftmax {
-  float row_max[kRows];  // of the raw scores; -inf while nothing visible was met
-  float row_sum[kRows];  // this thread's share of the columns
+  float row_max[kRows];  // of the raw scores; -inf while no visible key was met
+  float row_sum[kRows];  // over this thread's columns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -21,8 +21,8 @@ struct ExactSoftmax {
     }
   }
 
-  // Turns scores (rows, cols) into exp2(scale (score - maximum)) and rescales out (rows, head dim). The difference is
-  // taken first, so that large scores lose nothing. The warp's vote skips multiplications by one and decides nothing.
+  // Turns scores (rows, cols) into exp2(scale (score - row_max)) and rescales out (rows, head dim). Subtracting first
+  // keeps large scores exact. The warp vote only skips multiplications by one.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
     using namespace cute;

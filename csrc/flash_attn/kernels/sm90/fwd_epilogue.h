@@ -1,5 +1,5 @@
-// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA, or stages it for the warp
-// that stores (fwd_store.h); that of a share of the keys in fp32.
+// Epilogue of the wgmma forward: O times o_scale, then stored by each warp (its 16 rows by TMA), staged for the
+// epilogue warp (fwd_store.h), or, for a split of the keys, stored as fp32 partial result.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -15,7 +15,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// O of this warp's 16 rows, times their factors, to the place of Q, in chunks of columns as TMA takes them.
+// Stages O of this warp's 16 rows, times o_scale, over Q, in swizzle-atom columns as TMA takes them.
 template <class Config>
 __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
   using namespace cute;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
       const int at = col / 2 + 2 * i;
       pairs[i] = pack_pair(mainloop.acc_o(at) * o_scale[i % 2], mainloop.acc_o(at + 1) * o_scale[i % 2], Element{});
     }
-    // Two pieces further is a bit of the place, whatever the swizzle.
+    // Advancing by two 16-byte vectors flips one bit of the offset under any swizzle.
     const uint32_t to = (address ^ (col % kCols / kVectorCols * 16)) + col / kCols * kAtomBytes;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
                  "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -40,8 +40,8 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
   }
 }
 
-// Columns are staged kStoredCols at a time: where there are more, those before have to have left. The last store is
-// under way when this returns: wait_for_store() says when the buffer is free.
+// Stages kStoredCols columns at a time; with more than one pass the previous store must have read the buffer. The last
+// store is still in flight on return: wait_for_store() says when the buffer is free.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
                                         const CUtensorMap& o_map, int q_stage, const float (&o_scale)[2]) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   }
 }
 
-// The output of a share of the keys, straight from the registers. A lane has pairs of columns 8 apart; two neighbours
-// exchange every second one of theirs, so that four lanes write 64 bytes of a row.
+// Stores the fp32 partial result of a split straight from registers. A lane holds pairs of columns 8 apart;
+// neighbouring lanes exchange every second pair, so that four lanes write 64 contiguous bytes of a row.
 template <class Config>
 __device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
                                               const KvSplits& splits, const float (&o_scale)[2]) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, con
   }
 }
 
-// This warp's last store has read its rows: Q may be loaded there.
+// This warp's last store has read its rows: releases the stage to the next Q.
 template <class Config>
 __device__ __forceinline__ void wait_for_store(FwdStorage<Config>& storage, int q_stage, int group) {
   if (threadIdx.x % 32 != 0) return;

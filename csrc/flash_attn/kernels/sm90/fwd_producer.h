@@ -1,5 +1,5 @@
-// The loading side of the wgmma forward: one warp chooses row blocks, another brings Q, K and V in by TMA; K and V from
-// pages have a warp each (paged_loader.h).
+// Producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and V have a warp
+// each (paged_loader.h).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -20,7 +20,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Which row blocks a team takes, and which one each of them is.
+// Which work tiles a consumer group gets.
 template <class Config>
 struct WorkTileScheduler {
   const FwdLaunch& launch;
@@ -43,8 +43,8 @@ struct WorkTileScheduler {
   __device__ __forceinline__ int splits() const { return Config::kSplitKv ? launch.splits.count : 1; }
   __device__ __forceinline__ int count() const { return tiles * splits(); }
 
-  // The first index of a team. Two teams of a multiprocessor have tiles that follow each other, unless there are no
-  // more tiles than teams: then the second ones get what the first ones leave.
+  // First tile index of a consumer group. The two groups of a thread block take consecutive tiles, unless there are no
+  // more tiles than groups: then the second groups take what the first ones leave, so that tiles spread over all SMs.
   __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
     const bool has_one = count() <= blocks * Config::kConsumerGroups;
@@ -67,19 +67,18 @@ struct WorkTileScheduler {
     return dense_work_tile(params, Config::kBlockM, batch, at.head - batch * heads.divisor, at.block);
   }
 
-  // The next index for a team, the same in all lanes of the warp. With a semaphore, teams take what is left as they get
-  // free.
+  // Next tile index, warp-uniform: the next stride, or with a semaphore whatever is left (dynamic scheduler).
   __device__ __forceinline__ int next(int index, int consumer_groups) const {
     if (launch.tile_count_semaphore == nullptr) return index + consumer_groups;
-    wait_for_previous_kernel();  // which clears the semaphore
+    wait_for_previous_kernel();  // run_prepare() clears the semaphore
     int drawn = 0;
     if (threadIdx.x % 32 == 0) drawn = atomicAdd(launch.tile_count_semaphore, 1);
     return consumer_groups + __shfl_sync(0xffffffffu, drawn, 0);
   }
 };
 
-// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for
-// their outputs before it knows by the LSE which of them count.
+// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine pass reads it
+// before it knows from the LSE which splits count.
 template <class Config>
 __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& block, int split) {
   using Element = typename Config::Element;
@@ -102,8 +101,8 @@ __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, cons
   for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers,
-// and, if no lengths have to be read for it, while the kernel before this one still runs.
+// Scheduler warp; fully masked tiles are finished here. The first tile is chosen while another warp initialises the
+// mbarriers and, if no lengths are read for it, while the previous kernel still runs.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
                                               int consumer_group) {
@@ -124,12 +123,12 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
        index = scheduler.next(index, consumer_groups)) {
     const WorkTile block = scheduler.at(index);
     if (block.empty()) {
-      if constexpr (kMayOverlap) begin();  // before the next one is drawn
+      if constexpr (kMayOverlap) begin();  // before the next fetch
       continue;
     }
     const int split = scheduler.split(index);
     const KvBlockOrder order = kv_block_order<Config>(launch, block, split, scheduler.splits());
-    if constexpr (kMayOverlap) begin();  // before anything is stored
+    if constexpr (kMayOverlap) begin();  // before any store
     if (order.count() == 0) {
       store_fully_masked<Config>(launch, block, split);
       continue;
@@ -142,7 +141,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   queue.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
 }
 
-// Puts the words of the columns, from which dropout draws, beside every block of K.
+// Warp that puts the random bits of the columns, for dropout, beside every block of K.
 template <class Config>
 __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   const Flash_fwd_params& params = launch.params;
@@ -165,7 +164,7 @@ __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage
   }
 }
 
-// Takes the next row block before it waits for the output of this one, so that nobody waits for this warp.
+// Epilogue warp. Waits for the next tile before it waits for this one's O, so that nobody waits for this warp.
 template <class Config>
 __device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   WorkPipeline<Config> queue(storage);
@@ -177,7 +176,7 @@ __device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Co
   }
 }
 
-// Issued by one lane; the whole warp walks along.
+// Producer of Q, K and V. One lane issues; the whole warp runs the loop.
 template <class Config>
 struct FwdProducer {
   using Storage = FwdStorage<Config>;
@@ -188,13 +187,13 @@ struct FwdProducer {
   Storage& storage;
   PipelineState<Config::kKvStages> k_state, v_state;
   PipelineState<Config::kQStages> q_state;
-  uint32_t landed_phase = 0;  // of storage.v_landed
-  const bool issues;          // this lane
+  uint32_t landed_phase = 0;  // phase of storage.v_landed
+  const bool issues;          // this lane issues TMA
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // A tile of kRows rows from coordinate `row` on, chunk by chunk.
+  // kRows rows from coordinate `row` on, atom by atom.
   template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
@@ -206,7 +205,7 @@ struct FwdProducer {
     }
   }
 
-  // Waits until every consumer is done with the buffer. kClears: the first `unseen` rows become zeros.
+  // Waits until all consumers have released the stage. kClears: the first `num_masked` rows become zeros.
   template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
@@ -230,7 +229,7 @@ struct FwdProducer {
     state.advance();
   }
 
-  // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
+  // Waits, for each warpgroup, until its O of the tile that last used this stage has been stored.
   __device__ __forceinline__ void load_q(const WorkTile& block) {
     const Flash_fwd_params& params = launch.params;
     const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
@@ -247,7 +246,7 @@ struct FwdProducer {
     q_state.advance();
   }
 
-  // A row block on its way through the loads.
+  // A work tile being loaded.
   struct Tile {
     WorkTile block;
     KvBlockOrder order;
@@ -269,7 +268,8 @@ struct FwdProducer {
                             block_to_load<Config>(tile.order, i), tile.rows, tile.head_k);
   }
 
-  // Keys that no query sees, NaN perhaps, share a block with those behind a window. Of K the mask takes care.
+  // Keys before a window's first visible key, NaN perhaps, share a block with visible ones: their V is cleared. The
+  // mask takes care of K.
   __device__ __forceinline__ void load_v(const Tile& tile, int i) {
     const Window& window = launch.params.window;
     const int n_block = block_to_load<Config>(tile.order, i);
@@ -294,7 +294,7 @@ struct FwdProducer {
     }
   }
 
-  // Q only: others load K and V. O of a row block is stored when the next Q is on its way.
+  // Q only: two more warps load paged K and V. O of a tile is stored once the next Q is in flight.
   __device__ __forceinline__ void run_paged(WorkPipeline<Config>& queue) {
     OutputStore<Config> output(launch, storage);
     WorkTile last;
@@ -306,7 +306,7 @@ struct FwdProducer {
     if (Config::kHasStoreWarp && !last.empty()) output.store(last);
   }
 
-  // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
+  // V is loaded one block behind K, in the order the consumers want them, across work tiles too.
   __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& queue) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
@@ -324,8 +324,8 @@ struct FwdProducer {
       }
       const Tile next = next_tile(queue);
       if (!next.block.empty()) load_k(next, 0);
-      // The next Q comes from memory and is asked for early. Its buffer is free after the first step of this tile:
-      // where there are few, V cannot wait for that.
+      // The next Q comes from global memory, so issue it early. Its stage is free after the first step of this tile:
+      // with few blocks the wait for it would delay V.
       const bool early = Config::kQStages == 2 && count > 2;
       if (early && !next.block.empty()) load_q(next.block);
       load_v(tile, count - 1);

@@ -1,5 +1,5 @@
-// The storing side of the wgmma forward: one warp sends the output of all consumers away by TMA, so that none of them
-// waits for that on its way to the next row block.
+// Epilogue warp of the wgmma forward: stores the O of all consumers by TMA, so that none of them waits for it before
+// its next work tile.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -17,7 +17,7 @@ template <class Config>
 struct OutputStore {
   const CUtensorMap& map;
   const bool is_varlen;
-  const bool is_shared;  // consumers store the outputs of shares of the keys themselves
+  const bool is_shared;  // consumers store partial results of splits themselves
   FwdStorage<Config>& storage;
   PipelineState<Config::kQStages> state;
 
@@ -27,8 +27,7 @@ struct OutputStore {
         is_shared(is_split_kv<Config>(launch)),
         storage(storage_) {}
 
-  // The output of a row block, as soon as the consumers have staged it in the place of Q, which lane 0 gives back when
-  // the copies have read it.
+  // Stores O of a work tile once all consumers have staged it over Q; lane 0 releases Q when the copies have read it.
   __device__ __forceinline__ void store(const WorkTile& block) {
     const bool issues = threadIdx.x % 32 == 0;
     const TmaRows rows(is_varlen, block.batch, block.q_begin, block.seqlen_q);

@@ -1,4 +1,4 @@
-// The order in which the row blocks of a packed batch are handed out.
+// Order of a packed batch's work tiles: longest first.
 #pragma once
 
 #include "kernels/common/sequence.h"
@@ -6,21 +6,20 @@
 namespace flash {
 namespace sm90 {
 
-// Row blocks that see the most keys first, whatever their sequence, then those of rows that belong to no sequence: the
-// last ones to be handed out are short. Held by a warp, whose lanes know a sequence each, so that nothing is read
-// again.
+// Tiles that see the most keys first, whatever their sequence, then tiles of rows outside any sequence: the last tiles
+// handed out are short. Held by a warp, one sequence a lane, so that lengths are read once.
 struct VarlenOrder {
   static constexpr int kSequences = 32;
   static constexpr unsigned kAllLanes = 0xffffffffu;
 
   const Flash_fwd_params& params;
   const int block_m;
-  const bool slopes;  // a row block sees `block_m` keys less than the next one of its sequence; else as many
-  WorkTile sequence;  // of the lane
-  int blocks = 0;     // of it
-  int level = 0;      // keys that the last of them sees, in multiples of block_m
-  int before = 0;     // row blocks in front of the first sequence
-  int all = 0;        // row blocks of a head
+  const bool slopes;  // a tile sees block_m keys fewer than the next one of its sequence; else as many
+  WorkTile sequence;  // this lane's
+  int blocks = 0;     // its tiles
+  int level = 0;      // keys that its last tile sees, in multiples of block_m
+  int before = 0;     // tiles before the first sequence
+  int all = 0;        // tiles of a head
   int of_sequences = 0;
 
   __device__ __forceinline__ VarlenOrder(const Flash_fwd_params& params_, int block_m_, bool used)
@@ -40,15 +39,15 @@ struct VarlenOrder {
   __device__ __forceinline__ int m_blocks(int rows) const { return (rows + block_m - 1) / block_m; }
   __device__ __forceinline__ int begin_of(int segment) const { return params.varlen.segments_q[segment]; }
 
-  // Row blocks of all sequences that see `keys` multiples of block_m keys or more.
+  // Tiles of all sequences that see at least `keys` multiples of block_m keys.
   __device__ __forceinline__ int at_least(int keys) const {
     return __reduce_add_sync(kAllLanes, slopes ? clamp(level - keys + 1, 0, blocks) : level >= keys ? blocks : 0);
   }
 
-  // Row blocks of a head.
+  // Tiles of a head.
   __device__ __forceinline__ int count() const { return all; }
 
-  // The row block at place `rank` < count().
+  // The tile of rank `rank` < count().
   __device__ __forceinline__ WorkTile at(int head, int rank) const {
     if (rank >= of_sequences) return without_sequence(head, rank - of_sequences);
     int low = __reduce_min_sync(kAllLanes, slopes ? level - blocks : level);
@@ -59,7 +58,7 @@ struct VarlenOrder {
     }
     const int place = rank - at_least(high);
     const int equals = slopes ? low <= level && low > level - blocks : low == level ? blocks : 0;
-    int end = equals;  // of the lane's row blocks among those that see as many keys
+    int end = equals;  // prefix sum over lanes of tiles that see equally many keys
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int others = __shfl_up_sync(kAllLanes, end, distance);
