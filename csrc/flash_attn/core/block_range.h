@@ -108,8 +108,8 @@ struct BlockRange {
 // The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded.
 FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
   if (window.left == kUnbounded || window.right == kUnbounded) return 1;
-  const int64_t shown = int64_t{window.left} + window.right + 2 - block_m;  // seen by both the first and the last row
-  const int64_t blocks = (shown < seqlen_k ? shown : seqlen_k) / block_n;
+  const int64_t visible = int64_t{window.left} + window.right + 2 - block_m;  // seen by both the first and the last row
+  const int64_t blocks = (visible < seqlen_k ? visible : seqlen_k) / block_n;
   return blocks > 1 ? static_cast<int>(blocks) : 1;
 }
 
@@ -117,13 +117,15 @@ FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int se
 FLASH_HOST_DEVICE constexpr BlockRange split_range(const BlockRange& range, int split, int splits) {
   const int length = (range.count() + splits - 1) / splits;
   const int64_t first = range.begin + static_cast<int64_t>(split) * length;
-  BlockRange own;
-  own.begin = first < range.end ? static_cast<int>(first) : range.end;
-  own.end = range.end - own.begin < length ? range.end : own.begin + length;
-  const auto within = [&own](int block) { return block < own.begin ? own.begin : block > own.end ? own.end : block; };
-  own.unmasked_begin = within(range.unmasked_begin);
-  own.unmasked_end = within(range.unmasked_end);
-  return own;
+  BlockRange part;
+  part.begin = first < range.end ? static_cast<int>(first) : range.end;
+  part.end = range.end - part.begin < length ? range.end : part.begin + length;
+  const auto clamp = [&part](int block) {
+    return block < part.begin ? part.begin : block > part.end ? part.end : block;
+  };
+  part.unmasked_begin = clamp(range.unmasked_begin);
+  part.unmasked_end = clamp(range.unmasked_end);
+  return part;
 }
 
 // The forward's order of n_blocks: block_unmasked_first(), with one of two changes: one block moved to the front
@@ -157,11 +159,11 @@ struct KvBlockOrder {
                                          : block - range.begin;
   }
 
-  // Rotates the unmasked blocks to begin at a multiple of max_unmasked_blocks() (`apart`), if they contain one. Work
+  // Rotates the unmasked blocks to begin at a multiple of max_unmasked_blocks() (`period`), if they contain one. Work
   // tiles behind a window each see other keys; with a common start, tiles that begin together read the same keys at the
   // same time: each key comes from memory once, and not all keys at once.
-  FLASH_HOST_DEVICE void align_unmasked(const FastDiv& apart) {
-    const int next = apart.divide(range.unmasked_begin + apart.divisor - 1) * apart.divisor - range.unmasked_begin;
+  FLASH_HOST_DEVICE void align_unmasked(const FastDiv& period) {
+    const int next = period.divide(range.unmasked_begin + period.divisor - 1) * period.divisor - range.unmasked_begin;
     shift = next < unmasked() ? next : 0;
   }
 };

@@ -20,8 +20,8 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Visibility& visib
   const int unmasked = order.unmasked(), count = order.count();
   SkippedBlocks skipped;
   skipped.begin = order.unmasked_steps_end();
-  const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
-  const int behind = order.range.end - seen_end;  // negative where a split ends before these blocks
+  const int visible_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
+  const int behind = order.range.end - visible_end;  // negative where a split ends before these blocks
   const int right = behind < 0 ? 0 : behind < count ? behind : count;
   skipped.right = right - (order.first >= count - right);
   if (visibility.window.left == kUnbounded) return skipped;

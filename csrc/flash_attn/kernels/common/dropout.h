@@ -106,10 +106,10 @@ struct RowBits {
     uint32_t keep_mask;
     asm("{\n\t"
         ".reg .b32 magnitudes;\n\t"
-        ".reg .pred draws_kept;\n\t"
-        "setp.ne.u32 draws_kept, %3, 0;\n\t"
+        ".reg .pred rare_kept;\n\t"
+        "setp.ne.u32 rare_kept, %3, 0;\n\t"
         "abs.f16x2 magnitudes, %1;\n\t"
-        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, draws_kept;\n\t"
+        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, rare_kept;\n\t"
         "}"
         : "=r"(keep_mask)
         : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(rare_is_kept)));

@@ -28,16 +28,16 @@ struct ExactSoftmax {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running maximum per row");
     float new_max[kRows];
-    bool raise = false;
+    bool any_new_max = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       new_max[mi] = scores(mi, 0);
 #pragma unroll
       for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
       new_max[mi] = fmaxf(row_max[mi], quad_max(new_max[mi]));
-      raise |= new_max[mi] > row_max[mi];
+      any_new_max |= new_max[mi] > row_max[mi];
     }
-    if (__any_sync(0xffffffffu, raise)) {
+    if (__any_sync(0xffffffffu, any_new_max)) {
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         const float correction = new_max[mi] == -INFINITY ? 1.0f : exp2f((row_max[mi] - new_max[mi]) * scale);
@@ -49,10 +49,10 @@ struct ExactSoftmax {
     }
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float reference = row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
+      const float offset = row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
-        scores(mi, ni) = exp2f((scores(mi, ni) - reference) * scale);
+        scores(mi, ni) = exp2f((scores(mi, ni) - offset) * scale);
         row_sum[mi] += scores(mi, ni);
       }
     }

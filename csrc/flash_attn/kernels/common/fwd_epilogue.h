@@ -29,17 +29,17 @@ __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& 
 // `row_begin`: row of coords' row 0 within the sequence. `offset`: into the LSE, of a split.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& softmax, const Flash_fwd_params& params,
-                                          const WorkTile& block, const Coords& coords, int row_begin, float sink,
+                                          const WorkTile& tile, const Coords& coords, int row_begin, float sink,
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
-  float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);
+  float* const lse = params.softmax_lse_ptr + offset + lse_offset(tile, params);
   float values[kRows];  // without branches: nothing overlaps the end of a work tile
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     const int row = row_begin + coords.row(mi);
-    if (row < block.row_end) lse[row] = values[mi];
+    if (row < tile.row_end) lse[row] = values[mi];
   }
 }
 

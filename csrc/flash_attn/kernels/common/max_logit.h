@@ -21,7 +21,7 @@ __device__ __forceinline__ void atomic_max(float* address, float value) {
 // of coords' row 0 within the sequence.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums>& softmax,
-                                                const Flash_fwd_params& params, const WorkTile& block,
+                                                const Flash_fwd_params& params, const WorkTile& tile,
                                                 const Coords& coords, int row_begin) {
   if (params.max_logit_ptr == nullptr) return;
   float largest = -INFINITY;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     // Rows beyond the sequence are zeros in shared memory: their scores do not count.
-    if (row_begin + coords.row(mi) >= block.row_end) continue;
+    if (row_begin + coords.row(mi) >= tile.row_end) continue;
     if (softmax.row_max[mi] > softmax.kLowest) largest = fmaxf(largest, softmax.row_max[mi]);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) is_nan |= isnan(softmax.row_sum[mi][i]);
@@ -40,8 +40,7 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums
   }
   if (__any_sync(0xffffffffu, is_nan)) largest = NAN;
   if (threadIdx.x % 32 != 0 || largest == -INFINITY) return;
-  atomic_max(params.max_logit_ptr + block.head,
-             largest * params.softmax_scale_log2 * Softmax<kRows, Flag, kSums>::kLn2);
+  atomic_max(params.max_logit_ptr + tile.head, largest * params.softmax_scale_log2 * Softmax<kRows, Flag, kSums>::kLn2);
 }
 
 }  // namespace flash

@@ -75,24 +75,24 @@ struct Softmax {
   __device__ __forceinline__ bool update_row_maxima(const Scores& scores, float scale, float threshold_log2,
                                                     const Correct& correct) {
     using namespace cute;
-    static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
+    static_assert(decltype(size<0>(scores))::value == kRows, "one running row max per row");
     if (!__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) return false;
     float new_max[kRows];
     set_maxima(scores, new_max);
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float reference = fmaxf(row_max[mi], new_max[mi]);
-      const float correction = exp2f((row_max[mi] - reference) * scale);
-      row_max[mi] = reference;
+      const float new_row_max = fmaxf(row_max[mi], new_max[mi]);
+      const float correction = exp2f((row_max[mi] - new_row_max) * scale);
+      row_max[mi] = new_row_max;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction;
       // A fully masked row counts as large wherever masked blocks may be speculative. With Flag = bool they never are,
       // and counting it would change the rounding of the warp's other rows, unless the product overflows.
       if constexpr (std::is_same_v<Flag, bool>) {
-        large |= (reference > kLowest || scale > 1.0f) && fabsf(reference * scale) > kLargeLog2;
+        large |= (new_row_max > kLowest || scale > 1.0f) && fabsf(new_row_max * scale) > kLargeLog2;
       } else {
-        large |= !(fabsf(reference * scale) <= kLargeLog2);
+        large |= !(fabsf(new_row_max * scale) <= kLargeLog2);
       }
       correct(mi, correction);
     }
@@ -175,8 +175,8 @@ struct Softmax {
   // update() of softcapped scores (scale 1) by `series`; false, with nothing done, where the warp has scores beyond the
   // series or row_max may have to be updated. The polynomial, with as few terms as the warp's scores allow, runs beside
   // the exponentials, and its last FMA is the one that subtracts row_max anyway.
-  // kBySquares (kCheckBoundByNorm): tests a bound of all scores first, exact maxima only where that fails.
-  template <bool kBySquares, class Scores>
+  // kCheckBoundByNorm: tests a bound of all scores first, exact maxima only where that fails.
+  template <bool kCheckBoundByNorm, class Scores>
   __device__ __forceinline__ bool exp2_softcap_poly(Scores& scores, const SoftcapSeries& series,
                                                     const ShortSoftcapSeries& short_series, float threshold_log2) {
     using namespace cute;
@@ -195,12 +195,12 @@ struct Softmax {
     const auto apply_short = [&] { apply([&](float score) { return short_series.factor(score); }); };
     float square;  // bound of all squared scores
     bool fails = is_large;
-    if constexpr (kBySquares) {
-      float room = INFINITY;  // how large |capped score| may be before row_max has to be updated
+    if constexpr (kCheckBoundByNorm) {
+      float headroom = INFINITY;  // how large |capped score| may be before row_max has to be updated
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
-      room = is_large ? -1.0f : room + (threshold_log2 > 0.0f ? kSoftcapThresholdLog2 : 0.0f);
-      const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
+      for (int mi = 0; mi < kRows; ++mi) headroom = fminf(headroom, row_max[mi]);
+      headroom = is_large ? -1.0f : headroom + (threshold_log2 > 0.0f ? kSoftcapThresholdLog2 : 0.0f);
+      const float most = headroom > 0.0f ? headroom * headroom * series.inverse_steepness : -1.0f;
       square = square_bound(scores);
       if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
         apply_short();
@@ -212,7 +212,7 @@ struct Softmax {
                                [&](int mi, float top) { return series.cap(top) - row_max[mi] <= threshold_log2; });
     }
     if (__any_sync(0xffffffffu, fails | !(square <= series.bound))) return false;
-    if (!kBySquares && __all_sync(0xffffffffu, square <= series.short_bound)) {
+    if (!kCheckBoundByNorm && __all_sync(0xffffffffu, square <= series.short_bound)) {
       apply_short();
     } else {
       apply([&](float score) { return series.factor(score); });
@@ -220,13 +220,13 @@ struct Softmax {
     return true;
   }
 
-  // Largest squared score of this thread. Returns whether is_right(mi, top) holds for each row; `top` is the row's
+  // Largest squared score of this thread. Returns whether holds(mi, top) for each row; `top` is the row's
   // greatest non-negative score, or 0.
-  template <class Scores, class IsRight>
-  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const IsRight& is_right) {
+  template <class Scores, class Holds>
+  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const Holds& holds) {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
-    bool right = true;
+    bool all_hold = true;
     square = 0.0f;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -240,9 +240,9 @@ struct Softmax {
       }
       const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
       square = fmaxf(square, reach * reach);
-      right &= is_right(mi, top);
+      all_hold &= holds(mi, top);
     }
-    return right;
+    return all_hold;
   }
 
   // Upper bound of this thread's squared scores; NaN if there is one. Sums of four squares run at the full FMA rate,
@@ -326,10 +326,10 @@ struct Softmax {
 
   // Whether speculation was right for the whole warp.
   __device__ __forceinline__ static bool speculation_holds(const float (&sums)[kRows]) {
-    bool is_right = true;
+    bool holds = true;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
-    return __all_sync(0xffffffffu, is_right);
+    for (int mi = 0; mi < kRows; ++mi) holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
+    return __all_sync(0xffffffffu, holds);
   }
 
   __device__ __forceinline__ void add(const float (&sums)[kRows]) {

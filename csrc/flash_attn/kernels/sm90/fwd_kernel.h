@@ -27,7 +27,7 @@ enum ProducerWarp {
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct FwdConsumer {
-  using Tile = FwdWork<Config>;
+  using Work = FwdWork<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
   static constexpr bool kIssueNextQkEarly = Config::kIssueNextQkEarly;
   static constexpr bool kSeparateOSmem = Config::kSeparateOSmem;
@@ -35,63 +35,63 @@ struct FwdConsumer {
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
-  WorkPipeline<Config> queue;
+  WorkPipeline<Config> pipeline;
   PipelineState<Config::kQStages> q_state;
   int stored_stage = -1;  // Q stage that the last O was staged in
   FwdMainloop<Config> mainloop;
 
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_.params, storage_, group) {}
 
   // With kNoMask the block order is cheap to recompute instead of reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
-  __device__ __forceinline__ Tile next_tile() {
-    if constexpr (!Config::kNoMask) return queue.consumer_wait(mainloop.group);
-    Tile tile{queue.consumer_wait(mainloop.group).block};
-    if (tile.exists()) {
-      tile.order = kv_block_order<Config>(launch, tile.block);
-      tile.steps.skipped.begin = tile.order.unmasked_steps_end();
+  __device__ __forceinline__ Work next_tile() {
+    if constexpr (!Config::kNoMask) return pipeline.consumer_wait(mainloop.group);
+    Work work{pipeline.consumer_wait(mainloop.group).tile};
+    if (work.exists()) {
+      work.order = kv_block_order<Config>(launch, work.tile);
+      work.steps.skipped.begin = work.order.unmasked_steps_end();
     }
-    return tile;
+    return work;
   }
 
   // On entry S of this tile's first block is complete, on exit that of the returned tile.
-  __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
+  __device__ __forceinline__ Work compute_attn_1rowblock(const Work& work) {
     const int q_stage = q_state.stage;
-    mainloop.first_step(tile);
+    mainloop.first_step(work);
     if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
-    const int num_skipped = mainloop.run(tile, q_stage);
+    const int num_skipped = mainloop.run(work, q_stage);
     if constexpr (kSeparateOSmem) free_q(q_stage);
     q_state.advance();
-    const Tile next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.start_last_pv(tile);
+    const Work next = next_tile();
+    if constexpr (!kOverlapsTiles) mainloop.start_last_pv(work);
     if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (kOverlapsTiles) mainloop.start_last_pv(tile);
-    const int row_begin = mainloop.row_begin(tile);
+    if constexpr (kOverlapsTiles) mainloop.start_last_pv(work);
+    const int row_begin = mainloop.row_begin(work);
     float o_scale[FwdMainloop<Config>::kRows];
-    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
-    const float sink = row_sink(launch.params, tile.block);
+    store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
+    const float sink = row_sink(launch.params, work.tile);
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     // LSE overlaps the last P V; without an epilogue warp it follows O, whose TMA fence would wait for it.
-    if constexpr (kHasStoreWarp) store_lse_of(tile, row_begin, sink);
+    if constexpr (kHasStoreWarp) store_lse_of(work, row_begin, sink);
     mainloop.finish();
-    store_output(tile, q_stage, o_scale);
+    store_output(work, q_stage, o_scale);
     mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
     if constexpr (!kOverlapsTiles && !kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (!kHasStoreWarp) store_lse_of(tile, row_begin, sink);
+    if constexpr (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }
 
-  __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
+  __device__ __forceinline__ void store_output(const Work& work, int q_stage,
                                                const float (&o_scale)[FwdMainloop<Config>::kRows]) {
     if (is_split_kv<Config>(launch)) {
-      store_partial(mainloop, tile, launch.splits, o_scale);
+      store_partial(mainloop, work, launch.splits, o_scale);
     } else if constexpr (kHasStoreWarp) {
       stage_o(mainloop, q_stage, o_scale);
     } else {
-      store_o(mainloop, tile, launch.o_map, q_stage, o_scale);
+      store_o(mainloop, work, launch.o_map, q_stage, o_scale);
     }
     if constexpr (kHasStoreWarp) {
       __syncwarp();
@@ -99,13 +99,13 @@ struct FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
-              is_split_kv<Config>(launch) ? tile.split * launch.splits.rows : 0);
+  __device__ __forceinline__ void store_lse_of(const Work& work, int row_begin, float sink) const {
+    store_lse(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin, sink,
+              is_split_kv<Config>(launch) ? work.split * launch.splits.rows : 0);
   }
 
   // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
-  __device__ __forceinline__ void issue_next_qk(const Tile& next) {
+  __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
     mainloop.start_qk(q_state.stage);
   }
@@ -129,9 +129,9 @@ struct FwdConsumer {
   __device__ __forceinline__ void run() {
     if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
     if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
-    Tile tile = next_tile();
-    if (tile.exists()) begin();
-    while (tile.exists()) tile = compute_attn_1rowblock(tile);
+    Work work = next_tile();
+    if (work.exists()) begin();
+    while (work.exists()) work = compute_attn_1rowblock(work);
     if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group has arrived at it
     // Shared memory must outlive the last TMA store's reads.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();

@@ -22,8 +22,8 @@ template <class Config>
 struct FwdMainloop {
   using Element = typename Config::Element;
   using Storage = FwdStorage<Config>;
-  using Tile = FwdWork<Config>;
-  using KvPlace = PipelineState<Config::kKvStages>;
+  using Work = FwdWork<Config>;
+  using KvState = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
   using Flag = typename Config::Flag;
@@ -44,7 +44,7 @@ struct FwdMainloop {
   Storage& storage;
   const int group;                    // of the consumer warpgroups
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
-  KvPlace k_state, v_state;
+  KvState k_state, v_state;
 
   AccS acc_s;
   AccO acc_o;
@@ -65,7 +65,7 @@ struct FwdMainloop {
     for (int i = 0; i < 2; ++i) short_series.coefficient[i] = series.coefficient[i];
   }
 
-  __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
+  __device__ __forceinline__ int row_begin(const Work& work) const { return work.tile.row_begin + 64 * group; }
 
   // In every step but the first of a tile, also where the warpgroup lets its block pass: as often as all the others.
   __device__ __forceinline__ void wait_for_order_barrier() const {
@@ -109,24 +109,24 @@ struct FwdMainloop {
 
   // This warp has read the buffer; or this lane, which racecheck wants where lanes read what a warp then overwrites.
   template <bool kEveryLane = false>
-  __device__ __forceinline__ static void release(Barrier* empty, KvPlace& state) {
+  __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
     if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
     state.advance();
   }
 
   // Raw scores to what the softmax takes: softcap, ALiBi, mask.
   template <bool kMasked, class Scores>
-  __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
-    const Visibility visibility = tile.visibility(params.window);
-    const int first_row = row_begin(tile);
+  __device__ __forceinline__ void modify_scores(Scores& scores, const Work& work, int key) const {
+    const Visibility visibility = work.visibility(params.window);
+    const int first_row = row_begin(work);
     if constexpr (Config::kHasScoreMod) {
       ScoreMod::apply_by_warp<Config::kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row),
                                                   key);
     }
     if constexpr (kMasked) {
-      const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
+      const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
       if constexpr (Config::kMaskBoundsInRegs) {
-        apply_mask(scores, coords, tile.steps.bounds, row_end - first_row, tile.block.seqlen_k, key, key_end);
+        apply_mask(scores, coords, work.steps.bounds, row_end - first_row, work.tile.seqlen_k, key, key_end);
       } else {
         apply_mask(scores, coords, visibility, first_row, row_end, key, key_end);
       }
@@ -134,8 +134,8 @@ struct FwdMainloop {
   }
 
   // How far the tile's first row is beyond the first key of a block, along the diagonal.
-  __device__ __forceinline__ int diagonal_distance(const Tile& tile, int key) const {
-    return tile.visibility(params.window).diagonal(row_begin(tile)) - key;
+  __device__ __forceinline__ int diagonal_distance(const Work& work, int key) const {
+    return work.visibility(params.window).diagonal(row_begin(work)) - key;
   }
   // Whether the diagonals of all rows lie at or behind the block's last key; and whether at or before its first.
   __device__ __forceinline__ static bool is_before_diagonal(int distance) { return distance >= Config::kBlockN - 1; }
@@ -145,19 +145,19 @@ struct FwdMainloop {
   static constexpr bool kSpeculativeExp = Config::kSpeculativeExp && (!kMasked || Config::kSpeculativeOnMasked);
 
   // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
-  __device__ __forceinline__ bool may_speculate(const Tile& tile, int key) const {
+  __device__ __forceinline__ bool may_speculate(const Work& work, int key) const {
     bool may = softmax.may_speculate(params.rescale_threshold_log2);
     if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-      const int distance = diagonal_distance(tile, key);
+      const int distance = diagonal_distance(work, key);
       may &= is_before_diagonal(distance) || is_behind_diagonal(distance);
     }
     return may;
   }
 
   template <class Scores>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, const Tile& tile, int key) {
+  __device__ __forceinline__ bool exp2_speculative(Scores& scores, const Work& work, int key) {
     if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-      const int distance = diagonal_distance(tile, key);
+      const int distance = diagonal_distance(work, key);
       return softmax.exp2_speculative_alibi(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
                                             is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance);
     } else {
@@ -175,8 +175,8 @@ struct FwdMainloop {
     const auto q = all_q(_, _, q_stage * Config::kWarpGroups + group);
     const auto k = all_k(_, _, k_state.stage);
     // Rows that are 8 apart are swizzled alike and stand at a fixed distance.
-    const auto pair = [](const auto& tile, int row, int col, int eights) {
-      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&tile(row, col)) + eights * 8 * Config::kAtomCols);
+    const auto pair = [](const auto& work, int row, int col, int eights) {
+      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&work(row, col)) + eights * 8 * Config::kAtomCols);
     };
     const int row = coords.row(0), key = threadIdx.x % 32 / 4;
     clear(acc_s);
@@ -240,29 +240,29 @@ struct FwdMainloop {
 
   // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
   template <class Scores>
-  __device__ __forceinline__ bool mask_and_speculate(Scores& scores, const Tile& tile, int key, int q_stage) {
-    bool ahead = may_speculate(tile, key);
+  __device__ __forceinline__ bool mask_and_speculate(Scores& scores, const Work& work, int key, int q_stage) {
+    bool speculative = may_speculate(work, key);
 #pragma unroll 1
     while (true) {
-      modify_scores<true>(scores, tile, key);
-      if (!ahead) return false;
-      if (exp2_speculative(scores, tile, key)) return true;
+      modify_scores<true>(scores, work, key);
+      if (!speculative) return false;
+      if (exp2_speculative(scores, work, key)) return true;
       multiply_qk_again(q_stage);
-      ahead = false;
+      speculative = false;
     }
   }
 
   // Exponentials of S of a block. Returns whether the output is still to be multiplied by `correction`: references
   // rose.
   template <bool kMasked>
-  __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
+  __device__ __forceinline__ Flag exponentiate(const Work& work, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
     if constexpr (kMasked && kSpeculativeExp<kMasked>) {
-      if (mask_and_speculate(scores, tile, key, q_stage)) return false;
+      if (mask_and_speculate(scores, work, key, q_stage)) return false;
     } else {
       if constexpr (kSpeculativeExp<kMasked>) {
-        if (may_speculate(tile, key)) {
-          if (exp2_speculative(scores, tile, key)) return false;
+        if (may_speculate(work, key)) {
+          if (exp2_speculative(scores, work, key)) return false;
           multiply_qk_again(q_stage);
         }
       }
@@ -271,26 +271,26 @@ struct FwdMainloop {
                                                                         params.rescale_threshold_log2)) {
         return false;
       }
-      modify_scores<kMasked>(scores, tile, key);
+      modify_scores<kMasked>(scores, work, key);
     }
     return update_softmax(scores, correction);
   }
 
   // The same of an unmasked block, with the wait for P V between the exponentials and the look at their sums. All warps
   // wait there, those that may not go ahead too: wgmma.wait_group is one instruction of the whole warpgroup.
-  __device__ __forceinline__ Flag exp2_around_pv(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
+  __device__ __forceinline__ Flag exp2_around_pv(const Work& work, int key, int q_stage, float (&correction)[kRows]) {
     auto scores = row_col_view(acc_s);
     float offset[kRows], sums[kRows];
     for (int mi = 0; mi < kRows; ++mi) offset[mi] = softmax.row_max[mi] * params.softmax_scale_log2;
     Flag raised = false;
-    const bool ahead = may_speculate(tile, key);
-    if (!ahead) {
+    const bool speculative = may_speculate(work, key);
+    if (!speculative) {
       raised = softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
       softmax.set_offsets(scores, params.softmax_scale_log2, offset);
     }
     softmax.exp2_with_sums(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
     cute::warpgroup_wait<0>();
-    if (ahead && !softmax.speculation_holds(sums)) {
+    if (speculative && !softmax.speculation_holds(sums)) {
       multiply_qk_again(q_stage);
       return update_softmax(scores, correction);
     }
@@ -311,12 +311,12 @@ struct FwdMainloop {
     softmax.rescale(out, correction);
   }
 
-  __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
+  __device__ __forceinline__ void set_probabilities(const Work& work, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
     if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
-      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      apply_dropout(mask, scores, coords, row_begin(tile), key);
+      const DropoutMask mask(params.dropout, work.tile.batch, work.tile.head);
+      apply_dropout(mask, scores, coords, row_begin(work), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
@@ -338,21 +338,21 @@ struct FwdMainloop {
   }
 
   // P of the first block, from its S.
-  __device__ __forceinline__ void first_step(const Tile& tile) {
+  __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
     read_col_bits();
     release_key();
-    const int block = kMaskFirstOnDemand ? tile.steps.first_to_mask : tile.order.block(0),
-              key = block * Config::kBlockN;
+    const int n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0),
+              key = n_block * Config::kBlockN;
     if constexpr (Config::kPackedDropout) {
-      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      dropout = RowBits(mask, row_begin(tile) + coords.row(0));
+      const DropoutMask mask(params.dropout, work.tile.batch, work.tile.head);
+      dropout = RowBits(mask, row_begin(work) + coords.row(0));
     }
     if constexpr (Config::kHasScoreMod) {
-      slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
+      slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
     }
     auto scores = row_col_view(acc_s);
-    if (!kMaskFirstOnDemand || block != WarpgroupTripCount::kNoBlock) modify_scores<true>(scores, tile, key);
+    if (!kMaskFirstOnDemand || n_block != WarpgroupTripCount::kNoBlock) modify_scores<true>(scores, work, key);
     if constexpr (Config::kHasScoreMod) {
       // As later: with set_row_max() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
       float correction[kRows];
@@ -362,28 +362,28 @@ struct FwdMainloop {
     }
     softmax.exponentiate(scores, params.softmax_scale_log2);
     make_all_keep_masks();
-    set_probabilities(tile, key);
+    set_probabilities(work, key);
   }
 
   // S and P of block i, which is `n_block`, and P V of the block before, which is the first if it clears the output.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
+  __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
     wait_for_k();
     if constexpr (Config::kRandomBitsInPv) read_col_bits();
     wait_for_order_barrier();
     start_qk(q_stage);
     start_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
-    const int key = (Config::kMaskBoundsInRegs ? n_block : tile.order.block(i)) * Config::kBlockN;
+    const int key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) read_col_bits();
     if constexpr (!kSpeculativeExp<kMasked>) release_key();
     float correction[kRows];
     Flag raised;
     if constexpr (Config::kCheckSumsAfterPv && !kMasked) {
-      raised = exp2_around_pv(tile, key, q_stage, correction);
+      raised = exp2_around_pv(work, key, q_stage, correction);
     } else {
-      raised = exponentiate<kMasked>(tile, key, q_stage, correction);
+      raised = exponentiate<kMasked>(work, key, q_stage, correction);
     }
     if constexpr (kSpeculativeExp<kMasked>) release_key();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
@@ -393,7 +393,7 @@ struct FwdMainloop {
     release(storage.v_empty, v_state);
     if constexpr (!Config::kRandomBitsInPv) make_all_keep_masks();  // in the pauses between the exponentials
     if (raised) rescale_output(correction);
-    set_probabilities(tile, key);
+    set_probabilities(work, key);
   }
 
   // Q of a tile and its first block of keys have landed.
@@ -422,36 +422,36 @@ struct FwdMainloop {
     }
   }
 
-  __device__ __forceinline__ void run_unmasked(const Tile& tile, int q_stage) {
-    const int end = tile.masked_begin();
+  __device__ __forceinline__ void run_unmasked(const Work& work, int q_stage) {
+    const int end = work.masked_begin();
     bool clears = true;
     // Counted down, so that its end is not computed again in every step.
     for (int left = end - 1; left > 0; --left) {
-      step<false>(tile, end - left, tile.order.block(end - left), q_stage, clears);
+      step<false>(work, end - left, work.order.block(end - left), q_stage, clears);
       clears = false;
     }
   }
 
   // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of
   // the blocks that it lets pass after that one. Returns their number.
-  __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
-    run_unmasked(tile, q_stage);
-    int num_skipped = tile.steps.skipped.left;
+  __device__ __forceinline__ int run(const Work& work, int q_stage) {
+    run_unmasked(work, q_stage);
+    int num_skipped = work.steps.skipped.left;
     skip_k(num_skipped);
-    int i = tile.masked_begin() + num_skipped;
-    int n_block = Config::kNoMask ? tile.order.block(i) : tile.steps.first_masked_block;
-    for (; i < tile.count(); ++i) {
-      step<true>(tile, i, n_block, q_stage, i == tile.second());
+    int i = work.masked_begin() + num_skipped;
+    int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
+    for (; i < work.count(); ++i) {
+      step<true>(work, i, n_block, q_stage, i == work.second());
       skip_v(num_skipped);
       num_skipped = 0;
-      n_block = tile.order.range.next_masked(n_block);
+      n_block = work.order.range.next_masked(n_block);
     }
-    skip_k(tile.steps.skipped.right);
-    return num_skipped + tile.steps.skipped.right;
+    skip_k(work.steps.skipped.right);
+    return num_skipped + work.steps.skipped.right;
   }
 
   // P V of the last block: started, not waited for.
-  __device__ __forceinline__ void start_last_pv(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
+  __device__ __forceinline__ void start_last_pv(const Work& work) { start_pv(work.second() >= work.count()); }
 
   // O is complete, and so is S of the next tile if it was started before P V.
   __device__ __forceinline__ void finish() {

@@ -94,7 +94,7 @@ struct FwdStorage {
 // masked for the warpgroup's rows. The first block is always computed.
 template <class Config>
 struct FwdWork {
-  WorkTile block;
+  WorkTile tile;
   KvBlockOrder order;
   WarpgroupTripCount steps;  // of the warpgroup's rows
   int split = 0;             // index of the KV split
@@ -112,9 +112,9 @@ struct FwdWork {
   // The step computed after first_step(), if it is less than count().
   __device__ __forceinline__ int second() const { return steps.skipped.begin > 1 ? 1 : 1 + steps.skipped.left; }
 
-  __device__ __forceinline__ bool exists() const { return !block.empty(); }
+  __device__ __forceinline__ bool exists() const { return !tile.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
-    return {block.seqlen_q, block.seqlen_k, window};
+    return {tile.seqlen_q, tile.seqlen_k, window};
   }
 };
 
@@ -130,19 +130,19 @@ struct WorkPipeline {
   // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void commit(const WorkTile& block, const KvBlockOrder& order, const Window& window,
+  __device__ __forceinline__ void commit(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
                                          int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
-      storage.tile[state.stage].value = block;
+      storage.tile[state.stage].value = tile;
       storage.order[state.stage].value = order;
       if constexpr (Config::kSplitKv) storage.split[state.stage] = split;
       storage.tile_full[state.stage].arrive();
     }
     if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {
-        const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
-        const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
+        const Visibility visibility{tile.seqlen_q, tile.seqlen_k, window};
+        const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
         storage.steps[state.stage][lane].value =
             warpgroup_trip_count(visibility, order, first_row, row_end, Config::kBlockN);
       }
@@ -155,9 +155,9 @@ struct WorkPipeline {
 
   // For producer and epilogue warps: release as soon as the tile is read.
   __device__ __forceinline__ FwdWork<Config> wait_and_release() {
-    const FwdWork<Config> tile = wait();
+    const FwdWork<Config> work = wait();
     release();
-    return tile;
+    return work;
   }
 
   // The same without the release.
@@ -185,11 +185,11 @@ struct WorkPipeline {
   // For consumer warpgroup `group`, with its trip count.
   __device__ __forceinline__ FwdWork<Config> consumer_wait(int group) {
     storage.trip_count_full[state.stage].wait(state.phase);
-    FwdWork<Config> tile{storage.tile[state.stage].value, storage.order[state.stage].value,
+    FwdWork<Config> work{storage.tile[state.stage].value, storage.order[state.stage].value,
                          storage.steps[state.stage][group].value};
-    if constexpr (Config::kSplitKv) tile.split = storage.split[state.stage];
+    if constexpr (Config::kSplitKv) work.split = storage.split[state.stage];
     release();
-    return tile;
+    return work;
   }
 };
 

@@ -15,15 +15,15 @@ namespace sm90 {
 // first row, which all rows see but those a window keeps from it; it is a masked block, which takes the non-speculative
 // path as any first block does.
 template <class Config>
-__device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& block, int split = 0,
+__device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& tile, int split = 0,
                                                        int splits = 1) {
   const Flash_fwd_params& params = launch.params;
-  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-  KvBlockOrder order{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
+  const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
   if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
   if constexpr (Config::kHasScoreMod) {
     if (order.count() == 0) return order;
-    const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
+    const int row = tile.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
     order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
   } else if constexpr (Config::kAlignUnmasked) {
     order.align_unmasked(launch.unmasked_blocks);
