@@ -99,12 +99,6 @@ struct FwdWork {
   WarpgroupTripCount steps;  // of the warpgroup's rows
   int split = 0;             // index of the KV split
 
-  // A warpgroup that skips fully masked blocks still holds the previous V stage (and, with kIssueNextQkEarly, the last
-  // one until the next Q lands): a shallower ring would deadlock.
-  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kIssueNextQkEarly <=
-                    Config::kKvStages,
-                "the rows of other warpgroups hide no more blocks than there are buffers");
-
   // Steps without the blocks skipped at the end.
   __device__ __forceinline__ int count() const { return Config::kNoMask ? order.count() : steps.count; }
   // First step after first_step() that may need a mask.
