@@ -105,7 +105,7 @@ int main() {
   }
   check_row(kSm90ValueDimTile, kSm90ValueDimPolicy, FwdVariant::kPlain);
   for (size_t i = 0; i < std::size(kFwdMeasurements); ++i) {
-    check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].place);
+    check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].anchor);
   }
   check_conflicts();
   return check::report();

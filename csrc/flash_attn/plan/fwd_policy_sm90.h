@@ -10,13 +10,15 @@ namespace plan {
 
 namespace fwd_feature {
 enum Feature : uint32_t {
-  // Compiled for calls without a mask: no code for masked or skipped blocks.
+  // Compiled for calls without a mask. Without the code for skipped blocks it is faster, though its loops have the same
+  // instructions.
   kNoMask = 1u << 0,
   // S of the next tile's first block is issued right behind the last P V of this one, before O is stored.
   kIssueNextQkEarly = 1u << 1,
-  // An idle warp stores O of all consumers.
+  // An idle warp stores O of all consumers. Score modifiers and dropout have slower loops with it.
   kHasStoreWarp = 1u << 2,
-  // The next tile is fetched when the loads of this one end, so that none waits behind a long one.
+  // The next tile is fetched when the loads of this one end, so that none waits behind a long one while other SMs idle
+  // (not with paged K and V). Short rows gain nothing, score modifiers lose 1.5 %, and without a mask tiles are equal.
   kFetchNextTileLate = 1u << 3,
   // Tiles behind a window begin their unmasked blocks at common multiples (KvBlockOrder::align_unmasked()).
   kAlignUnmasked = 1u << 4,
@@ -30,9 +32,10 @@ enum Feature : uint32_t {
   kSpeculativeExp = 1u << 7,
   // Masked blocks too: three consumers of 64 keys have nothing else to do while one of them computes maxima.
   kSpeculativeOnMasked = 1u << 8,
-  // The check comes behind the wait for P V, where ptxas then puts most of the exponentials too.
+  // The check comes behind the wait for P V, where ptxas then puts most of the exponentials too. Not in kMasked,
+  // where they are complete before it.
   kCheckSumsAfterPv = 1u << 9,
-  // Softcap: a bound by sums of squares is tested before exact maxima.
+  // Softcap: a bound by sums of squares is tested before exact maxima. Heads up to 96 lose by it.
   kCheckBoundByNorm = 1u << 10,
   // Warpgroup order barrier: consumers issue their GEMMs one after the other. Without it, it is left to chance whether
   // one multiplies while the other exponentiates.
@@ -52,7 +55,9 @@ constexpr int kCount = 16;
 struct FwdPolicy {
   int head_dim;
   uint32_t features;
-  int row_sums;  // partial sums per row, so that a softcap step does not end in a chain of additions; 0: no such kernel
+  // Partial sums per row, so that a softcap step does not end in a chain of additions; above head dim 128 there are no
+  // registers for four. 0: no such kernel.
+  int row_sums;
 
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
 };
@@ -146,11 +151,11 @@ constexpr FwdPolicy sm90_fwd_policy(int head_dim, FwdVariant variant) {
   return fwd_policy_table::kRows[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Where a true cell was measured: the first entry of its feature and variant. Places are below docs/tuning.
+// Where a true cell was measured: the first entry of its feature and variant. Anchors are below docs/tuning.
 struct FwdMeasurement {
   fwd_feature::Feature feature;
   uint32_t variants;  // a bit for each FwdVariant
-  const char* place;
+  const char* anchor;
 };
 
 constexpr uint32_t variant_bit(FwdVariant variant) { return 1u << static_cast<int>(variant); }
@@ -221,7 +226,7 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   if ((policy.has(kCheckBoundByNorm) || policy.row_sums > 1) && !softcap) return "for softcap alone";
   if (policy.has(kPackedDropout) != (variant == FwdVariant::kDropout)) return "packed dropout is that of kDropout";
   if (policy.has(kRandomBitsInPv) && !policy.has(kPackedDropout)) return "no random bits";
-  if (policy.has(kPingPong) && (tile.consumer_groups != 1 || warpgroups < 2)) return "nobody to alternate with";
+  if (policy.has(kPingPong) && (tile.consumer_groups != 1 || warpgroups < 2)) return "one warpgroup cannot alternate";
   if (variant == FwdVariant::kOneWave && !policy.has(kSplitKv)) return "splits have no other kernel";
   return nullptr;
 }

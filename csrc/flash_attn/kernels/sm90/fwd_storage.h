@@ -164,7 +164,7 @@ struct WorkPipeline {
   // Consumers wait for the next tile once all K of this one has landed, skipped blocks included, so the producer has
   // released by then. A producer of V alone would not have: some of its stages are returned later.
   static constexpr int kStepsBeforeRelease = 3;
-  static_assert(kStepsBeforeRelease > 0, "there is a step before which to let go");
+  static_assert(kStepsBeforeRelease > 0, "the release comes before some step");
 
   __device__ __forceinline__ void release_early(const KvBlockOrder& order, int step) {
     if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
