@@ -64,9 +64,9 @@ struct FwdConsumer {
     if constexpr (kSeparateOSmem) free_q(q_stage);
     q_state.advance();
     const Work next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.start_last_pv(work);
+    if constexpr (!kOverlapsTiles) mainloop.issue_last_pv(work);
     if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (kOverlapsTiles) mainloop.start_last_pv(work);
+    if constexpr (kOverlapsTiles) mainloop.issue_last_pv(work);
     const int row_begin = mainloop.row_begin(work);
     float o_scale[FwdMainloop<Config>::kRows];
     store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
@@ -74,7 +74,7 @@ struct FwdConsumer {
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
     // LSE overlaps the last P V; without an epilogue warp it follows O, whose TMA fence would wait for it.
     if constexpr (kHasStoreWarp) store_lse_of(work, row_begin, sink);
-    mainloop.finish();
+    mainloop.wait_for_o();
     store_output(work, q_stage, o_scale);
     mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
@@ -107,7 +107,7 @@ struct FwdConsumer {
   // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
   __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
-    mainloop.start_qk(q_state.stage);
+    mainloop.issue_qk(q_state.stage);
   }
 
   // Releases the Q stage that the last O was staged in.
@@ -122,7 +122,7 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void begin() {
     mainloop.wait_for_tile(q_state.stage, q_state.phase);
-    mainloop.start_qk(q_state.stage);
+    mainloop.issue_qk(q_state.stage);
     mainloop.wait_for_scores();
   }
 
