@@ -9,6 +9,9 @@
 
 namespace flash {
 
+// Rows and keys are counted in 32 bits, with room for sums of two lengths.
+constexpr int kMaxLength = 0x3fffffff;
+
 // The value of an open side of a window.
 constexpr int kUnbounded = 0x7fffffff;
 
@@ -105,11 +108,12 @@ struct BlockRange {
   }
 };
 
-// The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded.
-FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
+// The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded. Of the window alone:
+// shorter sequences have the same order, and with packed keys the number of keys is another one.
+FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int block_m, int block_n) {
   if (window.left == kUnbounded || window.right == kUnbounded) return 1;
   const int64_t visible = int64_t{window.left} + window.right + 2 - block_m;  // seen by both the first and the last row
-  const int64_t blocks = (visible < seqlen_k ? visible : seqlen_k) / block_n;
+  const int64_t blocks = (visible < kMaxLength ? visible : kMaxLength) / block_n;
   return blocks > 1 ? static_cast<int>(blocks) : 1;
 }
 

@@ -39,7 +39,7 @@ struct FwdConfig {
   static constexpr int kConsumerGroups = kTile.consumer_groups;
   static constexpr int kWarpGroups = kBlockM / 64;  // of a consumer group
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = 128 * (kConsumerGroups * kWarpGroups + 1);
+  static constexpr int kThreads = plan::sm90_fwd_threads(kTile);
   static constexpr int kProducerRegisters = kConsumerGroups * kWarpGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerGroups * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/sequence.h"
+#include "plan/work_tile_order.h"
 
 namespace flash {
 namespace sm90 {
@@ -9,7 +10,7 @@ namespace sm90 {
 // Tiles that see the most keys first, whatever their sequence, then tiles of rows outside any sequence: the last tiles
 // handed out are short. Held by a warp, one sequence a lane, so that lengths are read once.
 struct VarlenOrder {
-  static constexpr int kSequences = 32;
+  static constexpr int kSequences = plan::kSortedSequences;
   static constexpr unsigned kAllLanes = 0xffffffffu;
 
   const Flash_fwd_params& params;
