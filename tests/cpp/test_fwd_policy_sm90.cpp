@@ -93,9 +93,9 @@ int main() {
   for (int v = 0; v < kNumFwdVariants; ++v) {
     const FwdVariant variant = static_cast<FwdVariant>(v);
     for (const int head_dim : kHeadDims) {
-      const FwdPolicy policy = sm90_fwd_policy(head_dim, variant);
+      const FwdPolicy policy = sm90_fwd_policy(head_dim, head_dim, variant);
       check::that(policy.head_dim == head_dim, "rows stand in the order of head dims", kVariantNames[v], head_dim);
-      const bool exists = variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
+      const bool exists = sm90_has_variant(head_dim, variant);
       check::that((policy.row_sums > 0) == exists, "a row for every kernel", kVariantNames[v], head_dim);
       if (!exists) continue;
       check_row(sm90_fwd_tile(head_dim, variant), policy, variant);
@@ -103,7 +103,9 @@ int main() {
                   "kNoMask where masked calls have a kernel of their own", kVariantNames[v], head_dim);
     }
   }
-  check_row(kSm90ValueDimTile, kSm90ValueDimPolicy, FwdVariant::kPlain);
+  const Sm90FwdTile value_dim = kSm90ValueDimTile;
+  check_row(value_dim, sm90_fwd_policy(value_dim.head_dim, value_dim.value_dim(), FwdVariant::kPlain),
+            FwdVariant::kPlain);
   for (size_t i = 0; i < std::size(kFwdMeasurements); ++i) {
     check::that(measured[i] > 0, "a measurement stands for some cell", kFwdMeasurements[i].anchor);
   }

@@ -56,7 +56,7 @@ struct FwdPolicy {
   int head_dim;
   uint32_t features;
   // Partial sums per row, so that a softcap step does not end in a chain of additions; above head dim 128 there are no
-  // registers for four. 0: no such kernel.
+  // registers for four. 0: no such kernel (sm90_has_variant()).
   int row_sums;
 
   constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
@@ -85,10 +85,10 @@ constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
     // kShort
     {
         {64, kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
-        {96, kMaskBoundsInRegs | kIntFlags, 1},
+        {96, 0, 0},
         {128, kEarlyStored | kMaskBoundsInRegs | kIntFlags, 1},
-        {192, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
-        {256, kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
     },
     // kDropout
     {
@@ -145,9 +145,9 @@ constexpr FwdPolicy kValueDim = {192, kLateAligned | kSpeculativeAfterPv | kIntF
 
 }  // namespace fwd_policy_table
 
-constexpr FwdPolicy kSm90ValueDimPolicy = fwd_policy_table::kValueDim;
-
-constexpr FwdPolicy sm90_fwd_policy(int head_dim, FwdVariant variant) {
+// head_dim, head_dim_v: those of a kernel.
+constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant variant) {
+  if (head_dim_v != head_dim) return fwd_policy_table::kValueDim;
   return fwd_policy_table::kRows[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 

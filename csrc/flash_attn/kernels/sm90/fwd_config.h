@@ -55,8 +55,7 @@ struct FwdConfig {
                                                                            : Modifiers::kAny;
 
   // What was measured: the policy row. plan/fwd_policy_sm90.h says what each feature does and why.
-  static constexpr plan::FwdPolicy kPolicy =
-      kHasValueDim ? plan::kSm90ValueDimPolicy : plan::sm90_fwd_policy(kHeadDim_, kVariant);
+  static constexpr plan::FwdPolicy kPolicy = plan::sm90_fwd_policy(kHeadDim_, kHeadDimV_, kVariant);
   static_assert(plan::fwd_policy_conflict(kTile, kPolicy, kVariant) == nullptr, "the policy row does not fit the tile");
   static constexpr bool kNoMask = kPolicy.has(plan::fwd_feature::kNoMask);
   static constexpr bool kIssueNextQkEarly = kPolicy.has(plan::fwd_feature::kIssueNextQkEarly);
