@@ -271,3 +271,15 @@ def test_each_entry_of_the_log_has_a_row():
     linked = set(LINK.findall(tables))
     entries = {f"log/{path.name}#{place}" for path in LOG.glob("*.md") for place in PLACE.findall(path.read_text())}
     assert entries and entries <= linked
+
+
+def test_sources_cite_measurements_that_exist():
+    """Comments and policy rows name places of the tuning documents."""
+    cited = re.compile(r'(?:docs/tuning/|")((?:log/)?\w+\.md)#([\w-]+)')
+    places = {
+        (path.name, document, fragment)
+        for path in (ROOT / "csrc").rglob("*.h")
+        for document, fragment in cited.findall(path.read_text(encoding="utf-8"))
+    }
+    assert {name for name, _, _ in places} >= {"fwd_policy_sm90.h", "fwd_config.h"}
+    assert sorted(p for p in places if p[2] not in anchors(TUNING / p[1])) == []

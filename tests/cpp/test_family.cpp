@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "plan/family.h"
+#include "plan/fwd_policy_sm90.h"
 #include "plan/sm90_smem.h"
 #include "plan/tiles.h"
 
@@ -219,7 +220,8 @@ int main() {
       const int head_dim = flash::plan::kFwdTiles[0][i].head_dim;
       const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);
       check_tile(tile, head_dim, variant);
-      if (!flash::plan::sm90_splits_kv(variant)) continue;
+      const auto policy = flash::plan::sm90_fwd_policy(head_dim, head_dim, variant);
+      if (!policy.has(flash::plan::fwd_feature::kSplitKv)) continue;
       check::that(tile.block_m == 128 && tile.consumer_groups == 1, "one of the tiles that the plan counts", head_dim);
       check::that(flash::plan::sm90_reads_pages(tile, variant), "any call may be of one wave", head_dim);
     }

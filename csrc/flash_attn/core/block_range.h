@@ -1,4 +1,4 @@
-// Which keys a query row sees, which key blocks a row block visits, and in which order.
+// Visibility and KV block ranges: which keys a query row sees, which n_blocks a work tile visits, and in which order.
 // All row, column and offset arithmetic of masks lives here; tests/cpp checks it by brute force.
 #pragma once
 
@@ -22,13 +22,13 @@ struct Window {
   int right = kUnbounded;
 };
 
-// Sums are taken in 64 bits: row, shift and window together may pass 2^31.
+// Sums are 64-bit: row, shift and window together may exceed 2^31.
 struct Visibility {
   int seqlen_q = 0;
   int seqlen_k = 0;
   Window window;
 
-  // Position of query `row` on the key axis (bottom right alignment); negative when seqlen_q > seqlen_k.
+  // Position of query `row` on the key axis (bottom-right alignment); negative when seqlen_q > seqlen_k.
   FLASH_HOST_DEVICE constexpr int diagonal(int row) const { return row + seqlen_k - seqlen_q; }
 
   // The visible keys of `row` are [key_begin, key_end); none when key_end <= key_begin.
@@ -43,10 +43,10 @@ struct Visibility {
   }
 };
 
-// The limits of rows that follow each other, in 32 bits: row i of them, counted from the first one, sees the keys of
-// its sequence in [begin + i, end + i). For up to 2^30 rows.
+// Column bounds of consecutive rows, in 32 bits: row i, counted from the first one, sees keys [begin + i, end + i).
+// Valid for up to 2^30 rows.
 struct ColBounds {
-  static constexpr int kFar = 0x3fffffff;  // of sides that are open: beyond all keys
+  static constexpr int kFar = 0x3fffffff;  // an unbounded side: beyond all keys
 
   int begin = -kFar;
   int end = kFar;
@@ -61,8 +61,9 @@ FLASH_HOST_DEVICE constexpr ColBounds col_bounds(const Visibility& visibility, i
           near(window.right == kUnbounded ? kFar : diagonal + window.right + 1)};
 }
 
-// Whether a key before `key_end` is behind what some row with these limits sees: both limits grow with the row, so the
-// first row says it. And whether one from `key_begin` on is before what some of `rows` rows sees, as the last row says.
+// masks_right: some row does not see a key before `key_end`. masks_left: some of the `rows` rows does not see a key
+// from `key_begin` on. Both bounds grow with the row, so the first row decides on the right and the last row on the
+// left.
 FLASH_HOST_DEVICE constexpr bool masks_right(const ColBounds& bounds, int seqlen_k, int key_end) {
   return (bounds.end < seqlen_k ? bounds.end : seqlen_k) < key_end;
 }
@@ -70,9 +71,9 @@ FLASH_HOST_DEVICE constexpr bool masks_left(const ColBounds& bounds, int rows, i
   return bounds.begin + (rows - 1) > key_begin;
 }
 
-// The key blocks of one row block, walked "edges first": blocks that some row sees only in part come before the
-// blocks that every row sees whole, so that the interior loop carries no mask. The order of key blocks is free under
-// the online softmax.
+// The n_blocks of one work tile. Masked blocks (some row sees only part) are kept apart from unmasked ones (every row
+// sees all of it), so that the loop over unmasked blocks carries no mask: the online softmax allows any order of KV
+// blocks.
 struct BlockRange {
   int begin = 0;           // first visited block
   int end = 0;             // one past the last visited block; nothing is visited when end <= begin
@@ -82,7 +83,7 @@ struct BlockRange {
   FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
   FLASH_HOST_DEVICE constexpr int masked_count() const { return count() - (unmasked_end - unmasked_begin); }
 
-  // The block visited at `step` in [0, count()): the right edge, then the left edge, then the interior, each downwards.
+  // The block visited at `step` in [0, count()): masked right, masked left, then unmasked blocks, each downwards.
   FLASH_HOST_DEVICE constexpr int block_at(int step) const {
     const int masked_right_count = end - unmasked_end;
     if (step < masked_right_count) return end - 1 - step;
@@ -91,8 +92,8 @@ struct BlockRange {
     return unmasked_end - 1 - (step - masked_blocks);
   }
 
-  // The other way round, upwards: the interior, the left edge, the right edge. Thread blocks that start together read
-  // the same keys at the same time.
+  // The reverse order, upwards: unmasked, masked left, masked right. Thread blocks that start together read the same
+  // keys at the same time, which L2 serves faster.
   FLASH_HOST_DEVICE constexpr int block_unmasked_first(int step) const {
     const int unmasked = unmasked_end - unmasked_begin;
     if (step < unmasked) return unmasked_begin + step;
@@ -101,40 +102,43 @@ struct BlockRange {
     return masked_index < masked_left_count ? begin + masked_index : unmasked_end + masked_index - masked_left_count;
   }
 
-  // The edge that it visits after another one.
+  // The masked block that block_unmasked_first() visits after the masked block `block`.
   FLASH_HOST_DEVICE constexpr int next_masked(int block) const {
     return block + 1 == unmasked_begin ? unmasked_end : block + 1;
   }
 };
 
-// The most key blocks that are whole behind a window for all rows of a row block; 1 if a side is open. Of the window
-// alone: shorter sequences have the same walk, and the number of keys is another one where they are packed.
+// The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded. Of the window alone:
+// shorter sequences have the same order, and with packed keys the number of keys is another one.
 FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int block_m, int block_n) {
   if (window.left == kUnbounded || window.right == kUnbounded) return 1;
-  const int64_t shown = int64_t{window.left} + window.right + 2 - block_m;  // to the first row and to the last
-  const int64_t blocks = (shown < kMaxLength ? shown : kMaxLength) / block_n;
+  const int64_t visible = int64_t{window.left} + window.right + 2 - block_m;  // seen by both the first and the last row
+  const int64_t blocks = (visible < kMaxLength ? visible : kMaxLength) / block_n;
   return blocks > 1 ? static_cast<int>(blocks) : 1;
 }
 
-// Share `share` of `shares` of a walk's blocks, which are as long as they can be: the last ones may have none.
+// Split `split` of `splits` of a range of n_blocks. Splits are equally long, rounded up: the last ones may be empty.
 FLASH_HOST_DEVICE constexpr BlockRange split_range(const BlockRange& range, int split, int splits) {
   const int length = (range.count() + splits - 1) / splits;
   const int64_t first = range.begin + static_cast<int64_t>(split) * length;
-  BlockRange own;
-  own.begin = first < range.end ? static_cast<int>(first) : range.end;
-  own.end = range.end - own.begin < length ? range.end : own.begin + length;
-  const auto within = [&own](int block) { return block < own.begin ? own.begin : block > own.end ? own.end : block; };
-  own.unmasked_begin = within(range.unmasked_begin);
-  own.unmasked_end = within(range.unmasked_end);
-  return own;
+  BlockRange part;
+  part.begin = first < range.end ? static_cast<int>(first) : range.end;
+  part.end = range.end - part.begin < length ? range.end : part.begin + length;
+  const auto clamp = [&part](int block) {
+    return block < part.begin ? part.begin : block > part.end ? part.end : block;
+  };
+  part.unmasked_begin = clamp(range.unmasked_begin);
+  part.unmasked_end = clamp(range.unmasked_end);
+  return part;
 }
 
-// block_unmasked_first(), but for one block that comes before all others; or with an interior that is loaded from
-// another block on than its first, which only those who load need to know: interior blocks are computed alike.
+// The forward's order of n_blocks: block_unmasked_first(), with one of two changes: one block moved to the front
+// (start_at()), or the unmasked blocks rotated (align_unmasked()). Only the loader needs to know the rotation: unmasked
+// blocks are computed alike.
 struct KvBlockOrder {
   BlockRange range;
-  int first = 0;  // its step in block_unmasked_first()
-  int shift = 0;  // of the interior's beginning
+  int first = 0;  // step in block_unmasked_first() of the block visited first
+  int shift = 0;  // rotation of the unmasked blocks
 
   FLASH_HOST_DEVICE constexpr int count() const { return range.count(); }
   FLASH_HOST_DEVICE constexpr int unmasked() const { return range.unmasked_end - range.unmasked_begin; }
@@ -142,34 +146,34 @@ struct KvBlockOrder {
     return range.block_unmasked_first(step > first ? step : step == 0 ? first : step - 1);
   }
 
-  // The block to load for a step, of a walk without a block that comes first.
+  // The block to load for a step, for an order without start_at().
   FLASH_HOST_DEVICE constexpr int block_to_load(int step) const {
     if (step >= unmasked()) return range.block_unmasked_first(step);
     const int block = range.unmasked_begin + shift + step;
     return block < range.unmasked_end ? block : block - unmasked();
   }
 
-  // The steps after the first one that visit interior blocks are [1, unmasked_steps_end()).
+  // The steps [1, unmasked_steps_end()) visit unmasked blocks; step 0 is first_step()'s.
   FLASH_HOST_DEVICE constexpr int unmasked_steps_end() const { return unmasked() + (first >= unmasked()); }
 
-  // Begins with a visited block.
+  // Moves a visited block to the front.
   FLASH_HOST_DEVICE constexpr void start_at(int block) {
     first = block < range.unmasked_begin ? unmasked() + block - range.begin
             : block < range.unmasked_end ? block - range.unmasked_begin
                                          : block - range.begin;
   }
 
-  // The interior from the block on, if there is one, whose number is a multiple of max_unmasked_blocks(), `apart`. Row
-  // blocks behind a window, each of which sees other keys, so read the same ones at the same time when they start
-  // together: each key comes from memory once, and not all of them do at once.
-  FLASH_HOST_DEVICE void align_unmasked(const FastDiv& apart) {
-    const int next = apart.divide(range.unmasked_begin + apart.divisor - 1) * apart.divisor - range.unmasked_begin;
+  // Rotates the unmasked blocks to begin at a multiple of max_unmasked_blocks() (`period`), if they contain one. Work
+  // tiles behind a window each see other keys; with a common start, tiles that begin together read the same keys at the
+  // same time: each key comes from memory once, and not all keys at once.
+  FLASH_HOST_DEVICE void align_unmasked(const FastDiv& period) {
+    const int next = period.divide(range.unmasked_begin + period.divisor - 1) * period.divisor - range.unmasked_begin;
     shift = next < unmasked() ? next : 0;
   }
 };
 
-// Rows [row_begin, row_end) of the sequence, row_end <= seqlen_q, row_begin < row_end. Both key limits grow with the
-// row, so the first and the last row bound the block.
+// For rows [row_begin, row_end) of the sequence, row_begin < row_end <= seqlen_q. Both key bounds grow with the row, so
+// the first and the last row bound the range.
 FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility, int row_begin, int row_end,
                                                    int block_n) {
   const int last_row = row_end - 1;
@@ -183,8 +187,8 @@ FLASH_HOST_DEVICE constexpr BlockRange block_range(const Visibility& visibility,
   return range;
 }
 
-// The row blocks that visit key block `n_block`: exactly those m with block_range(m).begin <= n_block < .end. The
-// backward walks them; its deterministic order relies on both directions agreeing.
+// The m_blocks that visit `n_block`: exactly those m with block_range(m).begin <= n_block < .end. The deterministic
+// backward relies on both directions agreeing.
 struct RowRange {
   int begin = 0;
   int end = 0;
@@ -198,7 +202,7 @@ FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int
   const int seqlen_q = visibility.seqlen_q;
   const int64_t key_begin = static_cast<int64_t>(n_block) * block_n;
   const int64_t shift = static_cast<int64_t>(visibility.seqlen_k) - seqlen_q;
-  // First row whose key_end is beyond key_begin, first row whose key_begin is at or beyond the end of the block.
+  // First row whose key_end exceeds key_begin; first row whose key_begin is at or beyond the end of the block.
   const int64_t first = visibility.window.right == kUnbounded ? 0 : key_begin - shift - visibility.window.right;
   const int64_t last = key_begin + block_n - shift + visibility.window.left;
   const bool open_left = visibility.window.left == kUnbounded || key_begin + block_n > visibility.seqlen_k;
@@ -211,22 +215,22 @@ FLASH_HOST_DEVICE constexpr RowRange row_range(const Visibility& visibility, int
   return range;
 }
 
-// The row blocks of which every row sees all keys [key_begin, key_end): their scores need no mask.
+// The m_blocks of which every row sees all keys [key_begin, key_end): their scores need no mask.
 FLASH_HOST_DEVICE constexpr RowRange unmasked_rows(const Visibility& visibility, int key_begin, int key_end,
                                                    int block_m) {
   const int seqlen_q = visibility.seqlen_q;
   const int64_t shift = static_cast<int64_t>(visibility.seqlen_k) - seqlen_q;
   const bool open_right = visibility.window.right == kUnbounded, open_left = visibility.window.left == kUnbounded;
-  // First row that sees the last key, and the one behind the last row that sees the first key.
+  // First row that sees the last key; one past the last row that sees the first key.
   const int first = open_right ? 0 : clamp_row(key_end - 1 - shift - visibility.window.right, seqlen_q);
   const int last = open_left ? seqlen_q : clamp_row(key_begin - shift + visibility.window.left + 1, seqlen_q);
   if (key_end > visibility.seqlen_k) return RowRange{};
   return {(first + block_m - 1) / block_m, last == seqlen_q ? (last + block_m - 1) / block_m : last / block_m};
 }
 
-// Variable-length batches: row blocks are numbered by "slots" so that the grid depends only on host-known sizes. The
-// packed rows fall into batch + 2 segments: those before the first sequence, the sequences, and those after the last.
-// Segment i owns the slots [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has row blocks.
+// Varlen: m_blocks are numbered by "slots", so that the grid depends on host-known sizes only. The packed rows form
+// batch + 2 segments: rows before the first sequence, the sequences, rows after the last. Segment i owns slots
+// [varlen_first_slot(i), varlen_first_slot(i + 1)), at least as many as it has m_blocks.
 FLASH_HOST_DEVICE constexpr int varlen_first_slot(int first_row, int segment, int block_m) {
   return first_row / block_m + segment;
 }

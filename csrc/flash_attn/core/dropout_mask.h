@@ -20,7 +20,7 @@ FLASH_HOST_DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& high, uin
   low = static_cast<uint32_t>(product);
 }
 
-// One stream per (seed, offset, batch, head), drawn from Philox4x32-10.
+// One stream per (seed, offset, batch, head), from Philox4x32-10.
 FLASH_HOST_DEVICE DropoutStream dropout_stream(uint64_t seed, uint64_t offset, uint32_t batch, uint32_t head) {
   uint32_t counter[4] = {batch, head, static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)};
   uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
@@ -38,14 +38,14 @@ FLASH_HOST_DEVICE DropoutStream dropout_stream(uint64_t seed, uint64_t offset, u
   return {{counter[0], counter[1]}, {counter[2], counter[3]}};
 }
 
-// A permutation of the 32-bit words that looks random: the finalizer of MurmurHash3 (Appleby 2011).
+// A bijective hash of 32-bit words: the finalizer of MurmurHash3 (Appleby 2011).
 FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
   word = (word ^ (word >> 13)) * 0xC2B2AE35u;
   return word ^ (word >> 16);
 }
 
-// The words of a row, or of a pair of columns. Of 16 columns, two pairs that are four apart have the same coarse word.
+// Random bits of a row, or of a pair of columns. Within 16 columns, two pairs that are four apart share coarse bits.
 struct alignas(8) RandomBits {
   uint32_t fine;
   uint32_t coarse;
@@ -56,7 +56,7 @@ FLASH_HOST_DEVICE RandomBits dropout_row(const DropoutStream& stream, int row) {
   return {murmur3_finalizer(coarse) | 1, coarse};
 }
 
-// Fine words of the same coarse one differ by an odd number, so that their products with a random row are independent.
+// Fine bits that share coarse bits differ by an odd number, so that their products with a row's bits are independent.
 FLASH_HOST_DEVICE RandomBits dropout_column_pair(const DropoutStream& stream, int pair) {
   const uint32_t odd = static_cast<uint32_t>(pair) / 4 % 2, first = static_cast<uint32_t>(pair) - 4 * odd;
   const uint32_t coarse = murmur3_finalizer(murmur3_finalizer(first ^ stream.col_key[0]) + stream.col_key[1]);
@@ -71,24 +71,23 @@ FLASH_HOST_DEVICE uint32_t swap_halves(uint32_t word) {
 #endif
 }
 
-// Two uniforms of 15 bits, each below a bit that does not count: of a row and a pair of columns, the even one's in the
-// lower half. A product knows little in its lower half, so the other one lies the other way round.
+// Two 15-bit uniforms for a row and a pair of columns, each below one bit that does not count; the even column's in the
+// lower half. The low half of a product is less random, so the second product is added with its halves swapped.
 FLASH_HOST_DEVICE uint32_t dropout_uniforms(const RandomBits& row, const RandomBits& column_pair) {
   return row.fine * column_pair.fine + swap_halves(row.coarse * column_pair.coarse);
 }
 
-// A uniform below its row's limit stands for the rarer of the two outcomes, which is to be kept where the probability
-// is above one half. So limits are at most 2^14, and comparable as numbers of 16 bits: none of them is a NaN.
+// A uniform below its row's limit means the rarer outcome, which is "keep" when the drop probability exceeds one half.
+// So limits are at most 2^14 and can be compared as fp16 bit patterns: none of them is a NaN.
 FLASH_HOST_DEVICE bool dropout_rare_is_kept(uint32_t threshold) { return threshold > 0x80000000u; }
 
-// 2^15 times the probability of the rarer outcome, rounded up or down by random bits of the row, so that it is exact on
-// the average.
+// 2^15 times the probability of the rarer outcome, rounded stochastically by random bits of the row: exact on average.
 FLASH_HOST_DEVICE uint32_t dropout_limit(const RandomBits& row, uint32_t threshold) {
   const uint32_t rarer = dropout_rare_is_kept(threshold) ? 0u - threshold : threshold;
   return (rarer + (row.fine >> 15)) >> 17;
 }
 
-// Of a uniform that was drawn for a column: whether that column is kept.
+// Whether column `col` is kept, given the uniforms of its pair.
 FLASH_HOST_DEVICE bool dropout_keeps(uint32_t uniforms, int col, uint32_t limit, bool rare_is_kept) {
   const int shift = col % 2 * 16;
   return ((uniforms & (0x7FFFu << shift)) >= limit << shift) != rare_is_kept;

@@ -1,16 +1,16 @@
-// What a part of a row block's rows does on the walk over its key blocks, some of which it does not see; tests/cpp
-// checks it by brute force.
+// Trip counts: what one warpgroup, which has only some rows of a work tile, computes of the tile's KV block order.
+// tests/cpp checks it by brute force.
 #pragma once
 
 #include "core/block_range.h"
 
 namespace flash {
 
-// Steps of a row block's walk whose keys no row of a part of it, [row_begin, row_end), sees: `left` of them from
-// `begin` on, which the rows before the part see, and the last `right`, which those after it see. Step 0 is never one
-// of them. A part behind the last of the rows, whose row_end is no more than its row_begin, does as that last row.
+// Steps of a work tile whose blocks are fully masked for rows [row_begin, row_end), the rows of one warpgroup: `left`
+// steps from `begin` on (blocks that only earlier rows see), and the last `right` steps (blocks that only later rows
+// see). Step 0 is never skipped. A warpgroup beyond the last row (row_end <= row_begin) does as the last row does.
 struct SkippedBlocks {
-  int begin = 1;  // of the edges
+  int begin = 1;  // first step of masked blocks
   int left = 0;
   int right = 0;
 };
@@ -20,8 +20,8 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Visibility& visib
   const int unmasked = order.unmasked(), count = order.count();
   SkippedBlocks skipped;
   skipped.begin = order.unmasked_steps_end();
-  const int seen_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
-  const int behind = order.range.end - seen_end;  // negative where the walk is a share that ends before them
+  const int visible_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
+  const int behind = order.range.end - visible_end;  // negative where a split ends before these blocks
   const int right = behind < 0 ? 0 : behind < count ? behind : count;
   skipped.right = right - (order.first >= count - right);
   if (visibility.window.left == kUnbounded) return skipped;
@@ -32,15 +32,15 @@ FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Visibility& visib
   return skipped;
 }
 
-// What who computes the part needs to know of the walk.
+// What a consumer warpgroup needs to know of the order.
 struct WarpgroupTripCount {
   static constexpr int kNoBlock = -1;
 
   SkippedBlocks skipped;
-  int count = 0;  // steps, but for what is hidden at the end
+  int count = 0;  // steps without the ones skipped at the end
   ColBounds bounds;
-  int first_to_mask = kNoBlock;  // the block of step 0, if it may need a mask
-  int first_masked_block = 0;    // the block of the first step behind the interior that is not hidden, if there is one
+  int first_to_mask = kNoBlock;  // n_block of step 0 if it may need a mask
+  int first_masked_block = 0;    // n_block of the first masked step that is not skipped, if any
 };
 
 FLASH_HOST_DEVICE constexpr WarpgroupTripCount warpgroup_trip_count(const Visibility& visibility,

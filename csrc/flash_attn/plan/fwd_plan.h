@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "plan/family.h"
+#include "plan/fwd_policy_sm90.h"
 #include "plan/sm90_smem.h"
 #include "plan/work_tile_order.h"
 
@@ -93,7 +94,8 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   plan.sort_varlen_tiles = problem.is_varlen && problem.is_uneven() && problem.batch <= kSortedSequences;
   int64_t short_tiles = 0;
   if (!problem.is_varlen) {
-    const bool fetches_late = sm90_fetches_late(plan.head_dim, plan.variant) && !problem.is_paged;
+    const FwdPolicy policy = sm90_fwd_policy(plan.head_dim, plan.head_dim_v, plan.variant);
+    const bool fetches_late = policy.has(fwd_feature::kFetchNextTileLate) && !problem.is_paged;
     short_tiles = num_short_tiles(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
                                   problem.window, plan.block_m, fetches_late);
   } else if (plan.sort_varlen_tiles && problem.window.left == kUnbounded) {

@@ -181,28 +181,6 @@ constexpr bool sm90_splits_masked(int head_dim) {
   return plain.block_n != masked.block_n;
 }
 
-// What the kernels of a variant are, as sm90::FwdConfig and the plan have to know it.
-
-// Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is faster,
-// though its loops have the same instructions (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_needs_no_mask(int head_dim, FwdVariant variant) {
-  return variant == FwdVariant::kPlain && sm90_splits_masked(head_dim);
-}
-
-// The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
-// nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
-// 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
-constexpr bool sm90_fetches_late(int head_dim, FwdVariant variant) {
-  return !sm90_needs_no_mask(head_dim, variant) &&
-         (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked || variant == FwdVariant::kDropout);
-}
-
-// Serves calls whose keys are split. Without score modifiers a variant of its own does, so that the kernels of whole
-// row blocks keep their instructions.
-constexpr bool sm90_splits_kv(FwdVariant variant) {
-  return modifies_scores(variant) || variant == FwdVariant::kOneWave;
-}
-
 // Variants that would be another one's kernel over again do not exist.
 constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);

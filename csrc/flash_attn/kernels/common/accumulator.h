@@ -1,6 +1,6 @@
-// The one file that knows how accumulators lie in the threads of a warp, of mma.sync m16n8k16 and wgmma m64nNk16 alike.
-// Lane 4 g + t holds rows {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 square; warp w owns the 16-row bands w,
-// w + warps, ...
+// The only file that knows how accumulators lie in a warp's threads, for mma.sync m16n8k16 and wgmma m64nNk16 alike.
+// Lane 4 g + t holds rows {g, g + 8} and columns {2 t, 2 t + 1} of every 16 x 8 tile; warp w owns the 16-row bands w, w
+// + warps, ...
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -24,7 +24,7 @@ CUTE_HOST_DEVICE auto row_col_view(Tensor& accumulator) {
   return cute::make_tensor(accumulator.data(), row_col_layout(accumulator.layout()));
 }
 
-// The same for an accumulator of the transposed matrix: its columns are the rows. wgmma: ((2, N / 8), 2).
+// The same for an accumulator of the transposed matrix (its columns are the rows). wgmma: ((2, N / 8), 2).
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto transposed_row_col_layout(Layout layout) {
   const auto plain = row_col_layout(layout);
@@ -36,7 +36,7 @@ CUTE_HOST_DEVICE auto transposed_row_col_view(Tensor& accumulator) {
   return cute::make_tensor(accumulator.data(), transposed_row_col_layout(accumulator.layout()));
 }
 
-// ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring accumulators are one A operand.
+// ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two adjacent accumulators form one A operand.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout layout) {
   using namespace cute;
@@ -56,7 +56,7 @@ struct AccumulatorCoords {
 
   __device__ __forceinline__ AccumulatorCoords() : AccumulatorCoords(threadIdx.x) {}
 
-  // `thread`: place among the threads that share the tile.
+  // `thread`: index among the threads that share the tile.
   __device__ __forceinline__ explicit AccumulatorCoords(unsigned thread)
       : row0((thread / 32) % kWarpsM * 16 + (thread % 32) / 4), col0((thread / 32) / kWarpsM * 16 + (thread % 4) * 2) {}
 
@@ -66,7 +66,7 @@ struct AccumulatorCoords {
   }
 };
 
-// Of a transposed_row_col_view.
+// Coordinates of a transposed_row_col_view.
 template <class Coords>
 struct TransposedCoords {
   static constexpr int kRowsApart8 = Coords::kColsApart8;
@@ -78,7 +78,7 @@ struct TransposedCoords {
   __device__ __forceinline__ int col(int ni) const { return coords.row(ni); }
 };
 
-// kWarpsM x kWarpsN warps, warps first along the rows, as AccumulatorCoords has them.
+// kWarpsM x kWarpsN warps, warps first along the rows, as AccumulatorCoords expects.
 template <class Atom, int kWarpsM, int kWarpsN>
 using WarpGridMma = cute::TiledMMA<Atom, cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
                                    cute::Tile<cute::Int<16 * kWarpsM>,
@@ -86,7 +86,7 @@ using WarpGridMma = cute::TiledMMA<Atom, cute::Layout<cute::Shape<cute::Int<kWar
                                                            cute::Stride<cute::_1, cute::_16, cute::_8>>,
                                               cute::_16>>;
 
-// The four lanes of a row hold its columns between them.
+// The four lanes of a quad hold the columns of one row between them.
 __device__ __forceinline__ float quad_max(float value) {
   value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
   return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));

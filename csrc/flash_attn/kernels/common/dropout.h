@@ -1,4 +1,4 @@
-// Dropout of probabilities held in accumulators; the mask itself is defined in dropout_mask.h.
+// Dropout of probabilities in accumulators; core/dropout_mask.h defines the mask.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -17,7 +17,8 @@ struct PhiloxSeed {
         offset(state.offset + (state.offset_ptr != nullptr ? static_cast<uint64_t>(*state.offset_ptr) : 0)) {}
 };
 
-// One thread of the grid leaves the state for the backward and for flash_attn.dropout_mask; zeros without dropout.
+// One thread of the grid stores the Philox state for the backward and for flash_attn.dropout_mask; zeros without
+// dropout.
 __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   const PhiloxSeed state(dropout.state);
@@ -37,7 +38,7 @@ struct DropoutMask {
   }
 };
 
-// The words of the rows and columns of a tile, made by the thread that wants them.
+// Random bits of a tile's rows and columns, made by the thread that uses them.
 template <class Coords>
 struct TileBits {
   const DropoutStream& stream;
@@ -50,8 +51,8 @@ struct TileBits {
   }
 };
 
-// Calls visit(mi, ni, kept) for every element of a row_col_view of `rows` x `cols`, or of a transposed one. Columns are
-// counted from an even one.
+// Calls visit(mi, ni, keep) for every element of a (possibly transposed) row_col_view of kRows x kCols. col_begin must
+// be even.
 template <int kRows, int kCols, class Bits, class Coords, class Visit>
 __device__ __forceinline__ void for_each_random_bits(uint32_t threshold, const Bits& bits, const Coords& coords,
                                                      const Visit& visit) {
@@ -82,10 +83,10 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
   });
 }
 
-// What a lane's two rows draw.
+// Random bits and limits of a lane's two accumulator rows.
 struct RowBits {
   RandomBits rows[2];
-  uint32_t limits[2];  // in both halves
+  uint32_t limits[2];  // repeated in both halves
   bool rare_is_kept;
 
   RowBits() = default;
@@ -99,16 +100,16 @@ struct RowBits {
     }
   }
 
-  // All ones in the halves of a pair of columns that row mi keeps. One instruction compares both, as numbers of 16 bits
-  // without their signs, which are ordered as their bits are; what is a NaN is not below a limit.
+  // 0xffff in each half of the pair whose column row mi keeps. One HSET2 compares both uniforms as fp16 magnitudes,
+  // which order as their bits do; a NaN compares as not below the limit.
   __device__ __forceinline__ uint32_t make_keep_mask(int mi, const RandomBits& column_pair) const {
     uint32_t keep_mask;
     asm("{\n\t"
         ".reg .b32 magnitudes;\n\t"
-        ".reg .pred draws_kept;\n\t"
-        "setp.ne.u32 draws_kept, %3, 0;\n\t"
+        ".reg .pred rare_kept;\n\t"
+        "setp.ne.u32 rare_kept, %3, 0;\n\t"
         "abs.f16x2 magnitudes, %1;\n\t"
-        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, draws_kept;\n\t"
+        "set.geu.xor.u32.f16x2 %0, magnitudes, %2, rare_kept;\n\t"
         "}"
         : "=r"(keep_mask)
         : "r"(dropout_uniforms(rows[mi], column_pair)), "r"(limits[mi]), "r"(static_cast<uint32_t>(rare_is_kept)));

@@ -1,5 +1,5 @@
-// Online softmax whose reference is the exact running maximum of each row: a row's result then depends on the row
-// alone, bit by bit, where softmax.h lets neighbouring rows decide when the reference is raised.
+// Online softmax against the exact running row max: a row's result is bitwise independent of its neighbours, whereas
+// softmax.h lets the whole warp decide when the row max is updated.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@ namespace flash {
 
 template <int kRows>
 struct ExactSoftmax {
-  float row_max[kRows];  // of the raw scores; -inf while nothing visible was met
-  float row_sum[kRows];  // this thread's share of the columns
+  float row_max[kRows];  // of the raw scores; -inf while no visible key was met
+  float row_sum[kRows];  // over this thread's columns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -21,23 +21,23 @@ struct ExactSoftmax {
     }
   }
 
-  // Turns scores (rows, cols) into exp2(scale (score - maximum)) and rescales out (rows, head dim). The difference is
-  // taken first, so that large scores lose nothing. The warp's vote skips multiplications by one and decides nothing.
+  // Turns scores (rows, cols) into exp2(scale (score - row_max)) and rescales out (rows, head dim). Subtracting first
+  // keeps large scores exact. The warp vote only skips multiplications by one.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows, "one running maximum per row");
     float new_max[kRows];
-    bool raise = false;
+    bool any_new_max = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       new_max[mi] = scores(mi, 0);
 #pragma unroll
       for (int ni = 1; ni < size<1>(scores); ++ni) new_max[mi] = fmaxf(new_max[mi], scores(mi, ni));
       new_max[mi] = fmaxf(row_max[mi], quad_max(new_max[mi]));
-      raise |= new_max[mi] > row_max[mi];
+      any_new_max |= new_max[mi] > row_max[mi];
     }
-    if (__any_sync(0xffffffffu, raise)) {
+    if (__any_sync(0xffffffffu, any_new_max)) {
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         const float correction = new_max[mi] == -INFINITY ? 1.0f : exp2f((row_max[mi] - new_max[mi]) * scale);
@@ -49,10 +49,10 @@ struct ExactSoftmax {
     }
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float reference = row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
+      const float offset = row_max[mi] == -INFINITY ? 0.0f : row_max[mi];
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
-        scores(mi, ni) = exp2f((scores(mi, ni) - reference) * scale);
+        scores(mi, ni) = exp2f((scores(mi, ni) - offset) * scale);
         row_sum[mi] += scores(mi, ni);
       }
     }

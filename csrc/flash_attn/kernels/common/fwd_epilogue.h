@@ -1,4 +1,4 @@
-// The end of the forward's softmax, for all kernel families: output divided by the row sums, and the LSE.
+// Epilogue of the forward's softmax, for all kernel families: o_scale = 1 / row_sum, and the LSE.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@
 
 namespace flash {
 
-// What the rows of the output, whose sink is row_sink(), are to be multiplied by. Before store_lse(), which needs the
-// sums of whole rows.
+// o_scale: what to multiply the output rows by; `sink`: row_sink(). Call it before store_lse(), which needs whole-row
+// sums.
 template <int kRows, class Flag, int kSums>
 __device__ __forceinline__ void finalize_rows(Softmax<kRows, Flag, kSums>& softmax, float (&o_scale)[kRows],
                                               const Flash_fwd_params& params, float sink) {
@@ -26,20 +26,20 @@ __device__ __forceinline__ void normalize(Softmax<kRows>& softmax, Accumulator& 
   softmax.rescale(out, o_scale);
 }
 
-// `row_begin`: what the rows of `coords` count from. `offset`: of the LSE, for a share of the keys.
+// `row_begin`: row of coords' row 0 within the sequence. `offset`: into the LSE, of a split.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_lse(const Softmax<kRows, Flag, kSums>& softmax, const Flash_fwd_params& params,
-                                          const WorkTile& block, const Coords& coords, int row_begin, float sink,
+                                          const WorkTile& tile, const Coords& coords, int row_begin, float sink,
                                           int64_t offset = 0) {
   if (threadIdx.x % 4 != 0) return;
-  float* const lse = params.softmax_lse_ptr + offset + lse_offset(block, params);
-  float values[kRows];  // without branches: nothing hides what a row block ends with
+  float* const lse = params.softmax_lse_ptr + offset + lse_offset(tile, params);
+  float values[kRows];  // without branches: nothing overlaps the end of a work tile
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) values[mi] = softmax.lse(mi, params.softmax_scale_log2, sink);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
     const int row = row_begin + coords.row(mi);
-    if (row < block.row_end) lse[row] = values[mi];
+    if (row < tile.row_end) lse[row] = values[mi];
   }
 }
 

@@ -1,4 +1,4 @@
-// Keys outside the visible range of a row become -inf. Runs on edge blocks only.
+// Keys outside the visible range of a row become -inf. Runs on masked blocks only.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,9 +7,9 @@
 
 namespace flash {
 
-// Of the keys [col_begin, col_end) of a sequence, for `rows` rows with these limits. The two sides are masked apart,
-// because most edge blocks touch one side only. Columns are compared by their distances from the first one of the
-// thread, which are constants.
+// Masks keys [col_begin, col_end) for `rows` rows with these column bounds. Left and right are tested apart because
+// most masked blocks touch one side only. Columns are compared as distances from the thread's first column, which are
+// compile-time constants.
 template <class Scores, class Coords>
 __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const ColBounds& bounds, int rows,
                                            int seqlen_k, int col_begin, int col_end) {

@@ -1,4 +1,4 @@
-// The largest logit of each head, for all kernel families; NaN where a row's sum of probabilities is NaN.
+// Largest logit of each head, for all kernel families; NaN where a row's sum of probabilities is NaN.
 #pragma once
 
 #include "kernels/common/sequence.h"
@@ -6,8 +6,8 @@
 
 namespace flash {
 
-// The order of floats is that of their bits as integers, reversed below zero; the sign bit decides, so that -0 fits in.
-// A NaN whose sign bit is 0 is above all of them.
+// Floats order as their bits do as integers, reversed below zero. Branching on the sign bit gets -0 right; a NaN with
+// sign bit 0 is above all others.
 __device__ __forceinline__ void atomic_max(float* address, float value) {
   const int bits = __float_as_int(value);
   if (bits >= 0) {
@@ -17,19 +17,19 @@ __device__ __forceinline__ void atomic_max(float* address, float value) {
   }
 }
 
-// Before finish(), after a loop whose slack was 0: the references of this warp's rows are their maxima. `row_begin`:
-// what the rows of `coords` count from.
+// Call before finalize(), after a loop with rescale_threshold 0: then row_max holds the true maxima. `row_begin`: row
+// of coords' row 0 within the sequence.
 template <int kRows, class Flag, int kSums, class Coords>
 __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums>& softmax,
-                                                const Flash_fwd_params& params, const WorkTile& block,
+                                                const Flash_fwd_params& params, const WorkTile& tile,
                                                 const Coords& coords, int row_begin) {
   if (params.max_logit_ptr == nullptr) return;
   float largest = -INFINITY;
-  bool is_nan = false;  // maxima pass over NaN, sums do not
+  bool is_nan = false;  // fmaxf ignores NaN, sums do not
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {
-    // Rows beyond the sequence are zeros in shared memory, whose scores do not count.
-    if (row_begin + coords.row(mi) >= block.row_end) continue;
+    // Rows beyond the sequence are zeros in shared memory: their scores do not count.
+    if (row_begin + coords.row(mi) >= tile.row_end) continue;
     if (softmax.row_max[mi] > softmax.kLowest) largest = fmaxf(largest, softmax.row_max[mi]);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) is_nan |= isnan(softmax.row_sum[mi][i]);
@@ -40,8 +40,7 @@ __device__ __forceinline__ void store_max_logit(const Softmax<kRows, Flag, kSums
   }
   if (__any_sync(0xffffffffu, is_nan)) largest = NAN;
   if (threadIdx.x % 32 != 0 || largest == -INFINITY) return;
-  atomic_max(params.max_logit_ptr + block.head,
-             largest * params.softmax_scale_log2 * Softmax<kRows, Flag, kSums>::kLn2);
+  atomic_max(params.max_logit_ptr + tile.head, largest * params.softmax_scale_log2 * Softmax<kRows, Flag, kSums>::kLn2);
 }
 
 }  // namespace flash

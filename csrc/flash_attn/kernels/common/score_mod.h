@@ -1,5 +1,5 @@
-// What happens to a raw score before the softmax when Flash_fwd_params::has_score_mod: softcap, then ALiBi. It leaves
-// scores in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
+// Score modifiers, applied to raw scores before the mask when Flash_fwd_params::has_score_mod: softcap, then ALiBi.
+// Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,10 +9,10 @@
 
 namespace flash {
 
-// What a kernel is compiled for: whatever the call asks for, or one modifier alone.
+// Which modifiers a kernel is compiled for: whatever the call asks for, or one alone.
 enum class Modifiers { kAny, kSoftcap, kAlibi };
 
-// Built where it is used, from parameters in constant memory, so that nothing of it stays in registers over the loop.
+// Built where it is used, from parameters in constant memory: keeping it would cost registers over the whole loop.
 struct ScoreMod {
   static constexpr float kLog2e = 1.4426950408889634f;
 
@@ -39,14 +39,14 @@ struct ScoreMod {
                : 0.0f;
   }
 
-  // The derivative 1 - tanh^2 of a capped score with respect to the raw one, up to the scale.
+  // Derivative 1 - tanh^2 of a capped score with respect to the raw one, up to the scale.
   __device__ __forceinline__ float cap_derivative(float capped) const {
     const float tanh = capped / cap_log2;
     return 1.0f - tanh * tanh;
   }
 
-  // softcap log2(e) tanh(x) with 2 x = score * tanh_scale / log2(e). Relative error near 1e-6 everywhere, where
-  // tanh.approx has 5e-4: 1 - 2 / (exp(2 x) + 1) loses the small values of x, which go through the Taylor series.
+  // softcap log2(e) tanh(x) with 2 x = score * tanh_scale / log2(e). Relative error near 1e-6 everywhere (tanh.approx:
+  // 5e-4): 1 - 2 / (exp(2 x) + 1) cancels for small x, which take the Taylor series.
   __device__ __forceinline__ float cap(float score) const {
     constexpr float kLn2 = 0.69314718055994531f;
     const float two_x_log2 = score * tanh_scale;
@@ -61,7 +61,7 @@ struct ScoreMod {
     return -slope_log2 * fabsf(static_cast<float>(diagonal - col));
   }
 
-  // As apply(); multiplies `gradients` of the same layout by the derivative of the cap.
+  // apply(), and multiplies `gradients` of the same layout by the derivative of the cap.
   template <class Scores, class Gradients, class Coords>
   __device__ __forceinline__ void apply_with_derivative(Scores& scores, Gradients& gradients, const Coords& coords,
                                                         int diagonal0, int col0) const {
@@ -79,7 +79,7 @@ struct ScoreMod {
     add_bias(scores, coords, diagonal0, col0);
   }
 
-  // scores: row_col_view; diagonal0 and col0 are the key-axis position of the tile's row 0 and its first column.
+  // scores: a row_col_view; diagonal0, col0: key-axis position of the tile's row 0, and its first column.
   template <class Scores, class Coords>
   __device__ __forceinline__ void apply(Scores& scores, const Coords& coords, int diagonal0, int col0) const {
     apply_cap(scores);
@@ -111,8 +111,8 @@ struct ScoreMod {
     }
   }
 
-  // As apply(), for a warp with registers to spare: where none of its scores is beyond SoftcapSeries, the softcap is a
-  // polynomial; the distance is converted to a float once, because a conversion takes as long as an exponential.
+  // apply() for a warp with registers to spare: softcap by SoftcapSeries if no score of the warp exceeds its bound;
+  // ALiBi converts the distance to float once, because a conversion takes as long as an exponential.
   template <Modifiers kModifiers, class Scores, class Coords>
   __device__ __forceinline__ static void apply_by_warp(const Flash_fwd_params& params, float slope_log2, Scores& scores,
                                                        const Coords& coords, int diagonal0, int col0) {
@@ -153,7 +153,7 @@ struct ScoreMod {
     }
   }
 
-  // Whether no square of the warp's scores is beyond the bound, a negative bound included; NaN is not looked at.
+  // Whether every squared score of the warp is <= bound (a negative bound: never). NaN is not detected.
   template <class Scores>
   __device__ __forceinline__ static bool within(const Scores& scores, float bound) {
     using namespace cute;

@@ -8,24 +8,23 @@
 
 namespace flash {
 
-// Flag: what holds conditions of the warp. ptxas keeps a bool in a byte, which costs instructions wherever paths meet.
-// kSums: how many sums of a row exp2_softcap_poly() keeps, each of some of the columns, until finish().
+// Flag: type of warp-uniform conditions. ptxas keeps a bool in a byte, which costs instructions at every join.
+// kSums: partial sums per row of exp2_softcap_poly(), each over some of the columns, added up by finalize().
 template <int kRows, class Flag = bool, int kSums = 1>
 struct Softmax {
   static constexpr float kThresholdLog2 = kRescaleThresholdLog2;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kLn2 = 0.69314718055994531f;
-  static constexpr float kMaxSpeculativeSum =
-      256.0f;  // for the sum of a thread's probabilities; fp16 holds them up to 65504
-  // For what capped scores may lie above their reference, seen by their size alone: fp16 holds 2^15.
+  static constexpr float kMaxSpeculativeSum = 256.0f;  // bound of a thread's row_sum; fp16 holds P up to 65504
+  // How far capped scores may exceed row_max when only a bound of their magnitude is known: fp16 holds 2^15.
   static constexpr float kSoftcapThresholdLog2 = 15.0f;
-  static constexpr float kLargeLog2 = 1024.0f;  // exponents beyond lose more than half a unit of an fp16 1
-  // References start here: finite, so that a score of -inf, masked or not, has weight 0 in every kind of block.
+  static constexpr float kLargeLog2 = 1024.0f;  // beyond it exponents round by more than half a ulp of an fp16 1
+  // Initial row_max. Finite, so that a score of -inf, masked or not, gets weight 0 in every kind of block.
   static constexpr float kLowest = -3.402823466e38f;
 
-  float row_max[kRows];         // reference of the raw scores; kLowest while all of them were -inf
-  float row_sum[kRows][kSums];  // of this thread's share of the columns; after finish() the first is the row's
-  Flag is_large = false;        // some reference of the warp is beyond kLargeLog2
+  float row_max[kRows];         // lagging row max of the raw scores; kLowest while all were -inf
+  float row_sum[kRows][kSums];  // over this thread's columns; after finalize() [0] is the row's sum
+  Flag is_large = false;        // some row_max of the warp exceeds kLargeLog2
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -36,9 +35,9 @@ struct Softmax {
     }
   }
 
-  // Turns scores (rows, cols) into exp2(scale (score - reference)), where the reference of a row is at most
-  // threshold_log2 / scale below its running maximum: out (rows, head dim) is rescaled only when some row of the warp
-  // would pass that. The result does not depend on the reference except through rounding. scale > 0.
+  // Turns scores (rows, cols) into exp2(scale (score - row_max)). row_max lags the true running maximum by at most
+  // threshold_log2 / scale: out (rows, head dim) is rescaled only when some row of the warp would exceed that. The
+  // result depends on the lag only through rounding. scale > 0.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale, float threshold_log2 = kThresholdLog2) {
     using namespace cute;
@@ -49,16 +48,16 @@ struct Softmax {
     exponentiate(scores, scale);
   }
 
-  // The first half of update(). Returns, for the warp as a whole, whether references rose: then out is to be multiplied
-  // by `correction` before it takes up the new probabilities. row_sum is.
+  // First half of update(). Returns, warp-uniform, whether row_max was updated: then multiply out by `correction`
+  // before accumulating new probabilities (row_sum already is).
   template <class Scores>
   __device__ __forceinline__ bool update_row_max(const Scores& scores, float scale, float (&correction)[kRows],
                                                  float threshold_log2 = kThresholdLog2) {
     return update_row_maxima(scores, scale, threshold_log2, [&](int mi, float o_scale) { correction[mi] = o_scale; });
   }
 
-  // The same where nothing was met before: references become the maxima, whatever they are, and nothing is corrected. A
-  // row that still met nothing counts as large: its next block should not go ahead.
+  // For a tile's first block: row_max becomes the block's maximum unconditionally, nothing to correct. A row that is
+  // still fully masked counts as large: the next block must not be speculative.
   template <class Scores>
   __device__ __forceinline__ void set_row_max(const Scores& scores, float scale) {
     bool large = false;
@@ -71,29 +70,29 @@ struct Softmax {
     is_large = __any_sync(0xffffffffu, large);
   }
 
-  // correct(mi, correction) is called for every row if references rise.
+  // Calls correct(mi, correction) for every row if row_max is updated.
   template <class Scores, class Correct>
   __device__ __forceinline__ bool update_row_maxima(const Scores& scores, float scale, float threshold_log2,
                                                     const Correct& correct) {
     using namespace cute;
-    static_assert(decltype(size<0>(scores))::value == kRows, "one running reference per row");
+    static_assert(decltype(size<0>(scores))::value == kRows, "one running row max per row");
     if (!__any_sync(0xffffffffu, may_exceed_threshold(scores, scale, threshold_log2))) return false;
     float new_max[kRows];
     set_maxima(scores, new_max);
     bool large = false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float reference = fmaxf(row_max[mi], new_max[mi]);
-      const float correction = exp2f((row_max[mi] - reference) * scale);
-      row_max[mi] = reference;
+      const float new_row_max = fmaxf(row_max[mi], new_max[mi]);
+      const float correction = exp2f((row_max[mi] - new_row_max) * scale);
+      row_max[mi] = new_row_max;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) row_sum[mi][i] *= correction;
-      // A row that met nothing counts as large wherever edges may go ahead. They never do where conditions are bools:
-      // there it would only change the rounding of the warp's other rows, unless its product overflows.
+      // A fully masked row counts as large wherever masked blocks may be speculative. With Flag = bool they never are,
+      // and counting it would change the rounding of the warp's other rows, unless the product overflows.
       if constexpr (std::is_same_v<Flag, bool>) {
-        large |= (reference > kLowest || scale > 1.0f) && fabsf(reference * scale) > kLargeLog2;
+        large |= (new_row_max > kLowest || scale > 1.0f) && fabsf(new_row_max * scale) > kLargeLog2;
       } else {
-        large |= !(fabsf(reference * scale) <= kLargeLog2);
+        large |= !(fabsf(new_row_max * scale) <= kLargeLog2);
       }
       correct(mi, correction);
     }
@@ -101,7 +100,7 @@ struct Softmax {
     return true;
   }
 
-  // The maxima of whole rows.
+  // Maxima of whole rows.
   template <class Scores>
   __device__ __forceinline__ static void set_maxima(const Scores& scores, float (&maxima)[kRows]) {
     using namespace cute;
@@ -114,15 +113,14 @@ struct Softmax {
     }
   }
 
-  // Whether some score of this thread may lie more than threshold_log2 / scale above its reference.
+  // Whether some score of this thread may exceed row_max by more than threshold_log2 / scale.
   template <class Scores>
   __device__ __forceinline__ bool may_exceed_threshold(const Scores& scores, float scale, float threshold_log2) const {
     return may_exceed(scores, threshold_log2, [&](int mi, float top) { return (top - row_max[mi]) * scale; });
   }
 
-  // Whether the exponent of some score of this thread, which rises with the score, may be beyond `most`. The bits of
-  // floats that are not negative are ordered like integers, of which three are compared at once: negative scores count
-  // as 0.
+  // Whether `exponent`, monotone in the score, may exceed `most` for some score of this thread. Non-negative floats
+  // order like their bits, so three are compared by one integer instruction; negative scores count as 0.
   template <class Scores, class Exponent>
   __device__ __forceinline__ bool may_exceed(const Scores& scores, float most, const Exponent& exponent) const {
     using namespace cute;
@@ -150,7 +148,7 @@ struct Softmax {
     }
   }
 
-  // The second half of update().
+  // Second half of update().
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;
@@ -166,7 +164,7 @@ struct Softmax {
     }
   }
 
-  // What exponents take off: the reference of each row, which large ones have taken off before.
+  // Offsets subtracted from exponents: row_max * scale. Large ones are subtracted from the scores beforehand.
   template <class Scores>
   __device__ __forceinline__ void set_offsets(Scores& scores, float scale, float (&offset)[kRows]) const {
 #pragma unroll
@@ -174,17 +172,16 @@ struct Softmax {
     if (is_large) subtract_row_max(scores, offset);
   }
 
-  // update() of scores that pass through `series` on their way, for a scale of 1; or false, with nothing done, where
-  // the warp has scores beyond the series or its references may have to rise. The polynomial, of as few terms as the
-  // scores of the warp allow, runs beside the exponentials, and its last product is the one that takes off the
-  // reference anyway. kBySquares: looks at a bound of all scores first, and at the greatest and the least where that
-  // does not do.
-  template <bool kBySquares, class Scores>
+  // update() of softcapped scores (scale 1) by `series`; false, with nothing done, where the warp has scores beyond the
+  // series or row_max may have to be updated. The polynomial, with as few terms as the warp's scores allow, runs beside
+  // the exponentials, and its last FMA is the one that subtracts row_max anyway.
+  // kCheckBoundByNorm: tests a bound of all scores first, exact maxima only where that fails.
+  template <bool kCheckBoundByNorm, class Scores>
   __device__ __forceinline__ bool exp2_softcap_poly(Scores& scores, const SoftcapSeries& series,
                                                     const ShortSoftcapSeries& short_series, float threshold_log2) {
     using namespace cute;
-    // Row by row into one sum each, a chain of additions decides where ptxas puts the exponentials
-    // (docs/tuning/fwd_sm90.md).
+    // Column-major, several sums a row: a single chain of additions would decide where ptxas puts the exponentials
+    // (docs/tuning/log/fwd_sm90.md#softcap-once-more).
     const auto apply = [&](const auto& o_scale) {
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
@@ -196,14 +193,14 @@ struct Softmax {
       }
     };
     const auto apply_short = [&] { apply([&](float score) { return short_series.factor(score); }); };
-    float square;  // no score's is greater
+    float square;  // bound of all squared scores
     bool fails = is_large;
-    if constexpr (kBySquares) {
-      float room = INFINITY;  // for capped scores, whatever their sign, before a reference has to rise
+    if constexpr (kCheckBoundByNorm) {
+      float headroom = INFINITY;  // how large |capped score| may be before row_max has to be updated
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) room = fminf(room, row_max[mi]);
-      room = is_large ? -1.0f : room + (threshold_log2 > 0.0f ? kSoftcapThresholdLog2 : 0.0f);
-      const float most = room > 0.0f ? room * room * series.inverse_steepness : -1.0f;
+      for (int mi = 0; mi < kRows; ++mi) headroom = fminf(headroom, row_max[mi]);
+      headroom = is_large ? -1.0f : headroom + (threshold_log2 > 0.0f ? kSoftcapThresholdLog2 : 0.0f);
+      const float most = headroom > 0.0f ? headroom * headroom * series.inverse_steepness : -1.0f;
       square = square_bound(scores);
       if (__all_sync(0xffffffffu, square <= fminf(most, series.short_bound))) {
         apply_short();
@@ -215,7 +212,7 @@ struct Softmax {
                                [&](int mi, float top) { return series.cap(top) - row_max[mi] <= threshold_log2; });
     }
     if (__any_sync(0xffffffffu, fails | !(square <= series.bound))) return false;
-    if (!kBySquares && __all_sync(0xffffffffu, square <= series.short_bound)) {
+    if (!kCheckBoundByNorm && __all_sync(0xffffffffu, square <= series.short_bound)) {
       apply_short();
     } else {
       apply([&](float score) { return series.factor(score); });
@@ -223,18 +220,18 @@ struct Softmax {
     return true;
   }
 
-  // The largest square of a score of this thread. Returns whether is_right(mi, top) for each row, whose greatest score
-  // that is not negative, or 0, is `top`.
-  template <class Scores, class IsRight>
-  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const IsRight& is_right) {
+  // Largest squared score of this thread. Returns whether holds(mi, top) for each row; `top` is the row's
+  // greatest non-negative score, or 0.
+  template <class Scores, class Holds>
+  __device__ __forceinline__ static bool largest_square(const Scores& scores, float& square, const Holds& holds) {
     using namespace cute;
     static_assert(decltype(size<1>(scores))::value % 2 == 0, "scores are compared in pairs");
-    bool right = true;
+    bool all_hold = true;
     square = 0.0f;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      int high = 0;       // bits of the largest score that is not negative
-      unsigned low = 0u;  // of the lowest negative one, if there is one
+      int high = 0;       // bits of the largest non-negative score
+      unsigned low = 0u;  // of the most negative score, if any
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         const int first = __float_as_int(scores(mi, ni)), second = __float_as_int(scores(mi, ni + 1));
@@ -243,14 +240,14 @@ struct Softmax {
       }
       const float top = __int_as_float(high), reach = fmaxf(top, fabsf(__uint_as_float(low)));
       square = fmaxf(square, reach * reach);
-      right &= is_right(mi, top);
+      all_hold &= holds(mi, top);
     }
-    return right;
+    return all_hold;
   }
 
-  // No square of a score of this thread is greater; NaN if there is one. Four squares are added at the full rate of
-  // the multipliers and compared at once, where integer maxima take one score in two at half of it. They are no
-  // products that the compiler could keep in registers until the polynomial wants them.
+  // Upper bound of this thread's squared scores; NaN if there is one. Sums of four squares run at the full FMA rate,
+  // where integer maxima take a slot per two scores at half rate; starting from kTiny keeps them FFMAs: ptxas would
+  // keep plain products in registers for the polynomial (230 bytes of spills).
   template <class Scores>
   __device__ __forceinline__ static float square_bound(const Scores& scores) {
     using namespace cute;
@@ -271,14 +268,14 @@ struct Softmax {
     return __int_as_float(bound);
   }
 
-  // Whether scores may go ahead of their references: exp2_speculative() is for moderate ones, with some slack.
+  // Whether a block may be speculative: moderate row_max, non-zero rescale threshold.
   __device__ __forceinline__ bool may_speculate(float threshold_log2) const {
     return threshold_log2 > 0.0f && !is_large;
   }
 
-  // update() as if no reference had to rise, which it sees only afterwards, by the sums of the probabilities: their
-  // maxima need not be looked for. Returns whether that was right for the whole warp. If not, the scores are lost, and
-  // nothing else has changed. Where may_speculate().
+  // Speculative update(): exponentiates against the current row_max, then checks that every thread's row sum is <=
+  // kMaxSpeculativeSum, so that maxima need not be computed. False if any row of the warp fails: S is destroyed, other
+  // state unchanged, recompute S. Requires may_speculate().
   template <class Scores>
   __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale) {
     float offset[kRows];
@@ -287,12 +284,12 @@ struct Softmax {
     return exp2_speculative(scores, scale, [&](int mi, int) { return offset[mi]; });
   }
 
-  // The same of scores that take a bias on their way, `gradient` times the column's distance from the row's diagonal,
-  // for references of biased scores. `distance`: of the diagonal of the tile's first row from its first column.
+  // The same with ALiBi: adds `gradient` times the column's distance from the row's diagonal; row_max is of biased
+  // scores. `distance`: from the tile's first column to the diagonal of its first row.
   template <class Scores, class Coords>
   __device__ __forceinline__ bool exp2_speculative_alibi(Scores& scores, const Coords& coords, float scale,
                                                          float gradient, int distance) {
-    float offset[kRows];  // the reference, less the bias of the thread's first column
+    float offset[kRows];  // row_max minus the bias of the thread's first column
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       offset[mi] = row_max[mi] + gradient * static_cast<float>(distance + coords.row(mi) - coords.col(0));
@@ -311,7 +308,7 @@ struct Softmax {
     return true;
   }
 
-  // The first half of exp2_speculative(): sums of this block alone.
+  // First half of exp2_speculative(): `sums` are of this block alone.
   template <class Scores, class OffsetOf>
   __device__ __forceinline__ static void exp2_with_sums(Scores& scores, float scale, const OffsetOf& offset_of,
                                                         float (&sums)[kRows]) {
@@ -327,12 +324,12 @@ struct Softmax {
     }
   }
 
-  // Whether the warp was right to go ahead.
+  // Whether speculation was right for the whole warp.
   __device__ __forceinline__ static bool speculation_holds(const float (&sums)[kRows]) {
-    bool is_right = true;
+    bool holds = true;
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) is_right &= sums[mi] <= kMaxSpeculativeSum;  // not if it is NaN
-    return __all_sync(0xffffffffu, is_right);
+    for (int mi = 0; mi < kRows; ++mi) holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
+    return __all_sync(0xffffffffu, holds);
   }
 
   __device__ __forceinline__ void add(const float (&sums)[kRows]) {
@@ -340,8 +337,8 @@ struct Softmax {
     for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
   }
 
-  // The product of a large reference and the scale is rounded by more than 16-bit probabilities are: the difference is
-  // taken first, so that the score at the reference becomes exactly 1.
+  // Large row_max * scale rounds by more than 16-bit probabilities do: subtract first, so that the maximal score
+  // becomes exactly 1.
   template <class Scores>
   __device__ __forceinline__ void subtract_row_max(Scores& scores, float (&offset)[kRows]) const {
     using namespace cute;
@@ -353,10 +350,11 @@ struct Softmax {
     }
   }
 
-  // Adds up the sums of all rows over the quad, once, and says what turns the accumulated output into the result: 0 for
-  // a row that saw nothing. `sink`: the logit of one more key without a value, a natural logarithm, -inf for none. It
-  // joins the sum of the quad, so that it counts once; above the reference it becomes the reference of row_sum, so that
-  // it neither overflows nor is lost.
+  // Reduces row_sum over the quad and sets o_scale, what turns the accumulated O into the result; 0 for a fully masked
+  // row.
+  // `sink`: natural-log logit of one more key without a value, -inf for none. It is added after the quad reduction, so
+  // that it counts once; above row_max it becomes the reference of row_sum, so that it neither overflows nor
+  // underflows.
   __device__ __forceinline__ void finalize(float (&o_scale)[kRows], float keep_scale, float scale, float sink) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
@@ -376,14 +374,14 @@ struct Softmax {
     }
   }
 
-  // Natural-log LSE after finish() with the same sink; +inf marks a row that saw nothing and has no sink.
+  // Natural-log LSE, after finalize() with the same sink; +inf marks a fully masked row without a sink.
   __device__ __forceinline__ float lse(int mi, float scale, float sink = -INFINITY) const {
     const float log_sum = log2f(row_sum[mi][0]);
     const float above = sink + log_sum * kLn2, below = (row_max[mi] * scale + log_sum) * kLn2;
     return row_sum[mi][0] == 0.0f ? INFINITY : sink_above(mi, scale, sink) > 0.0f ? above : below;
   }
 
-  // How far the sink lies above the reference, in powers of 2.
+  // log2 distance of the sink above row_max.
   __device__ __forceinline__ float sink_above(int mi, float scale, float sink) const {
     return sink * kLog2e - row_max[mi] * scale;
   }

@@ -1,5 +1,5 @@
-// Multiplies the output by its rows' factors and stores it, each warp its own 16 rows by TMA, or stages it for the warp
-// that stores (fwd_store.h); that of a share of the keys in fp32.
+// Epilogue of the wgmma forward: O times o_scale, then stored by each warp (its 16 rows by TMA), staged for the
+// epilogue warp (fwd_store.h), or, for a split of the keys, stored as fp32 partial result.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -15,7 +15,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// O of this warp's 16 rows, times their factors, to the place of Q, in chunks of columns as TMA takes them.
+// Stages O of this warp's 16 rows, times o_scale, over Q, in swizzle-atom columns as TMA takes them.
 template <class Config>
 __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
   using namespace cute;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
       const int at = col / 2 + 2 * i;
       pairs[i] = pack_pair(mainloop.acc_o(at) * o_scale[i % 2], mainloop.acc_o(at + 1) * o_scale[i % 2], Element{});
     }
-    // Two pieces further is a bit of the place, whatever the swizzle.
+    // Advancing by two 16-byte vectors flips one bit of the offset under any swizzle.
     const uint32_t to = (address ^ (col % kCols / kVectorCols * 16)) + col / kCols * kAtomBytes;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
                  "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -40,16 +40,16 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
   }
 }
 
-// Columns are staged kStoredCols at a time: where there are more, those before have to have left. The last store is
-// under way when this returns: wait_for_store() says when the buffer is free.
+// Stages kStoredCols columns at a time; with more than one pass the previous store must have read the buffer. The last
+// store is still in flight on return: wait_for_store() says when the buffer is free.
 template <class Config>
-__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
+__device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const FwdWork<Config>& work,
                                         const CUtensorMap& o_map, int q_stage, const float (&o_scale)[2]) {
   using namespace cute;
   using Element = typename Config::Element;
   using Mma = typename Config::MmaStored;
   const Flash_fwd_params& params = mainloop.params;
-  const WorkTile& block = tile.block;
+  const WorkTile& tile = work.tile;
   auto rows_of_o = row_col_view(mainloop.acc_o);
   mainloop.softmax.rescale(rows_of_o, o_scale);
   Element* const buffer =
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const auto store = make_tiled_copy_C(Store{}, Mma{}).get_thread_slice(threadIdx.x % 128);
   const int warp_row = threadIdx.x % 128 / 32 * 16;
-  const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
+  const TmaRows rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
   const auto layout = partition_fragment_C(Mma{}, Shape<_64, Int<Config::kStoredCols>>{}).layout();
 #pragma unroll
   for (int first = 0; first < Config::kAtomsV; first += Config::kStoredAtoms) {
@@ -75,28 +75,28 @@ __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop, const Fwd
 #pragma unroll
       for (int atom = 0; atom < Config::kStoredAtoms; ++atom) {
         SM90_TMA_STORE_5D::copy(&o_map, buffer + (atom * 64 + warp_row) * Config::kAtomCols,
-                                (first + atom) * Config::kAtomCols, mainloop.row_begin(tile) + warp_row + rows.shift,
-                                block.head, rows.outer, rows.origin);
+                                (first + atom) * Config::kAtomCols, mainloop.row_begin(work) + warp_row + rows.shift,
+                                tile.head, rows.outer, rows.origin);
       }
       tma_store_arrive();
     }
   }
 }
 
-// The output of a share of the keys, straight from the registers. A lane has pairs of columns 8 apart; two neighbours
-// exchange every second one of theirs, so that four lanes write 64 bytes of a row.
+// Stores the fp32 partial result of a split straight from registers. A lane holds pairs of columns 8 apart;
+// neighbouring lanes exchange every second pair, so that four lanes write 64 contiguous bytes of a row.
 template <class Config>
-__device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, const FwdWork<Config>& tile,
+__device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, const FwdWork<Config>& work,
                                               const KvSplits& splits, const float (&o_scale)[2]) {
   using namespace cute;
   const Flash_fwd_params& params = mainloop.params;
   auto out = row_col_view(mainloop.acc_o);
   mainloop.softmax.rescale(out, o_scale);
-  float* const matrix = splits.out_ptr + (tile.split * splits.rows + lse_offset(tile.block, params)) * params.d_v;
+  float* const matrix = splits.out_ptr + (work.split * splits.rows + lse_offset(work.tile, params)) * params.d_v;
   const bool is_odd = threadIdx.x % 2 == 1;
 #pragma unroll
   for (int mi = 0; mi < size<0>(out); ++mi) {
-    const int row = mainloop.row_begin(tile) + mainloop.coords.row(mi);
+    const int row = mainloop.row_begin(work) + mainloop.coords.row(mi);
     float* const to = matrix + static_cast<int64_t>(row) * params.d_v;
 #pragma unroll
     for (int ni = 0; ni < size<1>(out); ni += 4) {
@@ -104,14 +104,14 @@ __device__ __forceinline__ void store_partial(FwdMainloop<Config>& mainloop, con
       const float2 given = is_odd ? left : right;
       const float2 taken{__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1)};
       const int col = is_odd ? mainloop.coords.col(ni + 2) - 2 : mainloop.coords.col(ni);
-      if (row >= tile.block.row_end || col >= params.d_v) continue;
+      if (row >= work.tile.row_end || col >= params.d_v) continue;
       *reinterpret_cast<float4*>(to + col) =
           is_odd ? float4{taken.x, taken.y, right.x, right.y} : float4{left.x, left.y, taken.x, taken.y};
     }
   }
 }
 
-// This warp's last store has read its rows: Q may be loaded there.
+// This warp's last store has read its rows: releases the stage to the next Q.
 template <class Config>
 __device__ __forceinline__ void wait_for_store(FwdStorage<Config>& storage, int q_stage, int group) {
   if (threadIdx.x % 32 != 0) return;

@@ -1,4 +1,4 @@
-// The wgmma forward kernel: thread blocks stay on their multiprocessor and take row blocks until none is left.
+// The wgmma forward kernel: persistent thread blocks, which take work tiles until none is left.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,7 +13,8 @@
 namespace flash {
 namespace sm90 {
 
-// Warps of warpgroup 0. Two teams have two of them each. Where others load K and V, kLoadWarp stores as well.
+// Roles of warpgroup 0's warps; two consumer groups have two of them each. Where paged loaders take warps 2 and 3,
+// kLoadWarp stores O as well.
 enum ProducerWarp {
   kLoadWarp = 0,
   kSchedulerWarp = 1,
@@ -23,10 +24,10 @@ enum ProducerWarp {
   kStoreWarp = 3
 };
 
-// A consumer warpgroup: one row block after the other.
+// A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct FwdConsumer {
-  using Tile = FwdWork<Config>;
+  using Work = FwdWork<Config>;
   static constexpr bool kOverlapsTiles = Config::kTile.overlaps;
   static constexpr bool kIssueNextQkEarly = Config::kIssueNextQkEarly;
   static constexpr bool kSeparateOSmem = Config::kSeparateOSmem;
@@ -34,63 +35,63 @@ struct FwdConsumer {
 
   const FwdLaunch& launch;
   FwdStorage<Config>& storage;
-  WorkPipeline<Config> queue;
+  WorkPipeline<Config> pipeline;
   PipelineState<Config::kQStages> q_state;
-  int stored_stage = -1;  // of Q, where the last output was staged
+  int stored_stage = -1;  // Q stage that the last O was staged in
   FwdMainloop<Config> mainloop;
 
   __device__ __forceinline__ FwdConsumer(const FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), queue(storage_), mainloop(launch_.params, storage_, group) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(launch_.params, storage_, group) {}
 
-  // Where all keys are seen the walk is short to work out, and long rows are 1 % faster for it
+  // With kNoMask the block order is cheap to recompute instead of reading it from shared memory: 1 % on long rows
   // (docs/tuning/fwd_sm90.md).
-  __device__ __forceinline__ Tile next_tile() {
-    if constexpr (!Config::kNoMask) return queue.consumer_wait(mainloop.group);
-    Tile tile{queue.consumer_wait(mainloop.group).block};
-    if (tile.exists()) {
-      tile.order = kv_block_order<Config>(launch, tile.block);
-      tile.steps.skipped.begin = tile.order.unmasked_steps_end();
+  __device__ __forceinline__ Work next_tile() {
+    if constexpr (!Config::kNoMask) return pipeline.consumer_wait(mainloop.group);
+    Work work{pipeline.consumer_wait(mainloop.group).tile};
+    if (work.exists()) {
+      work.order = kv_block_order<Config>(launch, work.tile);
+      work.steps.skipped.begin = work.order.unmasked_steps_end();
     }
-    return tile;
+    return work;
   }
 
-  // On entry S of the first block of `tile` is there, on exit that of the tile that is returned.
-  __device__ __forceinline__ Tile compute_attn_1rowblock(const Tile& tile) {
+  // On entry S of this tile's first block is complete, on exit that of the returned tile.
+  __device__ __forceinline__ Work compute_attn_1rowblock(const Work& work) {
     const int q_stage = q_state.stage;
-    mainloop.first_step(tile);
-    if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // nobody waits for it yet
-    const int num_skipped = mainloop.run(tile, q_stage);
+    mainloop.first_step(work);
+    if constexpr (!kSeparateOSmem && !kHasStoreWarp) release_stored_buffer();  // long before the producer needs it
+    const int num_skipped = mainloop.run(work, q_stage);
     if constexpr (kSeparateOSmem) free_q(q_stage);
     q_state.advance();
-    const Tile next = next_tile();
-    if constexpr (!kOverlapsTiles) mainloop.start_last_pv(tile);
+    const Work next = next_tile();
+    if constexpr (!kOverlapsTiles) mainloop.issue_last_pv(work);
     if constexpr (kOverlapsTiles || kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (kOverlapsTiles) mainloop.start_last_pv(tile);
-    const int row_begin = mainloop.row_begin(tile);
+    if constexpr (kOverlapsTiles) mainloop.issue_last_pv(work);
+    const int row_begin = mainloop.row_begin(work);
     float o_scale[FwdMainloop<Config>::kRows];
-    store_max_logit(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin);
-    const float sink = row_sink(launch.params, tile.block);
+    store_max_logit(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin);
+    const float sink = row_sink(launch.params, work.tile);
     finalize_rows(mainloop.softmax, o_scale, launch.params, sink);
-    // LSE beside the last product; or behind the output, where its fence would wait for it.
-    if constexpr (kHasStoreWarp) store_lse_of(tile, row_begin, sink);
-    mainloop.finish();
-    store_output(tile, q_stage, o_scale);
+    // LSE overlaps the last P V; without an epilogue warp it follows O, whose TMA fence would wait for it.
+    if constexpr (kHasStoreWarp) store_lse_of(work, row_begin, sink);
+    mainloop.wait_for_o();
+    store_output(work, q_stage, o_scale);
     mainloop.skip_v(num_skipped);
     stored_stage = q_stage;
     if constexpr (!kOverlapsTiles && !kIssueNextQkEarly) issue_next_qk(next);
-    if constexpr (!kHasStoreWarp) store_lse_of(tile, row_begin, sink);
+    if constexpr (!kHasStoreWarp) store_lse_of(work, row_begin, sink);
     if constexpr (!kOverlapsTiles) mainloop.wait_for_scores();
     return next;
   }
 
-  __device__ __forceinline__ void store_output(const Tile& tile, int q_stage,
+  __device__ __forceinline__ void store_output(const Work& work, int q_stage,
                                                const float (&o_scale)[FwdMainloop<Config>::kRows]) {
     if (is_split_kv<Config>(launch)) {
-      store_partial(mainloop, tile, launch.splits, o_scale);
+      store_partial(mainloop, work, launch.splits, o_scale);
     } else if constexpr (kHasStoreWarp) {
       stage_o(mainloop, q_stage, o_scale);
     } else {
-      store_o(mainloop, tile, launch.o_map, q_stage, o_scale);
+      store_o(mainloop, work, launch.o_map, q_stage, o_scale);
     }
     if constexpr (kHasStoreWarp) {
       __syncwarp();
@@ -98,51 +99,51 @@ struct FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void store_lse_of(const Tile& tile, int row_begin, float sink) const {
-    store_lse(mainloop.softmax, launch.params, tile.block, mainloop.coords, row_begin, sink,
-              is_split_kv<Config>(launch) ? tile.split * launch.splits.rows : 0);
+  __device__ __forceinline__ void store_lse_of(const Work& work, int row_begin, float sink) const {
+    store_lse(mainloop.softmax, launch.params, work.tile, mainloop.coords, row_begin, sink,
+              is_split_kv<Config>(launch) ? work.split * launch.splits.rows : 0);
   }
 
-  // S of the first block of the next tile; where there is none, of whatever the buffers hold: it is never looked at.
-  __device__ __forceinline__ void issue_next_qk(const Tile& next) {
+  // S of the next tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  __device__ __forceinline__ void issue_next_qk(const Work& next) {
     if (next.exists()) mainloop.wait_for_tile(q_state.stage, q_state.phase);
-    mainloop.start_qk(q_state.stage);
+    mainloop.issue_qk(q_state.stage);
   }
 
-  // Q may be loaded where the last output was staged.
+  // Releases the Q stage that the last O was staged in.
   __device__ __forceinline__ void release_stored_buffer() {
     if (stored_stage >= 0) wait_for_store(storage, stored_stage, mainloop.group);
   }
 
-  // All products of this warp that read Q are complete.
+  // All GEMMs of this warp that read Q are complete: releases Q.
   __device__ __forceinline__ void free_q(int q_stage) {
     if (threadIdx.x % 32 == 0) storage.q_empty[q_stage][mainloop.group].arrive();
   }
 
   __device__ __forceinline__ void begin() {
     mainloop.wait_for_tile(q_state.stage, q_state.phase);
-    mainloop.start_qk(q_state.stage);
+    mainloop.issue_qk(q_state.stage);
     mainloop.wait_for_scores();
   }
 
   __device__ __forceinline__ void run() {
     if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
-    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first one
-    Tile tile = next_tile();
-    if (tile.exists()) begin();
-    while (tile.exists()) tile = compute_attn_1rowblock(tile);
-    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // which the last group has passed
-    // Shared memory outlives the last store's reading of it.
+    if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
+    Work work = next_tile();
+    if (work.exists()) begin();
+    while (work.exists()) work = compute_attn_1rowblock(work);
+    if (mainloop.group == 0) mainloop.wait_for_order_barrier();  // the last group has arrived at it
+    // Shared memory must outlive the last TMA store's reads.
     if (!kHasStoreWarp && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
-  // Shares could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
+  // Splits could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
   if (is_split_kv<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];
-  FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // of each team
+  FwdStorage<Config>* const storages = reinterpret_cast<FwdStorage<Config>*>(smem);  // one per consumer group
   if (!overlaps_launches<Config>(launch)) store_rng_state(launch.params.dropout);
   if (Config::kModifiers == Modifiers::kSoftcap && threadIdx.x < 2) {
     const float coefficient = launch.params.softcap_series.short_series.coefficient[threadIdx.x];
@@ -155,17 +156,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
       storages[consumer_group].init_barriers(launch.params.is_paged());
     Barrier::fence_init();
   }
-  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  const int warp_group =
+      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    constexpr int kWarps = 4 / Config::kConsumerGroups;  // of a team
+    constexpr int kWarps = 4 / Config::kConsumerGroups;  // producer warps of a consumer group
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), consumer_group = warp / kWarps,
               role = warp % kWarps;
-    if (role != kSchedulerWarp) {  // the schedulers choose a row block first
+    if (role != kSchedulerWarp) {  // schedulers choose their first tile before begin_together()
       begin_together<Config>();
       if (overlaps_launches<Config>(launch)) {
         wait_for_previous_kernel();
-        store_rng_state(launch.params.dropout);  // in memory that a kernel before this one may still use
+        store_rng_state(launch.params.dropout);  // a kernel before this one may still use that memory
       }
     }
     if (role == kLoadWarp) FwdProducer<Config>(launch, storages[consumer_group]).run();
@@ -186,10 +188,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     begin_together<Config>();
     const int consumer_group =
-        Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // a constant saves instructions
+        Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
     FwdConsumer<Config>(launch, storages[consumer_group], group).run();
-    // As late as this: thread blocks of the merge that start earlier crowd on the few multiprocessors that are idle.
+    // Not earlier: thread blocks of the combine kernel would crowd on the few SMs that are idle.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }
 }

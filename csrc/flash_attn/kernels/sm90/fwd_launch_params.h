@@ -1,4 +1,4 @@
-// What the host hands to the wgmma forward kernel.
+// Kernel parameters of the wgmma forward.
 #pragma once
 
 #include <cuda.h>
@@ -13,25 +13,25 @@ namespace sm90 {
 struct FwdLaunch {
   Flash_fwd_params params;
   CUtensorMap q_map, k_map, v_map, o_map;
-  int page_box_rows;       // of K and V in pages; 0: no boxes
-  int tiles;               // row blocks of all heads
-  int short_tiles;         // of each head that see few keys, at most: some of them come last of all
-  bool sort_varlen_tiles;  // those of a head go by VarlenOrder, some of them not at all
+  int page_box_rows;       // rows of a TMA box of paged K and V; 0: no boxes
+  int tiles;               // work tiles of all heads
+  int short_tiles;         // of each head, upper bound: tiles that see few keys, candidates for tail tiles
+  bool sort_varlen_tiles;  // tiles of a head are ordered by VarlenOrder, empty slots left out
   plan::WorkTileOrder order;
   FastDiv heads_of_batch;     // query heads of a sequence
   FastDiv unmasked_blocks;    // max_unmasked_blocks()
-  FastDiv group;              // query heads of a K/V head
-  int* tile_count_semaphore;  // null: as many tiles for each team
-  KvSplits splits;            // of each row block, which are tiles of their own
+  FastDiv group;              // query heads per K/V head
+  int* tile_count_semaphore;  // null: static schedule, equally many tiles per consumer group
+  KvSplits splits;            // of each work tile's keys; a split is a tile of its own
 };
 
-// Whether a tile is a share of a row block's keys.
+// Whether a work tile is one of several splits.
 template <class Config>
 __device__ __forceinline__ bool is_split_kv(const FwdLaunch& launch) {
   return Config::kSplitKv && launch.splits.count > 1;
 }
 
-// Whether the launch may overlap the kernels before and behind it (kernels/common/pdl.h).
+// Whether the launch may overlap its neighbours by PDL (kernels/common/pdl.h).
 template <class Config>
 __host__ __device__ __forceinline__ bool overlaps_launches(const FwdLaunch& launch) {
   return Config::kVariant == FwdVariant::kOneWave || (Config::kSplitKv && launch.splits.count > 1);

@@ -1,5 +1,6 @@
-// The computing side of the wgmma forward: one warpgroup, 64 rows. S of a block of keys is computed while the product
-// of P and V of the block before is still under way, so that the tensor cores work through the softmax.
+// Mainloop of the wgmma forward: one consumer warpgroup, 64 rows. S of a KV block is issued before P V of the previous
+// one, so that the tensor cores work through the softmax. step() is the schedule; the softmax is in fwd_softmax_step.h,
+// dropout's random bits are in fwd_dropout.h.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -8,10 +9,8 @@
 
 #include "core/block_range.h"
 #include "kernels/common/convert.h"
-#include "kernels/common/dropout.h"
-#include "kernels/common/mask.h"
-#include "kernels/common/score_mod.h"
-#include "kernels/common/softmax.h"
+#include "kernels/sm90/fwd_dropout.h"
+#include "kernels/sm90/fwd_softmax_step.h"
 #include "kernels/sm90/fwd_storage.h"
 #include "kernels/sm90/gemm.h"
 
@@ -22,14 +21,13 @@ template <class Config>
 struct FwdMainloop {
   using Element = typename Config::Element;
   using Storage = FwdStorage<Config>;
-  using Tile = FwdWork<Config>;
-  using KvPlace = PipelineState<Config::kKvStages>;
+  using Work = FwdWork<Config>;
+  using KvState = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
   using Flag = typename Config::Flag;
   static constexpr int kRows = 2;                                  // accumulator rows per thread
-  static constexpr int kSlices = Config::kBlockN / 16;             // of keys, one for each wgmma of P V
-  static constexpr uint32_t kPingPongBarrier = kBeginBarrier + 1;  // and those behind it
+  static constexpr uint32_t kPingPongBarrier = kBeginBarrier + 1;  // the first of one for each warpgroup
   // The first block is masked only where that may change anything.
   static constexpr bool kMaskFirstOnDemand = Config::kMaskBoundsInRegs && !Config::kNoMask;
   using AccS = decltype(cute::partition_fragment_C(
@@ -42,32 +40,31 @@ struct FwdMainloop {
 
   const Flash_fwd_params& params;
   Storage& storage;
-  const int group;                    // of the consumer warpgroups
+  const int group;                    // index of the warpgroup in its consumer group
   const AccumulatorCoords<4> coords;  // within the warpgroup's 64 rows
-  KvPlace k_state, v_state;
+  KvState k_state, v_state;
 
   AccS acc_s;
   AccO acc_o;
   FragmentP tOrP;
   Softmax<kRows, Flag, Config::kSums> softmax;
-  RowBits dropout;                                                              // of the row block
-  uint32_t col_bits[Config::kPackedDropout ? 4 * Storage::kColBitVectors : 1];  // of the key block
-  uint32_t keep_mask[Config::kPackedDropout ? 4 * kSlices : 1];                 // what it keeps of the pairs of tOrP
-  float slope_log2;                                                             // of its head, for ALiBi
-  ShortSoftcapSeries short_series;                                              // for softcap
+  FwdDropout<Config> dropout;
+  float slope_log2;                 // ALiBi slope of the tile's head
+  ShortSoftcapSeries short_series;  // of the softcap
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
       : params(params_), storage(storage_), group(group_), coords(threadIdx.x % 128) {}
 
-  // ptxas would read a constant again in every step, and wait for it; what comes from shared memory stays in registers.
+  // Through shared memory into registers: ptxas would reload a constant in every step, and wait for it.
   __device__ __forceinline__ void load_short_series() {
     const volatile ShortSoftcapSeries& series = storage.short_series;
     for (int i = 0; i < 2; ++i) short_series.coefficient[i] = series.coefficient[i];
   }
 
-  __device__ __forceinline__ int row_begin(const Tile& tile) const { return tile.block.row_begin + 64 * group; }
+  __device__ __forceinline__ int row_begin(const Work& work) const { return work.tile.row_begin + 64 * group; }
 
-  // In every step but the first of a tile, also where the warpgroup lets its block pass: as often as all the others.
+  // Ping-pong barrier: once per KV block except a tile's first, skipped blocks included, because all warpgroups must
+  // arrive equally often.
   __device__ __forceinline__ void wait_for_order_barrier() const {
     if constexpr (Config::kPingPong) cutlass::arch::NamedBarrier::sync(256, kPingPongBarrier + group);
   }
@@ -80,8 +77,14 @@ struct FwdMainloop {
 
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
 
-  // S of the block of keys at k_state: started, not waited for.
-  __device__ __forceinline__ void start_qk(int q_stage) {
+  // Q of a tile and its first K have landed.
+  __device__ __forceinline__ void wait_for_tile(int q_stage, uint32_t q_phase) const {
+    storage.q_full[q_stage][group].wait(q_phase);
+    wait_for_k();
+  }
+
+  // S = Q K^T of the block at k_state: issued, not waited for.
+  __device__ __forceinline__ void issue_qk(int q_stage) {
     using namespace cute;
     MmaQk mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
@@ -92,10 +95,12 @@ struct FwdMainloop {
     start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 
-  // O += P V, or O = P V, of the block at v_state: started, not waited for. kMakesKeepMasks: with the draws of the next
-  // block.
+  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
+
+  // O += P V (O = P V if `clears`) of the block at v_state: issued, not waited for. kMakesKeepMasks: makes the next
+  // block's keep masks between the wgmmas.
   template <bool kMakesKeepMasks = false>
-  __device__ __forceinline__ void start_pv(bool clears) {
+  __device__ __forceinline__ void issue_pv(bool clears) {
     using namespace cute;
     storage.v_full[v_state.stage].wait(v_state.phase);
     MmaPv mma;
@@ -103,70 +108,22 @@ struct FwdMainloop {
     auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
     auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_state.stage);  // (MMA, 1, MMA_N)
     start_gemm(mma, tOrP, tOrV, acc_o, clears, [&](int slice) {
-      if constexpr (kMakesKeepMasks) make_keep_mask_here(slice);
+      if constexpr (kMakesKeepMasks) dropout.make_keep_mask_here(slice, params.seqlen_q);
     });
   }
 
-  // This warp has read the buffer; or this lane, which racecheck wants where lanes read what a warp then overwrites.
+  // This warp has read the stage; kEveryLane: each lane says so, for racecheck where lanes read what one warp
+  // overwrites.
   template <bool kEveryLane = false>
-  __device__ __forceinline__ static void release(Barrier* empty, KvPlace& state) {
+  __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
     if (kEveryLane || threadIdx.x % 32 == 0) empty[state.stage].arrive();
     state.advance();
   }
+  __device__ __forceinline__ void release_k() { release<Config::kPackedDropout>(storage.k_empty, k_state); }
+  __device__ __forceinline__ void release_v() { release(storage.v_empty, v_state); }
 
-  // Raw scores to what the softmax takes: softcap, ALiBi, mask.
-  template <bool kMasked, class Scores>
-  __device__ __forceinline__ void modify_scores(Scores& scores, const Tile& tile, int key) const {
-    const Visibility visibility = tile.visibility(params.window);
-    const int first_row = row_begin(tile);
-    if constexpr (Config::kHasScoreMod) {
-      ScoreMod::apply_by_warp<Config::kModifiers>(params, slope_log2, scores, coords, visibility.diagonal(first_row),
-                                                  key);
-    }
-    if constexpr (kMasked) {
-      const int row_end = min(first_row + 64, tile.block.seqlen_q), key_end = key + Config::kBlockN;
-      if constexpr (Config::kMaskBoundsInRegs) {
-        apply_mask(scores, coords, tile.steps.bounds, row_end - first_row, tile.block.seqlen_k, key, key_end);
-      } else {
-        apply_mask(scores, coords, visibility, first_row, row_end, key, key_end);
-      }
-    }
-  }
-
-  // How far the tile's first row is beyond the first key of a block, along the diagonal.
-  __device__ __forceinline__ int diagonal_distance(const Tile& tile, int key) const {
-    return tile.visibility(params.window).diagonal(row_begin(tile)) - key;
-  }
-  // Whether the diagonals of all rows lie at or behind the block's last key; and whether at or before its first.
-  __device__ __forceinline__ static bool is_before_diagonal(int distance) { return distance >= Config::kBlockN - 1; }
-  __device__ __forceinline__ static bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
-
-  template <bool kMasked>
-  static constexpr bool kSpeculativeExp = Config::kSpeculativeExp && (!kMasked || Config::kSpeculativeOnMasked);
-
-  // Whether a block may be exponentiated ahead of its references. ALiBi: where its bias is linear.
-  __device__ __forceinline__ bool may_speculate(const Tile& tile, int key) const {
-    bool may = softmax.may_speculate(params.rescale_threshold_log2);
-    if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-      const int distance = diagonal_distance(tile, key);
-      may &= is_before_diagonal(distance) || is_behind_diagonal(distance);
-    }
-    return may;
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ bool exp2_speculative(Scores& scores, const Tile& tile, int key) {
-    if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-      const int distance = diagonal_distance(tile, key);
-      return softmax.exp2_speculative_alibi(scores, coords, params.scale_softmax * ScoreMod::kLog2e,
-                                            is_before_diagonal(distance) ? slope_log2 : -slope_log2, distance);
-    } else {
-      return softmax.exp2_speculative(scores, params.softmax_scale_log2);
-    }
-  }
-
-  // S of this warp's rows and the block of keys at k_state once more, by mma.sync: without the other warps.
-  __device__ __forceinline__ void multiply_qk_again(int q_stage) {
+  // S of this warp's 16 rows and the block at k_state once more, by mma.sync: without the other warps.
+  __device__ __forceinline__ void recompute_s(int q_stage) {
     using namespace cute;
     using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, SM80_16x8x16_F32F16F16F32_TN,
                                    SM80_16x8x16_F32BF16BF16F32_TN>;
@@ -174,9 +131,9 @@ struct FwdMainloop {
     const auto all_k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     const auto q = all_q(_, _, q_stage * Config::kWarpGroups + group);
     const auto k = all_k(_, _, k_state.stage);
-    // Rows that are 8 apart are swizzled alike and stand at a fixed distance.
-    const auto pair = [](const auto& tile, int row, int col, int eights) {
-      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&tile(row, col)) + eights * 8 * Config::kAtomCols);
+    // Rows that are 8 apart have the same swizzle and a fixed distance: one base address each, else it spills.
+    const auto pair = [](const auto& smem, int row, int col, int eights) {
+      return *reinterpret_cast<const uint32_t*>(raw_pointer_cast(&smem(row, col)) + eights * 8 * Config::kAtomCols);
     };
     const int row = coords.row(0), key = threadIdx.x % 32 / 4;
     clear(acc_s);
@@ -189,276 +146,156 @@ struct FwdMainloop {
                  pair(q, row, col + 8, 1), pair(k, key, col, i), pair(k, key, col + 8, i), s[0], s[1], s[2], s[3]);
       }
     }
-    __syncwarp();  // all lanes have read
+    __syncwarp();  // all lanes have read before K is released
   }
 
-  // Reads the words of the columns of the key block at k_state.
-  __device__ __forceinline__ void read_col_bits() {
-    if constexpr (Config::kPackedDropout) {
-#pragma unroll
-      for (int i = 0; i < Storage::kColBitVectors; ++i) {
-        const uint4 bits = storage.col_bits[k_state.stage][threadIdx.x % 4][i];
-        col_bits[4 * i] = bits.x;
-        col_bits[4 * i + 1] = bits.y;
-        col_bits[4 * i + 2] = bits.z;
-        col_bits[4 * i + 3] = bits.w;
-      }
-    }
+  // Keeps exp2 above the P V wait; ptxas would sink it. `row_sum < 0` is never true, but ptxas cannot know, so this
+  // (already complete) wait depends on every exp2.
+  __device__ __forceinline__ void finish_exp_before_pv_wait() const {
+    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
+    storage.v_full[v_state.stage].wait(v_state.phase ^ never);
   }
 
-  // Gives the buffers of the key block at k_state back.
-  __device__ __forceinline__ void release_key() { release<Config::kPackedDropout>(storage.k_empty, k_state); }
-
-  // What decides which probabilities of a slice are dropped. It depends on places only.
-  __device__ __forceinline__ void make_keep_mask(int slice) {
-#pragma unroll
-    for (int i = 4 * slice; i < 4 * slice + 4; ++i) {
-      keep_mask[i] = dropout.make_keep_mask(i % 2, {col_bits[i / 2], col_bits[Storage::kFineBits + slice]});
-    }
-  }
-
-  // ptxas would draw where P is dropped, behind the exponentials, unless a store depends on it that never happens.
-  __device__ __forceinline__ void make_keep_mask_here(int slice) {
-    make_keep_mask(slice);
-    asm volatile(
-        "{\n\t"
-        ".reg .pred never;\n\t"
-        "setp.lt.s32 never, %0, 0;\n\t"
-        "@never st.shared.v4.b32 [%1], {%2, %3, %4, %5};\n\t"
-        "}" ::"r"(params.seqlen_q),
-        "r"(0), "r"(keep_mask[4 * slice]), "r"(keep_mask[4 * slice + 1]), "r"(keep_mask[4 * slice + 2]),
-        "r"(keep_mask[4 * slice + 3])
-        : "memory");
-  }
-
-  __device__ __forceinline__ void make_all_keep_masks() {
-    if constexpr (Config::kPackedDropout) {
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) make_keep_mask(slice);
-    }
-  }
-
-  // Masks an edge and exponentiates it ahead of its references. Returns whether that was right; if not, it is masked.
-  template <class Scores>
-  __device__ __forceinline__ bool mask_and_speculate(Scores& scores, const Tile& tile, int key, int q_stage) {
-    bool ahead = may_speculate(tile, key);
-#pragma unroll 1
-    while (true) {
-      modify_scores<true>(scores, tile, key);
-      if (!ahead) return false;
-      if (exp2_speculative(scores, tile, key)) return true;
-      multiply_qk_again(q_stage);
-      ahead = false;
-    }
-  }
-
-  // Exponentials of S of a block. Returns whether the output is still to be multiplied by `correction`: references
-  // rose.
-  template <bool kMasked>
-  __device__ __forceinline__ Flag exponentiate(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
-    auto scores = row_col_view(acc_s);
-    if constexpr (kMasked && kSpeculativeExp<kMasked>) {
-      if (mask_and_speculate(scores, tile, key, q_stage)) return false;
-    } else {
-      if constexpr (kSpeculativeExp<kMasked>) {
-        if (may_speculate(tile, key)) {
-          if (exp2_speculative(scores, tile, key)) return false;
-          multiply_qk_again(q_stage);
-        }
-      }
-      if (!kMasked && Config::kModifiers == Modifiers::kSoftcap &&
-          softmax.template exp2_softcap_poly<Config::kCheckBoundByNorm>(scores, params.softcap_series, short_series,
-                                                                        params.rescale_threshold_log2)) {
-        return false;
-      }
-      modify_scores<kMasked>(scores, tile, key);
-    }
-    return update_softmax(scores, correction);
-  }
-
-  // The same of an unmasked block, with the wait for P V between the exponentials and the look at their sums. All warps
-  // wait there, those that may not go ahead too: wgmma.wait_group is one instruction of the whole warpgroup.
-  __device__ __forceinline__ Flag exp2_around_pv(const Tile& tile, int key, int q_stage, float (&correction)[kRows]) {
-    auto scores = row_col_view(acc_s);
-    float offset[kRows], sums[kRows];
-    for (int mi = 0; mi < kRows; ++mi) offset[mi] = softmax.row_max[mi] * params.softmax_scale_log2;
-    Flag raised = false;
-    const bool ahead = may_speculate(tile, key);
-    if (!ahead) {
-      raised = softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
-      softmax.set_offsets(scores, params.softmax_scale_log2, offset);
-    }
-    softmax.exp2_with_sums(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
-    cute::warpgroup_wait<0>();
-    if (ahead && !softmax.speculation_holds(sums)) {
-      multiply_qk_again(q_stage);
-      return update_softmax(scores, correction);
-    }
-    softmax.add(sums);
-    return raised;
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ Flag update_softmax(Scores& scores, float (&correction)[kRows]) {
-    const Flag raised =
-        softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
-    softmax.exponentiate(scores, params.softmax_scale_log2);
-    return raised;
-  }
-
-  __device__ __forceinline__ void rescale_output(const float (&correction)[kRows]) {
+  __device__ __forceinline__ void rescale_o(const float (&correction)[kRows]) {
     auto out = row_col_view(acc_o);
     softmax.rescale(out, correction);
   }
 
-  __device__ __forceinline__ void set_probabilities(const Tile& tile, int key) {
+  // tOrP = P in 16 bits, with dropout.
+  __device__ __forceinline__ void pack_p(const Work& work, int key) {
     using namespace cute;
     auto scores = row_col_view(acc_s);
     if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
-      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      apply_dropout(mask, scores, coords, row_begin(tile), key);
+      const DropoutMask mask(params.dropout, work.tile.batch, work.tile.head);
+      apply_dropout(mask, scores, coords, row_begin(work), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
 #pragma unroll
     for (int i = 0; i < size(pairs); ++i) {
       const uint32_t pair = pack_pair(acc_s(2 * i), acc_s(2 * i + 1), Element{});
       if constexpr (Config::kPackedDropout) {
-        pairs(i) = pair & keep_mask[i];
+        pairs(i) = pair & dropout.keep_mask[i];
       } else {
         pairs(i) = pair;
       }
     }
   }
 
-  // ptxas moves exponentials behind the wait for P V, where nothing hides them, unless a branch before it depends on
-  // them. This one waits for what arrived long ago: sums of probabilities are never negative.
-  __device__ __forceinline__ void finish_exp_before_pv_wait() const {
-    const bool never = softmax.row_sum[0][0] + softmax.row_sum[1][0] < 0.0f;
-    storage.v_full[v_state.stage].wait(v_state.phase ^ never);
-  }
-
-  // P of the first block, from its S.
-  __device__ __forceinline__ void first_step(const Tile& tile) {
+  // P of a tile's first block, whose S is complete.
+  __device__ __forceinline__ void first_step(const Work& work) {
     softmax = decltype(softmax)();
-    read_col_bits();
-    release_key();
-    const int block = kMaskFirstOnDemand ? tile.steps.first_to_mask : tile.order.block(0),
-              key = block * Config::kBlockN;
-    if constexpr (Config::kPackedDropout) {
-      const DropoutMask mask(params.dropout, tile.block.batch, tile.block.head);
-      dropout = RowBits(mask, row_begin(tile) + coords.row(0));
-    }
+    dropout.read_col_bits(storage, k_state.stage);
+    release_k();
+    const int n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0),
+              key = n_block * Config::kBlockN;
+    dropout.begin_tile(params.dropout, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
-      slope_log2 = ScoreMod::head_slope_log2(params, tile.block.batch, tile.block.head);
+      slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
     }
     auto scores = row_col_view(acc_s);
-    if (!kMaskFirstOnDemand || block != WarpgroupTripCount::kNoBlock) modify_scores<true>(scores, tile, key);
+    if (!kMaskFirstOnDemand || n_block != WarpgroupTripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
-      // As later: with set_row_max() ptxas orders the loop of the softcap so that it takes 2.5 % longer.
+      // Not set_row_max(): with it ptxas orders the softcap loop so that it takes 2.5 % longer.
       float correction[kRows];
       softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
     } else {
       softmax.set_row_max(scores, params.softmax_scale_log2);
     }
     softmax.exponentiate(scores, params.softmax_scale_log2);
-    make_all_keep_masks();
-    set_probabilities(tile, key);
+    dropout.make_all_keep_masks();
+    pack_p(work, key);
   }
 
-  // S and P of block i, which is `n_block`, and P V of the block before, which is the first if it clears the output.
+  // One KV block: S and P of step i (`n_block`), and O += P V of the block before, the tile's first if `clears`.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Tile& tile, int i, int n_block, int q_stage, bool clears) {
+  __device__ __forceinline__ void step(const Work& work, int i, int n_block, int q_stage, bool clears) {
+    using SoftmaxStep = FwdSoftmaxStep<Config, kMasked>;
+    // 1. Wait for K; in ping-pong, for the other warpgroup to have issued its GEMMs.
     wait_for_k();
-    if constexpr (Config::kRandomBitsInPv) read_col_bits();
+    if constexpr (Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     wait_for_order_barrier();
-    start_qk(q_stage);
-    start_pv<Config::kRandomBitsInPv>(clears);
+    // 2. Issue S = Q K^T.
+    issue_qk(q_stage);
+    // 3. Issue O += P V of the block before.
+    issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
-    const int key = (Config::kMaskBoundsInRegs ? n_block : tile.order.block(i)) * Config::kBlockN;
+    // 4. S is complete. Softmax, beside P V; K is released as soon as S needs no recomputation.
+    const int key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
     wait_for<1>(acc_s);
-    if constexpr (!Config::kRandomBitsInPv) read_col_bits();
-    if constexpr (!kSpeculativeExp<kMasked>) release_key();
+    if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
+    if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];
-    Flag raised;
-    if constexpr (Config::kCheckSumsAfterPv && !kMasked) {
-      raised = exp2_around_pv(tile, key, q_stage, correction);
-    } else {
-      raised = exponentiate<kMasked>(tile, key, q_stage, correction);
-    }
-    if constexpr (kSpeculativeExp<kMasked>) release_key();
+    const Flag rescale = SoftmaxStep::run(*this, work, key, q_stage, correction);
+    if constexpr (SoftmaxStep::kMayRecomputeS) release_k();
     if constexpr (Config::kExpBeforePvWait) finish_exp_before_pv_wait();
+    // 5. Wait for P V, release V.
     cute::warpgroup_fence_operand(acc_s);
     wait_for<0>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
-    release(storage.v_empty, v_state);
-    if constexpr (!Config::kRandomBitsInPv) make_all_keep_masks();  // in the pauses between the exponentials
-    if (raised) rescale_output(correction);
-    set_probabilities(tile, key);
+    release_v();
+    // 6. Rescale O if row_max was updated.
+    if constexpr (!Config::kRandomBitsInPv) dropout.make_all_keep_masks();  // ptxas spreads it among the exponentials
+    if (rescale) rescale_o(correction);
+    // 7. Pack P for the next step's P V.
+    pack_p(work, key);
   }
 
-  // Q of a tile and its first block of keys have landed.
-  __device__ __forceinline__ void wait_for_tile(int q_stage, uint32_t q_phase) const {
-    storage.q_full[q_stage][group].wait(q_phase);
-    wait_for_k();
-  }
-
-  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
-
-  // Lets blocks pass: they have to land before their buffers can be given back.
+  // Skipped blocks have to land before their stages can be released.
   __device__ __forceinline__ void skip_k(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       wait_for_k();
       wait_for_order_barrier();
       arrive_at_order_barrier();
-      release<Config::kPackedDropout>(storage.k_empty, k_state);
+      release_k();
     }
   }
   __device__ __forceinline__ void skip_v(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       storage.v_full[v_state.stage].wait(v_state.phase);
-      release(storage.v_empty, v_state);
+      release_v();
     }
   }
 
-  __device__ __forceinline__ void run_unmasked(const Tile& tile, int q_stage) {
-    const int end = tile.masked_begin();
+  __device__ __forceinline__ void run_unmasked(const Work& work, int q_stage) {
+    const int end = work.masked_begin();
     bool clears = true;
-    // Counted down, so that its end is not computed again in every step.
+    // Counted down, so that the end is not recomputed in every step.
     for (int left = end - 1; left > 0; --left) {
-      step<false>(tile, end - left, tile.order.block(end - left), q_stage, clears);
+      step<false>(work, end - left, work.order.block(end - left), q_stage, clears);
       clears = false;
     }
   }
 
-  // All blocks of keys of the walk after first_step(), but for P V of the last that the warpgroup computes and for V of
-  // the blocks that it lets pass after that one. Returns their number.
-  __device__ __forceinline__ int run(const Tile& tile, int q_stage) {
-    run_unmasked(tile, q_stage);
-    int num_skipped = tile.steps.skipped.left;
+  // All KV blocks after first_step(): unmasked, skipped on the left, masked, skipped on the right. Leaves to the caller
+  // P V of the last computed block (issue_last_pv()) and V of the blocks skipped behind it, whose number it returns.
+  __device__ __forceinline__ int run(const Work& work, int q_stage) {
+    run_unmasked(work, q_stage);
+    int num_skipped = work.steps.skipped.left;
     skip_k(num_skipped);
-    int i = tile.masked_begin() + num_skipped;
-    int n_block = Config::kNoMask ? tile.order.block(i) : tile.steps.first_masked_block;
-    for (; i < tile.count(); ++i) {
-      step<true>(tile, i, n_block, q_stage, i == tile.second());
+    int i = work.masked_begin() + num_skipped;
+    int n_block = Config::kNoMask ? work.order.block(i) : work.steps.first_masked_block;
+    for (; i < work.count(); ++i) {
+      step<true>(work, i, n_block, q_stage, i == work.second());
       skip_v(num_skipped);
       num_skipped = 0;
-      n_block = tile.order.range.next_masked(n_block);
+      n_block = work.order.range.next_masked(n_block);
     }
-    skip_k(tile.steps.skipped.right);
-    return num_skipped + tile.steps.skipped.right;
+    skip_k(work.steps.skipped.right);
+    return num_skipped + work.steps.skipped.right;
   }
 
-  // P V of the last block: started, not waited for.
-  __device__ __forceinline__ void start_last_pv(const Tile& tile) { start_pv(tile.second() >= tile.count()); }
+  // P V of the last block: issued, not waited for.
+  __device__ __forceinline__ void issue_last_pv(const Work& work) { issue_pv(work.second() >= work.count()); }
 
-  // O is complete, and so is S of the next tile if it was started before P V.
-  __device__ __forceinline__ void finish() {
+  // O is complete. S of the next tile was issued before the last P V with `overlaps`, so it is complete too; behind it
+  // with kIssueNextQkEarly, so it is still under way.
+  __device__ __forceinline__ void wait_for_o() {
     wait_for<Config::kIssueNextQkEarly>(acc_o);
     cute::warpgroup_fence_operand(tOrP);
     if constexpr (Config::kTile.overlaps) cute::warpgroup_fence_operand(acc_s);
-    release(storage.v_empty, v_state);
+    release_v();
   }
 };
 

@@ -1,5 +1,5 @@
-// The loading side of the wgmma forward: one warp chooses row blocks, another brings Q, K and V in by TMA; K and V from
-// pages have a warp each (paged_loader.h).
+// Producer warps of the wgmma forward: one schedules work tiles, one loads Q, K and V by TMA; paged K and V have a warp
+// each (paged_loader.h).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -20,7 +20,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Which row blocks a team takes, and which one each of them is.
+// Which work tiles a consumer group gets.
 template <class Config>
 struct WorkTileScheduler {
   const FwdLaunch& launch;
@@ -34,22 +34,22 @@ struct WorkTileScheduler {
         order(launch_.order),
         tiles(launch_.tiles) {
     if (launch.sort_varlen_tiles) {
-      const int of_head = varlen.count();
-      order.set_tiles_per_head(of_head, plan::num_tail_tiles(of_head, launch.short_tiles));
-      tiles = order.heads.divisor * of_head;
+      const int tiles_per_head = varlen.count();
+      order.set_tiles_per_head(tiles_per_head, plan::num_tail_tiles(tiles_per_head, launch.short_tiles));
+      tiles = order.heads.divisor * tiles_per_head;
     }
   }
 
   __device__ __forceinline__ int splits() const { return Config::kSplitKv ? launch.splits.count : 1; }
   __device__ __forceinline__ int count() const { return tiles * splits(); }
 
-  // The first index of a team. Two teams of a multiprocessor have tiles that follow each other, unless there are no
-  // more tiles than teams: then the second ones get what the first ones leave.
+  // First tile index of a consumer group. The two groups of a thread block take consecutive tiles, unless there are no
+  // more tiles than groups: then the second groups take what the first ones leave, so that tiles spread over all SMs.
   __device__ __forceinline__ int first(int consumer_group) const {
     const int blocks = static_cast<int>(gridDim.x);
-    const bool has_one = count() <= blocks * Config::kConsumerGroups;
-    return has_one ? consumer_group * blocks + static_cast<int>(blockIdx.x)
-                   : static_cast<int>(blockIdx.x) * Config::kConsumerGroups + consumer_group;
+    const bool one_each = count() <= blocks * Config::kConsumerGroups;
+    return one_each ? consumer_group * blocks + static_cast<int>(blockIdx.x)
+                    : static_cast<int>(blockIdx.x) * Config::kConsumerGroups + consumer_group;
   }
 
   __device__ __forceinline__ int split(int index) const { return index % splits(); }
@@ -67,50 +67,49 @@ struct WorkTileScheduler {
     return dense_work_tile(params, Config::kBlockM, batch, at.head - batch * heads.divisor, at.block);
   }
 
-  // The next index for a team, the same in all lanes of the warp. With a semaphore, teams take what is left as they get
-  // free.
+  // Next tile index, warp-uniform: the next stride, or with a semaphore whatever is left (dynamic scheduler).
   __device__ __forceinline__ int next(int index, int consumer_groups) const {
     if (launch.tile_count_semaphore == nullptr) return index + consumer_groups;
-    wait_for_previous_kernel();  // which clears the semaphore
-    int drawn = 0;
-    if (threadIdx.x % 32 == 0) drawn = atomicAdd(launch.tile_count_semaphore, 1);
-    return consumer_groups + __shfl_sync(0xffffffffu, drawn, 0);
+    wait_for_previous_kernel();  // run_prepare() clears the semaphore
+    int fetched = 0;
+    if (threadIdx.x % 32 == 0) fetched = atomicAdd(launch.tile_count_semaphore, 1);
+    return consumer_groups + __shfl_sync(0xffffffffu, fetched, 0);
   }
 };
 
-// Output 0 for rows that see no key, and their LSE: by one warp, a row at a time. The merge of the shares asks for
-// their outputs before it knows by the LSE which of them count.
+// Fully masked rows: O = 0 and their LSE, by one warp, row by row. Partial O is cleared too: the combine pass reads it
+// before it knows from the LSE which splits count.
 template <class Config>
-__device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& block, int split) {
+__device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& tile, int split) {
   using Element = typename Config::Element;
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
-  const int64_t offset = lse_offset(block, params) + (is_split ? split * launch.splits.rows : 0);
+  const int64_t offset = lse_offset(tile, params) + (is_split ? split * launch.splits.rows : 0);
   if (is_split) {
-    auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + block.row_begin) * params.d_v);
-    const int count = (block.row_end - block.row_begin) * (params.d_v / 4);
+    auto* const values = reinterpret_cast<float4*>(launch.splits.out_ptr + (offset + tile.row_begin) * params.d_v);
+    const int count = (tile.row_end - tile.row_begin) * (params.d_v / 4);
     for (int i = lane; i < count; i += 32) values[i] = float4{};
   }
-  auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides);
-  for (int row = block.row_begin; row < block.row_end && !is_split; ++row) {
+  auto* const out = static_cast<Element*>(params.o_ptr) + q_offset(tile, params.o_strides);
+  for (int row = tile.row_begin; row < tile.row_end && !is_split; ++row) {
     if (8 * lane < params.d_v) {
       *reinterpret_cast<uint4*>(out + row * params.o_strides.row + 8 * lane) = uint4{};
     }
   }
-  const float lse = fully_masked_lse(params, block);
-  for (int row = block.row_begin + lane; row < block.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
+  const float lse = fully_masked_lse(params, tile);
+  for (int row = tile.row_begin + lane; row < tile.row_end; row += 32) params.softmax_lse_ptr[offset + row] = lse;
 }
 
-// Row blocks that see no key are done with here. The first one is chosen while another warp initialises the barriers,
-// and, if no lengths have to be read for it, while the kernel before this one still runs.
+// Scheduler warp; fully masked tiles are finished here. The first tile is chosen while another warp initialises the
+// mbarriers and, if no lengths are read for it, while the previous kernel still runs.
 template <class Config>
 __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorage<Config>& storage,
                                               int consumer_group) {
   constexpr bool kMayOverlap = Config::kSplitKv;
   const bool reads_lengths = launch.params.keys_packed();
   if (reads_lengths) wait_for_previous_kernel();
-  WorkPipeline<Config> queue(storage);
+  WorkPipeline<Config> pipeline(storage);
   const int consumer_groups = gridDim.x * Config::kConsumerGroups;
   const WorkTileScheduler<Config> scheduler(launch);
   bool is_first = true;
@@ -122,36 +121,36 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
   };
   for (int index = scheduler.first(consumer_group); index < scheduler.count();
        index = scheduler.next(index, consumer_groups)) {
-    const WorkTile block = scheduler.at(index);
-    if (block.empty()) {
-      if constexpr (kMayOverlap) begin();  // before the next one is drawn
+    const WorkTile tile = scheduler.at(index);
+    if (tile.empty()) {
+      if constexpr (kMayOverlap) begin();  // before the next fetch
       continue;
     }
     const int split = scheduler.split(index);
-    const KvBlockOrder order = kv_block_order<Config>(launch, block, split, scheduler.splits());
-    if constexpr (kMayOverlap) begin();  // before anything is stored
+    const KvBlockOrder order = kv_block_order<Config>(launch, tile, split, scheduler.splits());
+    if constexpr (kMayOverlap) begin();  // before any store
     if (order.count() == 0) {
-      store_fully_masked<Config>(launch, block, split);
+      store_fully_masked<Config>(launch, tile, split);
       continue;
     }
     if constexpr (!kMayOverlap) begin();
-    queue.commit(block, order, launch.params.window, split);
-    queue.acquire();
+    pipeline.commit(tile, order, launch.params.window, split);
+    pipeline.acquire();
   }
   begin();
-  queue.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
+  pipeline.commit(WorkTile{}, KvBlockOrder{}, Window{}, 0);
 }
 
-// Puts the words of the columns, from which dropout draws, beside every block of K.
+// Warp that puts the random bits of the columns, for dropout, beside every block of K.
 template <class Config>
 __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage<Config>& storage) {
   const Flash_fwd_params& params = launch.params;
-  WorkPipeline<Config> queue(storage);
+  WorkPipeline<Config> pipeline(storage);
   PipelineState<Config::kKvStages> state;
-  for (FwdWork<Config> tile = queue.wait_and_release(); tile.exists(); tile = queue.wait_and_release()) {
-    const DropoutStream stream = DropoutMask(params.dropout, tile.block.batch, tile.block.head).stream;
-    for (int i = 0; i < tile.order.count(); ++i) {
-      const int first_pair = block_to_load<Config>(tile.order, i) * (Config::kBlockN / 2);
+  for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
+    const DropoutStream stream = DropoutMask(params.dropout, work.tile.batch, work.tile.head).stream;
+    for (int i = 0; i < work.order.count(); ++i) {
+      const int first_pair = block_to_load<Config>(work.order, i) * (Config::kBlockN / 2);
       storage.k_empty[state.stage].wait(state.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
         uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
@@ -165,19 +164,19 @@ __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage
   }
 }
 
-// Takes the next row block before it waits for the output of this one, so that nobody waits for this warp.
+// Epilogue warp. Waits for the next tile before it waits for this one's O, so that nobody waits for this warp.
 template <class Config>
 __device__ __forceinline__ void run_store(const FwdLaunch& launch, FwdStorage<Config>& storage) {
-  WorkPipeline<Config> queue(storage);
+  WorkPipeline<Config> pipeline(storage);
   OutputStore<Config> output(launch, storage);
-  for (WorkTile block = queue.wait_and_release().block; !block.empty();) {
-    const WorkTile next = queue.wait_and_release().block;
-    output.store(block);
-    block = next;
+  for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty();) {
+    const WorkTile next = pipeline.wait_and_release().tile;
+    output.store(tile);
+    tile = next;
   }
 }
 
-// Issued by one lane; the whole warp walks along.
+// Producer of Q, K and V. One lane issues; the whole warp runs the loop.
 template <class Config>
 struct FwdProducer {
   using Storage = FwdStorage<Config>;
@@ -188,13 +187,13 @@ struct FwdProducer {
   Storage& storage;
   PipelineState<Config::kKvStages> k_state, v_state;
   PipelineState<Config::kQStages> q_state;
-  uint32_t landed_phase = 0;  // of storage.v_landed
-  const bool issues;          // this lane
+  uint32_t landed_phase = 0;  // phase of storage.v_landed
+  const bool issues;          // this lane issues TMA
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // A tile of kRows rows from coordinate `row` on, chunk by chunk.
+  // kRows rows from coordinate `row` on, atom by atom.
   template <int kRows, int kAtoms>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int head, cute::TMA::CacheHintSm90 hint) const {
@@ -206,7 +205,7 @@ struct FwdProducer {
     }
   }
 
-  // Waits until every consumer is done with the buffer. kClears: the first `unseen` rows become zeros.
+  // Waits until all consumers have released the stage. kClears: the first `num_masked` rows become zeros.
   template <int kAtoms, bool kClears = false>
   __device__ __forceinline__ void load_kv(const CUtensorMap& map, Barrier* full, Barrier* empty, Element* smem,
                                           PipelineState<Config::kKvStages>& state, int n_block, const TmaRows& rows,
@@ -230,53 +229,54 @@ struct FwdProducer {
     state.advance();
   }
 
-  // Waits, for each warpgroup, until its O of the tile that used this buffer has left.
-  __device__ __forceinline__ void load_q(const WorkTile& block) {
+  // Waits, for each warpgroup, until its O of the tile that last used this stage has been stored.
+  __device__ __forceinline__ void load_q(const WorkTile& tile) {
     const Flash_fwd_params& params = launch.params;
-    const TmaRows rows(params.is_varlen(), block.batch, block.q_begin, block.seqlen_q);
+    const TmaRows rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
 #pragma unroll
     for (int group = 0; group < Config::kWarpGroups; ++group) {
       storage.q_empty[q_state.stage][group].wait(q_state.phase ^ 1);
       if (issues) {
         Barrier& full = storage.q_full[q_state.stage][group];
         full.arrive_and_expect(kQBytes);
-        load<64, Config::kAtoms>(launch.q_map, full, storage.q[q_state.stage][group], rows,
-                                 block.row_begin + 64 * group, block.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
+        load<64, Config::kAtoms>(launch.q_map, full, storage.q[q_state.stage][group], rows, tile.row_begin + 64 * group,
+                                 tile.head, cute::TMA::CacheHintSm90::EVICT_FIRST);
       }
     }
     q_state.advance();
   }
 
-  // A row block on its way through the loads.
-  struct Tile {
-    WorkTile block;
+  // A work tile being loaded.
+  struct LoadWork {
+    WorkTile tile;
     KvBlockOrder order;
     TmaRows rows;
     int head_k;
   };
 
-  __device__ __forceinline__ Tile next_tile(WorkPipeline<Config>& queue) const {
+  __device__ __forceinline__ LoadWork next_tile(WorkPipeline<Config>& pipeline) const {
     const Flash_fwd_params& params = launch.params;
-    const FwdWork<Config> tile = queue.wait();
-    queue.release_early(tile.order, 0);
-    const WorkTile& block = tile.block;
-    return {block, tile.order, TmaRows(params.keys_packed(), block.batch, block.k_begin, block.seqlen_k),
-            launch.group.divide(block.head)};
+    const FwdWork<Config> work = pipeline.wait();
+    pipeline.release_early(work.order, 0);
+    const WorkTile& tile = work.tile;
+    return {tile, work.order, TmaRows(params.keys_packed(), tile.batch, tile.k_begin, tile.seqlen_k),
+            launch.group.divide(tile.head)};
   }
 
-  __device__ __forceinline__ void load_k(const Tile& tile, int i) {
+  __device__ __forceinline__ void load_k(const LoadWork& work, int i) {
     load_kv<Config::kAtoms>(launch.k_map, storage.k_full, storage.k_empty, &storage.k[0][0], k_state,
-                            block_to_load<Config>(tile.order, i), tile.rows, tile.head_k);
+                            block_to_load<Config>(work.order, i), work.rows, work.head_k);
   }
 
-  // Keys that no query sees, NaN perhaps, share a block with those behind a window. Of K the mask takes care.
-  __device__ __forceinline__ void load_v(const Tile& tile, int i) {
+  // Keys before a window's first visible key, NaN perhaps, share a block with visible ones: their V is cleared. The
+  // mask takes care of K.
+  __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
     const Window& window = launch.params.window;
-    const int n_block = block_to_load<Config>(tile.order, i);
+    const int n_block = block_to_load<Config>(work.order, i);
     const int unmasked_begin_key =
-        window.left == kUnbounded ? 0 : first_unmasked_key({tile.block.seqlen_q, tile.block.seqlen_k, window});
+        window.left == kUnbounded ? 0 : first_unmasked_key({work.tile.seqlen_q, work.tile.seqlen_k, window});
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
-                                               n_block, tile.rows, tile.head_k,
+                                               n_block, work.rows, work.head_k,
                                                unmasked_begin_key - n_block * Config::kBlockN);
   }
 
@@ -286,51 +286,51 @@ struct FwdProducer {
 
   __device__ __forceinline__ void run() {
     prefetch(launch.q_map);
-    WorkPipeline<Config> queue(storage);
+    WorkPipeline<Config> pipeline(storage);
     if (launch.params.is_paged()) {
-      run_paged(queue);
+      run_paged(pipeline);
     } else {
-      run_unpaged(queue);
+      run_unpaged(pipeline);
     }
   }
 
-  // Q only: others load K and V. O of a row block is stored when the next Q is on its way.
-  __device__ __forceinline__ void run_paged(WorkPipeline<Config>& queue) {
+  // Q only: two more warps load paged K and V. O of a tile is stored once the next Q is in flight.
+  __device__ __forceinline__ void run_paged(WorkPipeline<Config>& pipeline) {
     OutputStore<Config> output(launch, storage);
     WorkTile last;
-    for (WorkTile block = queue.wait_and_release().block; !block.empty(); block = queue.wait_and_release().block) {
-      load_q(block);
+    for (WorkTile tile = pipeline.wait_and_release().tile; !tile.empty(); tile = pipeline.wait_and_release().tile) {
+      load_q(tile);
       if (Config::kHasStoreWarp && !last.empty()) output.store(last);
-      last = block;
+      last = tile;
     }
     if (Config::kHasStoreWarp && !last.empty()) output.store(last);
   }
 
-  // V stays one block behind K, as the consumers want them, beyond the end of a row block too.
-  __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& queue) {
+  // V is loaded one block behind K, in the order the consumers want them, across work tiles too.
+  __device__ __forceinline__ void run_unpaged(WorkPipeline<Config>& pipeline) {
     prefetch(launch.k_map);
     prefetch(launch.v_map);
-    Tile tile = next_tile(queue);
-    if (!tile.block.empty()) {
-      load_k(tile, 0);
-      load_q(tile.block);
+    LoadWork work = next_tile(pipeline);
+    if (!work.tile.empty()) {
+      load_k(work, 0);
+      load_q(work.tile);
     }
-    while (!tile.block.empty()) {
-      const int count = tile.order.count();
+    while (!work.tile.empty()) {
+      const int count = work.order.count();
       for (int i = 1; i < count; ++i) {
-        queue.release_early(tile.order, i);
-        load_k(tile, i);
-        load_v(tile, i - 1);
+        pipeline.release_early(work.order, i);
+        load_k(work, i);
+        load_v(work, i - 1);
       }
-      const Tile next = next_tile(queue);
-      if (!next.block.empty()) load_k(next, 0);
-      // The next Q comes from memory and is asked for early. Its buffer is free after the first step of this tile:
-      // where there are few, V cannot wait for that.
-      const bool early = Config::kQStages == 2 && count > 2;
-      if (early && !next.block.empty()) load_q(next.block);
-      load_v(tile, count - 1);
-      if (!early && !next.block.empty()) load_q(next.block);
-      tile = next;
+      const LoadWork next = next_tile(pipeline);
+      if (!next.tile.empty()) load_k(next, 0);
+      // The next Q comes from global memory, so issue it early. Its stage is free after the first step of this tile:
+      // with few blocks the wait for it would delay V.
+      const bool q_first = Config::kQStages == 2 && count > 2;
+      if (q_first && !next.tile.empty()) load_q(next.tile);
+      load_v(work, count - 1);
+      if (!q_first && !next.tile.empty()) load_q(next.tile);
+      work = next;
     }
   }
 };

@@ -1,4 +1,4 @@
-// Shared memory of a team of the wgmma forward: tiles, barriers, and who waits for whom at each of them.
+// Shared memory of a consumer group of the wgmma forward: tiles, mbarriers, and who waits for whom at each.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -15,18 +15,18 @@ namespace sm90 {
 
 using namespace tma;
 
-// Named barrier of all warps of a thread block: behind it the barriers below are initialised.
+// Named barrier of the whole thread block: behind it the mbarriers are initialised.
 constexpr uint32_t kBeginBarrier = 0;
 
-// Not NamedBarrier::sync(): the roles come here by instructions of their own, which synccheck takes for divergence
-// where the barrier is an aligned one of the whole thread block.
+// Not NamedBarrier::sync(): warp roles arrive by different instructions, which synccheck reports as divergence for an
+// aligned barrier of the whole thread block.
 template <class Config>
 __device__ __forceinline__ void begin_together() {
   constexpr uint32_t kBarrier = kBeginBarrier + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount;
   asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(Config::kThreads) : "memory");
 }
 
-// Read 16 bytes at a time.
+// For reads of 16 bytes at a time.
 template <class T>
 struct alignas(16) Slot {
   T value;
@@ -42,31 +42,31 @@ struct FwdStorage {
   alignas(Config::kSeparateOSmem ? 1024
                                  : 8) Element o[Config::kWarpGroups][Config::kSeparateOSmem ? Config::kSmemO : 1];
 
-  // With dropout the words of the columns of a block of keys, beside its K: for the lanes 4 g + t the fine words of the
-  // pairs t, t + 4, t + 8, ..., then the coarse ones of t, t + 8, ...
+  // Random bits of the block's columns, beside its K (kPackedDropout). For lanes 4 g + t: fine bits of pairs t, t + 4,
+  // t + 8, ..., then coarse bits of t, t + 8, ...
   static constexpr int kFineBits = Config::kBlockN / 8, kColBitVectors = (kFineBits + kFineBits / 2 + 3) / 4;
   uint4 col_bits[Config::kPackedDropout ? Config::kKvStages : 1][4][Config::kPackedDropout ? kColBitVectors : 1];
 
-  // full: 1 arrival and the bytes of the tile; from pages, one of each lane that copied; of o_full one of each warp.
-  // empty: one arrival of each warp that read it, of q_empty of the one that stores where there is one; of tile_empty,
-  // and of k_empty with words of columns, of each lane.
+  // full: 1 arrival plus the tile's bytes; from pages, one arrival of each copying lane; o_full: one of each warp.
+  // empty: one arrival of each warp that read the stage; q_empty: of the epilogue warp where there is one; tile_empty,
+  // and k_empty with column bits: of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
-  Barrier v_landed;  // of V that the loading warp clears in part, for itself
+  Barrier v_landed;  // of V that the producer itself clears in part
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
-  Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O in the place of Q, for the warp that stores it
-  // The row block that the scheduler hands to the other warps of its team, in two slots by turns: with one, ptxas has
-  // more live registers in the consumers' loops, and spills where there are three. Consumers wait for their steps as
-  // well; who loads or stores need not.
+  Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O staged over Q, for the epilogue warp
+  // Work tiles from the scheduler warp to the group's other warps. Two slots: with one, ptxas has more live registers
+  // in the consumers' loops and spills where there are three consumers. Consumers also wait for their trip counts;
+  // producers and the epilogue warp need not.
   static constexpr int kTileSlots = 2;
   Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
-  Slot<WorkTile> tile[kTileSlots];  // an empty block says that there are no more
+  Slot<WorkTile> tile[kTileSlots];  // an empty tile ends the kernel
   Slot<KvBlockOrder> order[kTileSlots];
   Slot<WarpgroupTripCount> steps[kTileSlots][Config::kWarpGroups];
-  int split[kTileSlots];  // of the keys
+  int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
 
-  // By one warp, each lane a few of them, before Barrier::fence_init().
+  // By one warp, before Barrier::fence_init().
   __device__ __forceinline__ void init_barriers(bool is_paged) {
     const int lane = threadIdx.x % 32, group = lane % Config::kWarpGroups;
     const int loading_warps = is_paged ? 3 : 1 + Config::kPackedDropout + Config::kHasStoreWarp;
@@ -90,35 +90,30 @@ struct FwdStorage {
   }
 };
 
-// A row block as a consumer warpgroup sees it: the key blocks that the row block visits, at least one, and which of
-// them no row of the warpgroup sees. Those it lets pass; the first of the walk it computes all the same.
+// A work tile as one consumer warpgroup sees it: its KV block order (at least one block) and the blocks to skip, fully
+// masked for the warpgroup's rows. The first block is always computed.
 template <class Config>
 struct FwdWork {
-  WorkTile block;
+  WorkTile tile;
   KvBlockOrder order;
   WarpgroupTripCount steps;  // of the warpgroup's rows
-  int split = 0;             // of the keys
+  int split = 0;             // index of the KV split
 
-  // While they pass, V of the block before them is not given back; nor of the last one while the next Q is waited for.
-  static_assert((Config::kWarpGroups - 1) * ((63 + Config::kBlockN) / Config::kBlockN) + Config::kIssueNextQkEarly <=
-                    Config::kKvStages,
-                "the rows of other warpgroups hide no more blocks than there are buffers");
-
-  // The walk but for what is hidden at its end.
+  // Steps without the blocks skipped at the end.
   __device__ __forceinline__ int count() const { return Config::kNoMask ? order.count() : steps.count; }
-  // The first step after first_step() that may need a mask.
+  // First step after first_step() that may need a mask.
   __device__ __forceinline__ int masked_begin() const { return min(steps.skipped.begin, count()); }
-  // The step that is computed after first_step(), if it is less than count().
+  // The step computed after first_step(), if it is less than count().
   __device__ __forceinline__ int second() const { return steps.skipped.begin > 1 ? 1 : 1 + steps.skipped.left; }
 
-  __device__ __forceinline__ bool exists() const { return !block.empty(); }
+  __device__ __forceinline__ bool exists() const { return !tile.empty(); }
   __device__ __forceinline__ Visibility visibility(const Window& window) const {
-    return {block.seqlen_q, block.seqlen_k, window};
+    return {tile.seqlen_q, tile.seqlen_k, window};
   }
 };
 
-// The row blocks of a team, one after the other: its scheduler warp pushes, its other warps take. The scheduler also
-// works out what the consumers visit, on whose way from one row block to the next every instruction counts.
+// Work pipeline of a consumer group: the scheduler warp commits tiles, the other warps wait for and release them. The
+// scheduler also computes the consumers' trip counts: between tiles every consumer instruction is on the critical path.
 template <class Config>
 struct WorkPipeline {
   FwdStorage<Config>& storage;
@@ -126,22 +121,22 @@ struct WorkPipeline {
 
   __device__ __forceinline__ explicit WorkPipeline(FwdStorage<Config>& storage_) : storage(storage_) {}
 
-  // Waits until everybody has let go of the last block. Whoever chooses earlier leaves less to share out at the end.
+  // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void commit(const WorkTile& block, const KvBlockOrder& order, const Window& window,
+  __device__ __forceinline__ void commit(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
                                          int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
-      storage.tile[state.stage].value = block;
+      storage.tile[state.stage].value = tile;
       storage.order[state.stage].value = order;
       if constexpr (Config::kSplitKv) storage.split[state.stage] = split;
       storage.tile_full[state.stage].arrive();
     }
-    if (lane < Config::kWarpGroups) {  // each for one of them
+    if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {
-        const Visibility visibility{block.seqlen_q, block.seqlen_k, window};
-        const int first_row = block.row_begin + 64 * lane, row_end = min(first_row + 64, block.row_end);
+        const Visibility visibility{tile.seqlen_q, tile.seqlen_k, window};
+        const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
         storage.steps[state.stage][lane].value =
             warpgroup_trip_count(visibility, order, first_row, row_end, Config::kBlockN);
       }
@@ -152,43 +147,43 @@ struct WorkPipeline {
     state.advance();
   }
 
-  // For those who load or store, as soon as the row block is known.
+  // For producer and epilogue warps: release as soon as the tile is read.
   __device__ __forceinline__ FwdWork<Config> wait_and_release() {
-    const FwdWork<Config> tile = wait();
+    const FwdWork<Config> work = wait();
     release();
-    return tile;
+    return work;
   }
 
-  // The same, without letting go.
+  // The same without the release.
   __device__ __forceinline__ FwdWork<Config> wait() const {
     storage.tile_full[state.stage].wait(state.phase);
     return {storage.tile[state.stage].value, storage.order[state.stage].value};
   }
 
-  // For the one who loads K and V, before each step: with kFetchNextTileLate it lets go with a few steps left to load.
-  // Consumers ask for the next row block when all K of this one has landed, whatever they let pass, so it has let go by
-  // then. Who loads only V would not have: some of its buffers come back later.
+  // For the producer of K and V, before each step: with kFetchNextTileLate it releases with a few steps left to load.
+  // Consumers wait for the next tile once all K of this one has landed, skipped blocks included, so the producer has
+  // released by then. A producer of V alone would not have: some of its stages are returned later.
   static constexpr int kStepsBeforeRelease = 3;
-  static_assert(kStepsBeforeRelease > 0, "there is a step before which to let go");
+  static_assert(kStepsBeforeRelease > 0, "the release comes before some step");
 
   __device__ __forceinline__ void release_early(const KvBlockOrder& order, int step) {
     if (step == (Config::kFetchNextTileLate ? max(order.count() - kStepsBeforeRelease, 0) : 0)) release();
   }
 
-  // The next row block may be drawn as far as it is up to this lane: all of them say it.
+  // By every lane: the next tile may be fetched as far as this one is concerned.
   __device__ __forceinline__ void release() {
     storage.tile_empty[state.stage].arrive();
     state.advance();
   }
 
-  // For a group of the consumers, with its steps.
+  // For consumer warpgroup `group`, with its trip count.
   __device__ __forceinline__ FwdWork<Config> consumer_wait(int group) {
     storage.trip_count_full[state.stage].wait(state.phase);
-    FwdWork<Config> tile{storage.tile[state.stage].value, storage.order[state.stage].value,
+    FwdWork<Config> work{storage.tile[state.stage].value, storage.order[state.stage].value,
                          storage.steps[state.stage][group].value};
-    if constexpr (Config::kSplitKv) tile.split = storage.split[state.stage];
+    if constexpr (Config::kSplitKv) work.split = storage.split[state.stage];
     release();
-    return tile;
+    return work;
   }
 };
 

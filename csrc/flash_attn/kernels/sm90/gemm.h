@@ -1,4 +1,4 @@
-// Products of tiles by wgmma.
+// GEMMs of shared memory tiles by wgmma.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -6,8 +6,8 @@
 namespace flash {
 namespace sm90 {
 
-// acc += A B over all k slices; started, not waited for. `clears`: acc = A B. between(k): other work of the warp behind
-// slice k, while it would only wait until the next slice can start.
+// acc += A B (acc = A B if `clears`) over all k slices: issued, not waited for. between(k): other work of the warp
+// behind slice k, in slots where it would only wait for the next slice to issue.
 template <class Mma, class A, class B, class Acc, class Between>
 __device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCrB, Acc& acc, bool clears,
                                            const Between& between) {
@@ -30,7 +30,8 @@ __device__ __forceinline__ void start_gemm(Mma& mma, const A& tCrA, const B& tCr
   start_gemm(mma, tCrA, tCrB, acc, clears, [](int) {});
 }
 
-// All but the last kPending products that this warpgroup has started are complete; `acc` is the result of one of them.
+// Waits until all but the last kPending wgmma groups of this warpgroup are complete; `acc` is the result of one of
+// them.
 template <int kPending, class Acc>
 __device__ __forceinline__ void wait_for(Acc& acc) {
   cute::warpgroup_wait<kPending>();

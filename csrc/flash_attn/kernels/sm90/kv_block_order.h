@@ -1,5 +1,5 @@
-// The order in which the key blocks of a row block are visited, the same for those who load and those who compute but
-// for the interior behind a window.
+// KV block order of a work tile: the same for producer and consumers but for the rotation of unmasked blocks behind a
+// window.
 #pragma once
 
 #include "core/block_range.h"
@@ -10,20 +10,20 @@
 namespace flash {
 namespace sm90 {
 
-// With score modifiers the first block is one near the diagonal. Under ALiBi its scores are the highest, and references
-// that start low would rise in nearly every block on the way to it. Where the right side is masked it is the diagonal's
-// block of the first row, which all rows see but those that a window keeps from it: an edge, and edges go the long way,
-// as the first block does.
+// With score modifiers the first block is near the diagonal: under ALiBi its scores are the highest, and a row max that
+// starts low would be updated in nearly every block. Where the right side is masked, it is the diagonal's block of the
+// first row, which all rows see but those a window keeps from it; it is a masked block, which takes the non-speculative
+// path as any first block does.
 template <class Config>
-__device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& block, int split = 0,
+__device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& tile, int split = 0,
                                                        int splits = 1) {
   const Flash_fwd_params& params = launch.params;
-  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-  KvBlockOrder order{block_range(visibility, block.row_begin, block.row_end, Config::kBlockN)};
+  const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
   if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
   if constexpr (Config::kHasScoreMod) {
     if (order.count() == 0) return order;
-    const int row = block.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
+    const int row = tile.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
     order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
   } else if constexpr (Config::kAlignUnmasked) {
     order.align_unmasked(launch.unmasked_blocks);
@@ -31,7 +31,7 @@ __device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, 
   return order;
 }
 
-// The block to load for a step.
+// The n_block to load at a step.
 template <class Config>
 __device__ __forceinline__ int block_to_load(const KvBlockOrder& order, int step) {
   return Config::kAlignUnmasked ? order.block_to_load(step) : order.block(step);

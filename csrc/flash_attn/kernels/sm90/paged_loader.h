@@ -1,7 +1,6 @@
-// K or V that lie in pages, on their way into the buffers of the wgmma forward: one warp for each of the two. Where
-// pages and blocks of keys have a common divisor, by a TMA box for so many rows, each of them issued by a lane of its
-// own; elsewhere, and at the ends of what a sequence sees, by cp.async, because pages of any size and sequences that
-// begin or end anywhere in one fit no box.
+// Paged K or V to shared memory, one warp each.
+// Where page size and block_n have a common divisor: TMA boxes of so many rows, one box a lane. Elsewhere, and at the
+// ends of a sequence's visible keys: cp.async, because a sequence that begins or ends within a page fits no box.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -18,8 +17,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// 16 bytes, or zeros. Takes an address of shared memory as it is, because 64-bit ones would not fit the registers of a
-// loading warp.
+// Copies 16 bytes, or zeros. Takes a 32-bit shared address: 64-bit ones do not fit a producer warp's registers.
 __device__ __forceinline__ void copy_vector(uint32_t target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
                : "memory");
@@ -31,9 +29,9 @@ template <class Config, KvOperand kOperand>
 struct PagedLoader {
   using Element = typename Config::Element;
   static constexpr int kAtoms = kOperand == kV ? Config::kAtomsV : Config::kAtoms;
-  static constexpr int kVectors = Config::kAtomCols / kVectorCols;  // of a row of a chunk, a lane each
+  static constexpr int kVectors = Config::kAtomCols / kVectorCols;  // of a row of an atom, a lane each
   static constexpr int kRowsPerPass = 32 / kVectors;
-  static constexpr int kGroups = Config::kBlockN / 32;  // of rows: a lane looks up the page of one row of each
+  static constexpr int kGroups = Config::kBlockN / 32;  // row groups: a lane looks up one row of each
   static_assert(Config::kBlockN % 32 == 0, "rows are looked up 32 at a time");
 
   static constexpr int bytes(int elements) { return elements * static_cast<int>(sizeof(Element)); }
@@ -64,22 +62,22 @@ struct PagedLoader {
     (kOperand == kV ? storage.v_empty : storage.k_empty)[state.stage].wait(state.phase ^ 1);
   }
 
-  __device__ __forceinline__ PageRow find(const WorkTile& block, int key, bool exists = true) const {
-    const int* const table = params.paged.block_table + block.batch * params.paged.block_table_stride;
-    return page_row(params.paged, table, block.k_begin + key, exists);
+  __device__ __forceinline__ PageRow find(const WorkTile& tile, int key, bool exists = true) const {
+    const int* const table = params.paged.block_table + tile.batch * params.paged.block_table_stride;
+    return page_row(params.paged, table, tile.k_begin + key, exists);
   }
 
-  // The keys from `key` on, all of them seen by the sequence, by boxes of page_box_rows rows: no box leaves its page. A
-  // page that does not exist lies outside the tensor map and reads as zeros.
-  __device__ __forceinline__ void load_boxes(const WorkTile& block, int head, int key) {
+  // A block of visible keys by boxes of page_box_rows rows: no box crosses a page. An invalid page (-1) is outside the
+  // tensor map and reads as zeros.
+  __device__ __forceinline__ void load_boxes(const WorkTile& tile, int head, int key) {
     const int box_rows = launch.page_box_rows, boxes = Config::kBlockN / box_rows * kAtoms;
     const int lane = threadIdx.x % 32, box_bytes = bytes(box_rows * Config::kAtomCols);
     wait_for_buffer();
     landed().arrive_and_expect((boxes - lane + 31) / 32 * box_bytes);
-#pragma unroll 1  // a lane has one of them, or a few; unrolled, they cost registers
+#pragma unroll 1  // a lane has one box or a few; unrolling costs registers
     for (int box = lane; box < boxes; box += 32) {
       const int row = box / kAtoms * box_rows, col = box % kAtoms * Config::kAtomCols;
-      const PageRow at = find(block, key + row);
+      const PageRow at = find(tile, key + row);
       cute::SM90_TMA_LOAD_5D::copy(&map(), &landed().state, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
                                    buffer() + col * Config::kBlockN + row * Config::kAtomCols, col, at.row, head,
                                    at.valid ? at.page : -1, 0);
@@ -87,42 +85,42 @@ struct PagedLoader {
     state.advance();
   }
 
-  // The same by single rows. Keys beyond the sequence, those before `unmasked_begin_key`, whose pages may have been
-  // reused, and those of pages that do not exist become 0, so that NaN there never meets the tensor cores.
-  __device__ __forceinline__ void load_rows(const WorkTile& block, int head, int first_key, int unmasked_begin_key) {
+  // A block by single rows. Keys beyond the sequence, keys before `unmasked_begin_key` (their pages may have been
+  // reused) and keys of invalid pages become 0, so that NaN there never reaches the tensor cores.
+  __device__ __forceinline__ void load_rows(const WorkTile& tile, int head, int first_key, int unmasked_begin_key) {
     const int lane = threadIdx.x % 32, vector = lane % kVectors;
-    int page[kGroups];  // of one row of each group; -1: none
+    int page[kGroups];  // page of one row of each group; -1: none
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int key = first_key + 32 * i + lane;
-      const PageRow at = find(block, key, key >= unmasked_begin_key && key < block.seqlen_k);
+      const PageRow at = find(tile, key, key >= unmasked_begin_key && key < tile.seqlen_k);
       page[i] = at.valid ? at.page : -1;
     }
     wait_for_buffer();
-    const uint32_t tile = cute::cast_smem_ptr_to_uint(buffer());
+    const uint32_t smem = cute::cast_smem_ptr_to_uint(buffer());
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      const int row_of_lane = block.k_begin + first_key + 32 * i + lane;
+      const int row_of_lane = tile.k_begin + first_key + 32 * i + lane;
       const int row_of_page = row_of_lane - params.paged.page_size.divide(row_of_lane) * params.paged.page_size.divisor;
-      copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, tile, 32 * i, vector);
+      copy_rows(head, page[i] < 0 ? -1 : page[i] * strides().batch + row_of_page * strides().row, smem, 32 * i, vector);
     }
-    // No lane can tell when another one's copies are complete: each waits for its own, shows them to the tensor cores,
-    // and arrives. The next block has a buffer of its own, so there is time for that.
+    // No lane sees another one's copies complete: each waits for its own, fences them for the tensor cores, and
+    // arrives. The next block has another stage, so there is time for that.
     cute::cp_async_wait<0>();
     fence_buffer();
     landed().arrive();
     state.advance();
   }
 
-  // 32 rows; `found`: where the one begins that this lane has looked up, in elements of the pool, or -1.
-  __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t tile, int first_row, int vector) const {
+  // 32 rows; `found`: element offset in the pool of the row that this lane looked up, or -1.
+  __device__ __forceinline__ void copy_rows(int head, int64_t found, uint32_t smem, int first_row, int vector) const {
     const int row_of_pass = threadIdx.x % 32 / kVectors;
 #pragma unroll 1
     for (int pass = 0; pass < 32; pass += kRowsPerPass) {
       const int64_t offset = __shfl_sync(0xffffffffu, found, pass + row_of_pass);
       const Element* const source = pool() + head * strides().head + (offset < 0 ? 0 : offset) + vector * kVectorCols;
       const int row = first_row + pass + row_of_pass;
-      const uint32_t target = tile + bytes(swizzle_offset(Config::kAtomCols, row, vector));
+      const uint32_t target = smem + bytes(swizzle_offset(Config::kAtomCols, row, vector));
 #pragma unroll
       for (int col = 0; col < kAtoms * Config::kAtomCols; col += Config::kAtomCols) {
         copy_vector(target + bytes(col * Config::kBlockN), source + col,
@@ -132,19 +130,19 @@ struct PagedLoader {
   }
 
   __device__ __forceinline__ void run() {
-    WorkPipeline<Config> queue(storage);
-    for (FwdWork<Config> tile = queue.wait_and_release(); tile.exists(); tile = queue.wait_and_release()) {
-      const WorkTile& block = tile.block;
-      const int head = launch.group.divide(block.head);
-      const bool fits = launch.page_box_rows > 0 && block.k_begin % launch.page_box_rows == 0;
-      // Of the sequence, not of the row block: rows cost more than boxes.
-      const int unmasked_begin_key = first_unmasked_key(tile.visibility(params.window));
-      for (int i = 0; i < tile.order.count(); ++i) {
-        const int key = block_to_load<Config>(tile.order, i) * Config::kBlockN;
-        if (fits && key >= unmasked_begin_key && key + Config::kBlockN <= block.seqlen_k) {
-          load_boxes(block, head, key);
+    WorkPipeline<Config> pipeline(storage);
+    for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
+      const WorkTile& tile = work.tile;
+      const int head = launch.group.divide(tile.head);
+      const bool fits = launch.page_box_rows > 0 && tile.k_begin % launch.page_box_rows == 0;
+      // Of the whole sequence, not of this tile's window: load_rows() is slower than boxes.
+      const int unmasked_begin_key = first_unmasked_key(work.visibility(params.window));
+      for (int i = 0; i < work.order.count(); ++i) {
+        const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
+        if (fits && key >= unmasked_begin_key && key + Config::kBlockN <= tile.seqlen_k) {
+          load_boxes(tile, head, key);
         } else {
-          load_rows(block, head, key, unmasked_begin_key);
+          load_rows(tile, head, key, unmasked_begin_key);
         }
       }
     }

@@ -1,0 +1,204 @@
+// Softmax of one KV block in the wgmma forward, as strategies: FwdSoftmaxStep picks one by policy row and mask.
+//
+// run() turns S in acc_s into exp2(S - row_max) and adds to row_sum. It returns, warp-uniform, whether row_max was
+// updated: O then has to be multiplied by `correction`. With kMayRecomputeS, K has to stay until run() returns.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/score_mod.h"
+#include "kernels/common/softmax.h"
+#include "kernels/sm90/fwd_storage.h"
+#include "kernels/sm90/gemm.h"
+
+namespace flash {
+namespace sm90 {
+
+// Raw scores to what the softmax takes: softcap, ALiBi, mask.
+template <bool kMasked, class Config, class Mainloop, class Scores>
+__device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
+  const Visibility visibility = work.visibility(m.params.window);
+  const int first_row = m.row_begin(work);
+  if constexpr (Config::kHasScoreMod) {
+    ScoreMod::apply_by_warp<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords,
+                                                visibility.diagonal(first_row), key);
+  }
+  if constexpr (kMasked) {
+    const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
+    if constexpr (Config::kMaskBoundsInRegs) {
+      apply_mask(scores, m.coords, work.steps.bounds, row_end - first_row, work.tile.seqlen_k, key, key_end);
+    } else {
+      apply_mask(scores, m.coords, visibility, first_row, row_end, key, key_end);
+    }
+  }
+}
+
+// Maxima first: may update row_max, always right.
+template <class Mainloop, class Scores>
+__device__ __forceinline__ typename Mainloop::Flag update_softmax(Mainloop& m, Scores& scores,
+                                                                  float (&correction)[Mainloop::kRows]) {
+  const Flash_fwd_params& params = m.params;
+  const typename Mainloop::Flag rescale =
+      m.softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
+  m.softmax.exponentiate(scores, params.softmax_scale_log2);
+  return rescale;
+}
+
+// From a block's first key to the diagonal of the warpgroup's first row. ALiBi may be speculative where its bias is
+// linear in the column: where all keys are before, or all behind, the diagonals of all 64 rows.
+template <class Config, class Mainloop>
+__device__ __forceinline__ int diagonal_distance(const Mainloop& m, const FwdWork<Config>& work, int key) {
+  return work.visibility(m.params.window).diagonal(m.row_begin(work)) - key;
+}
+template <class Config>
+__device__ __forceinline__ bool is_before_diagonal(int distance) {
+  return distance >= Config::kBlockN - 1;
+}
+__device__ __forceinline__ bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
+
+template <class Config, class Mainloop>
+__device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<Config>& work, int key) {
+  bool may = m.softmax.may_speculate(m.params.rescale_threshold_log2);
+  if constexpr (Config::kModifiers == Modifiers::kAlibi) {
+    const int distance = diagonal_distance(m, work, key);
+    may &= is_before_diagonal<Config>(distance) || is_behind_diagonal(distance);
+  }
+  return may;
+}
+
+// False: S is destroyed, other state unchanged.
+template <class Config, class Mainloop, class Scores>
+__device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
+  if constexpr (Config::kModifiers == Modifiers::kAlibi) {
+    const int distance = diagonal_distance(m, work, key);
+    return m.softmax.exp2_speculative_alibi(scores, m.coords, m.params.scale_softmax * ScoreMod::kLog2e,
+                                            is_before_diagonal<Config>(distance) ? m.slope_log2 : -m.slope_log2,
+                                            distance);
+  } else {
+    return m.softmax.exp2_speculative(scores, m.params.softmax_scale_log2);
+  }
+}
+
+template <class Config, bool kMasked>
+struct PlainSoftmax {
+  static constexpr bool kMayRecomputeS = false;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key, int,
+                                                              float (&correction)[Mainloop::kRows]) {
+    auto scores = row_col_view(m.acc_s);
+    modify_scores<kMasked>(m, scores, work, key);
+    return update_softmax(m, scores, correction);
+  }
+};
+
+// Softcap by its polynomial, fused into the exponentials, where the warp's scores allow it.
+template <class Config>
+struct SoftcapPolySoftmax {
+  static constexpr bool kMayRecomputeS = false;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
+                                                              int q_stage, float (&correction)[Mainloop::kRows]) {
+    auto scores = row_col_view(m.acc_s);
+    if (m.softmax.template exp2_softcap_poly<Config::kCheckBoundByNorm>(scores, m.params.softcap_series, m.short_series,
+                                                                        m.params.rescale_threshold_log2)) {
+      return false;
+    }
+    return PlainSoftmax<Config, false>::run(m, work, key, q_stage, correction);
+  }
+};
+
+// Exponentials against the row max so far, then the check of their sums; maxima only where that fails.
+template <class Config>
+struct SpeculativeSoftmax {
+  static constexpr bool kMayRecomputeS = true;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
+                                                              int q_stage, float (&correction)[Mainloop::kRows]) {
+    auto scores = row_col_view(m.acc_s);
+    if (may_speculate(m, work, key)) {
+      if (exp2_speculative(m, scores, work, key)) return false;
+      m.recompute_s(q_stage);
+    }
+    return PlainSoftmax<Config, false>::run(m, work, key, q_stage, correction);
+  }
+};
+
+// The same behind the mask. A loop, so that the mask's code exists once.
+template <class Config>
+struct SpeculativeMaskedSoftmax {
+  static constexpr bool kMayRecomputeS = true;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
+                                                              int q_stage, float (&correction)[Mainloop::kRows]) {
+    auto scores = row_col_view(m.acc_s);
+    if (mask_and_speculate(m, scores, work, key, q_stage)) return false;
+    return update_softmax(m, scores, correction);
+  }
+
+  // False: S is masked, not exponentiated.
+  template <class Mainloop, class Scores>
+  __device__ __forceinline__ static bool mask_and_speculate(Mainloop& m, Scores& scores, const FwdWork<Config>& work,
+                                                            int key, int q_stage) {
+    bool speculative = may_speculate(m, work, key);
+#pragma unroll 1
+    while (true) {
+      modify_scores<true>(m, scores, work, key);
+      if (!speculative) return false;
+      if (exp2_speculative(m, scores, work, key)) return true;
+      m.recompute_s(q_stage);
+      speculative = false;
+    }
+  }
+};
+
+// Speculative, with the wait for P V between the exponentials and the check. All warps wait there, speculative or not:
+// wgmma.wait_group is one instruction of the whole warpgroup.
+template <class Config>
+struct SpeculativeAroundPvSoftmax {
+  static constexpr bool kMayRecomputeS = true;
+
+  template <class Mainloop>
+  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
+                                                              int q_stage, float (&correction)[Mainloop::kRows]) {
+    constexpr int kRows = Mainloop::kRows;
+    const Flash_fwd_params& params = m.params;
+    auto scores = row_col_view(m.acc_s);
+    float offset[kRows], sums[kRows];
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = m.softmax.row_max[mi] * params.softmax_scale_log2;
+    typename Config::Flag rescale = false;
+    const bool speculative = may_speculate(m, work, key);
+    if (!speculative) {
+      rescale = m.softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
+      m.softmax.set_offsets(scores, params.softmax_scale_log2, offset);
+    }
+    m.softmax.exp2_with_sums(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
+    cute::warpgroup_wait<0>();
+    if (speculative && !m.softmax.speculation_holds(sums)) {
+      m.recompute_s(q_stage);
+      return update_softmax(m, scores, correction);
+    }
+    m.softmax.add(sums);
+    return rescale;
+  }
+};
+
+template <class Config, bool kMasked>
+using SpeculativeStep = std::conditional_t<
+    kMasked, SpeculativeMaskedSoftmax<Config>,
+    std::conditional_t<Config::kCheckSumsAfterPv, SpeculativeAroundPvSoftmax<Config>, SpeculativeSoftmax<Config>>>;
+
+template <class Config, bool kMasked>
+using FwdSoftmaxStep =
+    std::conditional_t<Config::kSpeculativeExp && (!kMasked || Config::kSpeculativeOnMasked),
+                       SpeculativeStep<Config, kMasked>,
+                       std::conditional_t<Config::kModifiers == Modifiers::kSoftcap && !kMasked,
+                                          SoftcapPolySoftmax<Config>, PlainSoftmax<Config, kMasked>>>;
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,235 @@
+// Policy rows of the wgmma forward: the techniques that the kernel of each (head dim, variant) uses. Plain C++17.
+// A cell is true because it was measured to be faster on that kernel: kFwdMeasurements names where.
+// tests/cpp/test_fwd_policy_sm90.cpp prints the table and checks it.
+#pragma once
+
+#include "plan/tiles.h"
+
+namespace flash {
+namespace plan {
+
+namespace fwd_feature {
+enum Feature : uint32_t {
+  // Compiled for calls without a mask. Without the code for skipped blocks it is faster, though its loops have the same
+  // instructions.
+  kNoMask = 1u << 0,
+  // S of the next tile's first block is issued right behind the last P V of this one, before O is stored.
+  kIssueNextQkEarly = 1u << 1,
+  // An idle warp stores O of all consumers. Score modifiers and dropout have slower loops with it.
+  kHasStoreWarp = 1u << 2,
+  // The next tile is fetched when the loads of this one end, so that none waits behind a long one while other SMs idle
+  // (not with paged K and V). Short rows gain nothing, score modifiers lose 1.5 %, and without a mask tiles are equal.
+  kFetchNextTileLate = 1u << 3,
+  // Tiles behind a window begin their unmasked blocks at common multiples (KvBlockOrder::align_unmasked()).
+  kAlignUnmasked = 1u << 4,
+  // Column bounds of masked blocks, and the n_block itself, stay in registers. Elsewhere ptxas spills for it or orders
+  // the unmasked loop worse.
+  kMaskBoundsInRegs = 1u << 5,
+  // All exponentials run before the wait for P V: a long P V hides them.
+  kExpBeforePvWait = 1u << 6,
+  // Unmasked blocks are exponentiated against the row max so far and checked afterwards. Not where two consumers of 128
+  // keys, or three in ping-pong, wait for each other: the check lengthens the path from S to P.
+  kSpeculativeExp = 1u << 7,
+  // Masked blocks too: three consumers of 64 keys have nothing else to do while one of them computes maxima.
+  kSpeculativeOnMasked = 1u << 8,
+  // The check comes behind the wait for P V, where ptxas then puts most of the exponentials too. Not in kMasked,
+  // where they are complete before it.
+  kCheckSumsAfterPv = 1u << 9,
+  // Softcap: a bound by sums of squares is tested before exact maxima. Heads up to 96 lose by it.
+  kCheckBoundByNorm = 1u << 10,
+  // Warpgroup order barrier: consumers issue their GEMMs one after the other. Without it, it is left to chance whether
+  // one multiplies while the other exponentiates.
+  kPingPong = 1u << 11,
+  // Dropout of packed pairs of P, with the columns' random bits made by a producer warp.
+  kPackedDropout = 1u << 12,
+  // Keep masks of the next block are made between the wgmmas of P V.
+  kRandomBitsInPv = 1u << 13,
+  // Serves KV splits. A variant of its own among kernels without score modifiers, because the branch costs them.
+  kSplitKv = 1u << 14,
+  // Warp-uniform conditions are ints: ptxas moves a bool by PRMT. Other loops are better with bools.
+  kIntFlags = 1u << 15,
+};
+constexpr int kCount = 16;
+}  // namespace fwd_feature
+
+struct FwdPolicy {
+  int head_dim;
+  uint32_t features;
+  // Partial sums per row, so that a softcap step does not end in a chain of additions; above head dim 128 there are no
+  // registers for four. 0: no such kernel (sm90_has_variant()).
+  int row_sums;
+
+  constexpr bool has(fwd_feature::Feature feature) const { return (features & feature) != 0; }
+};
+
+constexpr int kNumFwdVariants = 8;
+constexpr int kNumSm90FwdHeadDims = kNumHeadDims - kSm90FirstHeadDim;
+
+namespace fwd_policy_table {
+
+using namespace fwd_feature;
+
+constexpr uint32_t kLateAligned = kFetchNextTileLate | kAlignUnmasked;
+constexpr uint32_t kSpeculativeAfterPv = kSpeculativeExp | kCheckSumsAfterPv;
+constexpr uint32_t kEarlyStored = kIssueNextQkEarly | kHasStoreWarp;
+
+constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
+    // kPlain
+    {
+        {64, kLateAligned | kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {96, kLateAligned | kMaskBoundsInRegs | kIntFlags, 1},
+        {128, kNoMask | kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {192, kLateAligned | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {256, kLateAligned | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
+    // kShort
+    {
+        {64, kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {96, 0, 0},
+        {128, kEarlyStored | kMaskBoundsInRegs | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
+    },
+    // kDropout
+    {
+        {64, kPackedDropout | kLateAligned | kMaskBoundsInRegs | kIntFlags, 1},
+        {96, kPackedDropout | kLateAligned | kMaskBoundsInRegs | kIntFlags, 1},
+        {128, kPackedDropout | kRandomBitsInPv | kPingPong | kLateAligned | kMaskBoundsInRegs | kIntFlags, 1},
+        {192, kPackedDropout | kLateAligned | kExpBeforePvWait | kIntFlags, 1},
+        {256, kPackedDropout | kLateAligned | kExpBeforePvWait | kIntFlags, 1},
+    },
+    // kScoreMod
+    {
+        {64, kSplitKv, 1},
+        {96, kSplitKv, 1},
+        {128, kSplitKv | kIssueNextQkEarly, 1},
+        {192, kSplitKv | kExpBeforePvWait, 1},
+        {256, kSplitKv | kExpBeforePvWait, 1},
+    },
+    // kMasked
+    {
+        {64, 0, 0},
+        {96, 0, 0},
+        {128, kEarlyStored | kLateAligned | kMaskBoundsInRegs | kSpeculativeExp | kSpeculativeOnMasked | kIntFlags, 1},
+        {192, 0, 0},
+        {256, 0, 0},
+    },
+    // kOneWave
+    {
+        {64, kSplitKv | kPingPong | kMaskBoundsInRegs | kIntFlags, 1},
+        {96, kSplitKv | kPingPong | kMaskBoundsInRegs | kIntFlags, 1},
+        {128, kSplitKv | kEarlyStored | kMaskBoundsInRegs | kSpeculativeAfterPv | kIntFlags, 1},
+        {192, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {256, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
+    // kSoftcap
+    {
+        {64, kSplitKv, 4},
+        {96, kSplitKv, 4},
+        {128, kSplitKv | kIssueNextQkEarly | kCheckBoundByNorm, 4},
+        {192, kSplitKv | kExpBeforePvWait | kCheckBoundByNorm, 2},
+        {256, kSplitKv | kExpBeforePvWait | kCheckBoundByNorm, 2},
+    },
+    // kAlibi
+    {
+        {64, kSplitKv | kSpeculativeExp | kIntFlags, 1},
+        {96, kSplitKv | kSpeculativeExp | kIntFlags, 1},
+        {128, kSplitKv | kIssueNextQkEarly | kSpeculativeExp | kIntFlags, 1},
+        {192, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+        {256, kSplitKv | kExpBeforePvWait | kSpeculativeExp | kIntFlags, 1},
+    },
+};
+
+// kSm90ValueDimTile, kPlain.
+constexpr FwdPolicy kValueDim = {192, kLateAligned | kSpeculativeAfterPv | kIntFlags, 1};
+
+}  // namespace fwd_policy_table
+
+// head_dim, head_dim_v: those of a kernel.
+constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant variant) {
+  if (head_dim_v != head_dim) return fwd_policy_table::kValueDim;
+  return fwd_policy_table::kRows[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
+}
+
+// Where a true cell was measured: the first entry of its feature and variant. Anchors are below docs/tuning.
+struct FwdMeasurement {
+  fwd_feature::Feature feature;
+  uint32_t variants;  // a bit for each FwdVariant
+  const char* anchor;
+};
+
+constexpr uint32_t variant_bit(FwdVariant variant) { return 1u << static_cast<int>(variant); }
+constexpr uint32_t kAllFwdVariants = (1u << kNumFwdVariants) - 1;
+constexpr uint32_t kScoreModVariants =
+    variant_bit(FwdVariant::kScoreMod) | variant_bit(FwdVariant::kSoftcap) | variant_bit(FwdVariant::kAlibi);
+
+constexpr FwdMeasurement kFwdMeasurements[] = {
+    {fwd_feature::kNoMask, kAllFwdVariants,
+     "log/fwd_sm90_part2.md#equal-row-blocks-the-outcome-and-masked-calls-apart"},
+    {fwd_feature::kIssueNextQkEarly, kScoreModVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
+    {fwd_feature::kIssueNextQkEarly, kAllFwdVariants,
+     "log/fwd_sm90_part2.md#equal-row-blocks-the-outcome-and-masked-calls-apart"},
+    {fwd_feature::kHasStoreWarp, kAllFwdVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
+    {fwd_feature::kFetchNextTileLate, kAllFwdVariants, "log/fwd_sm90.md#row-blocks-chosen-late-windows-aligned"},
+    {fwd_feature::kAlignUnmasked, kAllFwdVariants, "log/fwd_sm90.md#row-blocks-chosen-late-windows-aligned"},
+    {fwd_feature::kMaskBoundsInRegs, kAllFwdVariants, "log/fwd_sm90.md#masks-in-32-bits"},
+    {fwd_feature::kExpBeforePvWait, kAllFwdVariants, "log/fwd_sm90_part2.md#exponentials-before-the-wait-really"},
+    {fwd_feature::kSpeculativeExp, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
+    {fwd_feature::kSpeculativeOnMasked, kAllFwdVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
+    {fwd_feature::kCheckSumsAfterPv, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
+    {fwd_feature::kCheckBoundByNorm, kAllFwdVariants, "log/fwd_sm90.md#softcap-by-sums-of-squares"},
+    {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave), "log/fwd_sm90_part2.md#turns-again"},
+    {fwd_feature::kPingPong, variant_bit(FwdVariant::kDropout), "log/fwd_sm90_part2.md#dropout-by-turns"},
+    {fwd_feature::kPackedDropout, kAllFwdVariants, "log/fwd_sm90_part2.md#dropout-a-cheaper-mask"},
+    {fwd_feature::kRandomBitsInPv, kAllFwdVariants, "log/fwd_sm90_part2.md#dropout-by-turns"},
+    {fwd_feature::kSplitKv, kAllFwdVariants, "log/fwd_sm90_part2.md#shares-as-a-variant"},
+    {fwd_feature::kIntFlags, variant_bit(FwdVariant::kAlibi),
+     "log/fwd_sm90.md#a-kernel-for-softcap-alone-one-for-alibi-alone"},
+    {fwd_feature::kIntFlags, kAllFwdVariants, "log/fwd_sm90.md#shorter-ways-between-row-blocks"},
+};
+// Of row_sums above 1.
+constexpr const char* kRowSumsMeasurement = "log/fwd_sm90.md#softcap-once-more";
+
+constexpr const FwdMeasurement* fwd_measurement(fwd_feature::Feature feature, FwdVariant variant) {
+  for (const FwdMeasurement& entry : kFwdMeasurements) {
+    if (entry.feature == feature && (entry.variants & variant_bit(variant)) != 0) return &entry;
+  }
+  return nullptr;
+}
+
+// What a kernel of this tile, policy and variant could not do; null: nothing. FwdConfig asserts it.
+constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPolicy& policy, FwdVariant variant) {
+  using namespace fwd_feature;
+  const bool score_mod = modifies_scores(variant), softcap = variant == FwdVariant::kSoftcap;
+  const bool early = policy.has(kIssueNextQkEarly), speculative = policy.has(kSpeculativeExp);
+  const int warpgroups = tile.block_m / 64, most_skipped = (warpgroups - 1) * ((63 + tile.block_n) / tile.block_n);
+  if (policy.head_dim != tile.head_dim) return "the row is of another head dim";
+  if (policy.row_sums < 1) return "there is no such kernel";
+  if (early && (tile.q_stages != 2 || tile.overlaps)) return "the next Q has to land before O has left";
+  if (policy.has(kHasStoreWarp)) {
+    if (!early) return "O has to be staged before S of the next tile is issued";
+    if (tile.o_cols > 0 || tile.overlaps) return "the epilogue warp stores O from Q's buffer";
+    if (tile.consumer_groups != 1 || policy.has(kPackedDropout)) return "no warp is idle";
+  }
+  // A warpgroup that skips fully masked blocks still holds the previous V stage, and with kIssueNextQkEarly the last
+  // one until the next Q lands.
+  if (most_skipped + early > tile.kv_stages) return "a K/V ring this shallow would deadlock";
+  if (score_mod && (policy.has(kMaskBoundsInRegs) || policy.has(kAlignUnmasked))) {
+    return "KvBlockOrder::start_at() moves the first block";
+  }
+  if (policy.has(kNoMask) && variant != FwdVariant::kPlain) return "masked calls have no other kernel";
+  if (policy.has(kSpeculativeOnMasked) && !speculative) return "speculation on masked blocks alone";
+  if (score_mod && speculative && variant != FwdVariant::kAlibi) return "no speculative softcap";
+  if (policy.has(kCheckSumsAfterPv) && (!speculative || policy.has(kExpBeforePvWait) || score_mod)) {
+    return "no sums to check behind the wait for P V";
+  }
+  if ((policy.has(kCheckBoundByNorm) || policy.row_sums > 1) && !softcap) return "for softcap alone";
+  if (policy.has(kPackedDropout) != (variant == FwdVariant::kDropout)) return "packed dropout is that of kDropout";
+  if (policy.has(kRandomBitsInPv) && !policy.has(kPackedDropout)) return "no random bits";
+  if (policy.has(kPingPong) && (tile.consumer_groups != 1 || warpgroups < 2)) return "one warpgroup cannot alternate";
+  if (variant == FwdVariant::kOneWave && !policy.has(kSplitKv)) return "splits have no other kernel";
+  return nullptr;
+}
+
+}  // namespace plan
+}  // namespace flash
