@@ -64,8 +64,8 @@ void check_scrambler() {
   check::that(flash::murmur3_finalizer(1) == 0x514e28b7u, "finalizer of 1", flash::murmur3_finalizer(1));
 }
 
-// No two rows and no two pairs of columns of a head have the same words. Two pairs of columns with the same coarse word
-// have fine ones that differ by an odd number.
+// No two rows and no two pairs of columns of a head have the same random bits. Two pairs of columns with the same
+// coarse bits have fine bits that differ by an odd number.
 void check_words() {
   const flash::DropoutStream stream = flash::dropout_stream(3, 5, 1, 2);
   std::vector<std::pair<uint32_t, uint32_t>> rows, pairs;
@@ -82,8 +82,8 @@ void check_words() {
   }
 }
 
-// Every threshold draws the rarer outcome as often as it says, on the average over the words of rows, and never with a
-// limit that is no number of 16 bits.
+// Averaged over the random bits of rows, every threshold gives the rarer outcome its probability exactly, and never a
+// limit beyond 16 bits.
 void check_limits() {
   for (uint32_t threshold : {0u, 1u, 4294967u, 429496730u, 0x7fffffffu, 0x80000000u, 0x80000001u, 4290672328u, ~0u}) {
     uint64_t below = 0;

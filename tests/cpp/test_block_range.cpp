@@ -1,4 +1,5 @@
-// Brute force of the block-range arithmetic over every small problem, and of its sums near 2^31.
+// core/block_range.h, core/unmasked.h and core/trip_count.h against brute force over every small problem, and their
+// sums near 2^31.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +22,7 @@ bool sees(int64_t row, int64_t key, int64_t seqlen_q, int64_t seqlen_k, Window w
          (window.right == kUnbounded || key <= position + window.right);
 }
 
-// The limits of the rows from `first_row` on are those of each of them.
+// The column bounds of rows from `first_row` on, shifted to a row, are that row's visible keys.
 void check_row_limits(const Visibility& visibility, int first_row, int row) {
   const flash::ColBounds bounds = flash::col_bounds(visibility, first_row);
   const int begin = bounds.begin + (row - first_row), end = bounds.end + (row - first_row);
@@ -45,7 +46,7 @@ void check_rows(const Visibility& visibility) {
   }
 }
 
-// The keys that some row sees, and the rows that see some key, are the last ones.
+// Keys that no row sees, and fully masked rows, all come before the others.
 void check_seen(const Visibility& visibility) {
   const int first_key = flash::first_unmasked_key(visibility), first_row = flash::first_unmasked_row(visibility);
   const auto pair = [&](int row, int key) {
@@ -82,7 +83,7 @@ BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end,
   return facts;
 }
 
-// The backward's walk: row block m visits key block n exactly when key block n is visited by row block m.
+// The backward's range of m_blocks of an n_block and the forward's range of n_blocks of an m_block hold the same pairs.
 void check_directions(const Visibility& visibility, int block_m, int block_n) {
   const int m_blocks = (visibility.seqlen_q + block_m - 1) / block_m;
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
@@ -98,7 +99,7 @@ void check_directions(const Visibility& visibility, int block_m, int block_n) {
   }
 }
 
-// Row blocks whose scores with a range of keys need no mask: exactly those of which every row sees every key.
+// The m_blocks that need no mask for a range of keys are exactly those of which every row sees every key.
 void check_interior_rows(const Visibility& visibility, int block_m, int block_n) {
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
     const flash::RowRange range = flash::unmasked_rows(visibility, n * block_n, (n + 1) * block_n, block_m);
@@ -137,12 +138,12 @@ void check_row_block(const Visibility& visibility, int row_begin, int row_end, i
   }
 }
 
-// 0 for the interior, 1 for the left edge, 2 for the right edge.
+// 0: unmasked block, 1: masked on the left, 2: masked on the right.
 int part_of(const BlockRange& range, int block) {
   return block >= range.unmasked_begin && block < range.unmasked_end ? 0 : block < range.unmasked_begin ? 1 : 2;
 }
 
-// The order of the wgmma family: the blocks of block_at(), each once, the interior before the edges, upwards in each.
+// The wgmma forward's order: the blocks of block_at(), each once, unmasked before masked ones, ascending in each part.
 void check_interior_first(const BlockRange& range, int row_begin, int row_end, int block_n) {
   int previous = 0;
   for (int step = 0; step < range.count(); ++step) {
@@ -165,7 +166,7 @@ void check_interior_first(const BlockRange& range, int row_begin, int row_end, i
   }
 }
 
-// Any block may come first: the others keep their order.
+// Any block may come first; the others keep their order.
 void check_walks(const BlockRange& range, int block_n) {
   for (int first = 0; first < range.count(); ++first) {
     flash::KvBlockOrder order{range};
@@ -182,7 +183,7 @@ void check_walks(const BlockRange& range, int block_n) {
   }
 }
 
-// Who loads goes round the interior, from the multiple of its length that is in it, and else as everybody does.
+// The producer loads unmasked blocks cyclically, from the multiple of `apart` among them on; masked blocks in order.
 void check_loads(const BlockRange& range, int apart, int block_n) {
   const flash::KvBlockOrder plain{range};
   flash::KvBlockOrder order{range};
@@ -206,8 +207,8 @@ void check_loads(const BlockRange& range, int apart, int block_n) {
   }
 }
 
-// What a part of a row block's rows lets pass: exactly the steps, but for the first, whose keys none of them sees. A
-// part of a short row block may have no rows: then those whose keys the last row does not see.
+// Blocks that a warpgroup of an m_block skips: exactly those after the first step that none of its rows sees. A
+// warpgroup of a short m_block may have no rows: it skips what the last row does not see.
 void check_hidden_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end,
                         int part_rows, int parts, int block_n) {
   for (int part = 0; range.count() > 0 && part < parts; ++part) {
@@ -234,8 +235,8 @@ void check_hidden_steps(const Visibility& visibility, const BlockRange& range, i
   }
 }
 
-// What a part of the rows needs to know of its walk: that a first block without a mask is seen whole, and where it goes
-// on behind the interior. A part without rows does as the last row, but for the mask.
+// A warpgroup's trip count: whether its first block needs a mask, and its first masked block. A warpgroup without rows
+// has those of the last row, but for the mask.
 void check_part_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int part_rows,
                       int parts, int block_n) {
   for (int part = 0; range.count() > 0 && part < parts; ++part) {
@@ -261,7 +262,7 @@ void check_part_steps(const Visibility& visibility, const BlockRange& range, int
   }
 }
 
-// Shares are of one length but for the last ones, and follow each other; they know the interior and the hidden blocks.
+// Splits are contiguous and of one length but for the last ones; unmasked and skipped blocks are known in each.
 void check_shares(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
   const int parts = (row_end - row_begin) / 2 + 2;
   for (int splits : {1, 2, 3, 7}) {
@@ -329,8 +330,8 @@ void check_all_small_problems() {
   }
 }
 
-// Behind a window row blocks that follow each other load the same block first, as long as all of them see it whole,
-// also where their interiors are not of one length.
+// Under a window consecutive m_blocks load the same n_block first, as long as it is unmasked for all of them, also
+// where their numbers of unmasked blocks differ.
 void check_first_loads() {
   constexpr int kRows = 16384;
   const int tiles[][2] = {{192, 64}, {192, 128}, {128, 128}, {128, 96}, {128, 64}};
@@ -344,7 +345,7 @@ void check_first_loads() {
         flash::KvBlockOrder order{flash::block_range(visibility, row, row + block_m, block_n)};
         order.align_unmasked(FastDiv(apart));
         const int first = order.block_to_load(0);
-        // Where an interior is a block shorter it may hold no multiple.
+        // One unmasked block fewer may leave no multiple among them.
         changes += first != previous && (first % apart == 0 || order.unmasked() == apart);
         previous = first;
       }
@@ -356,7 +357,7 @@ void check_first_loads() {
 
 // Built with -fsanitize=undefined: a 32-bit overflow ends the program.
 void check_large_problems() {
-  const int longest = (1 << 30) - 1;  // what checks.h admits
+  const int longest = (1 << 30) - 1;  // the maximum of checks.h
   const int lengths[] = {1, 128, 1 << 20, longest - 128, longest};
   const int windows[] = {kUnbounded, kUnbounded - 1, 2000000000, 1 << 30, 1000, 0};
   for (int seqlen_q : lengths) {

@@ -1,5 +1,6 @@
-// The order of the backward: every tile once, pointers that follow the walk, and a simulation of the deterministic mode
-// on a GPU with few resident thread blocks, which must end, and add to every tile in the order of the keys.
+// The backward's schedule: every work tile once, pointer increments, and a simulation of the deterministic mode with
+// few resident thread blocks, which must not deadlock and must reduce into every dQ tile in ascending order of
+// n_blocks.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -147,7 +148,7 @@ BwdWorkTile make_block(const Shape& shape, int sequence, int head_k, int n_block
   return {sequence, head_k, n_block, {rows, head_k * shape.ratio, shape.ratio}};
 }
 
-// The thread blocks in launch order, without those that have nothing to do.
+// The work tiles in launch order, without empty ones.
 std::vector<BwdWorkTile> launch_order(const Shape& shape, int resident) {
   const int batch = static_cast<int>(shape.sequences.size());
   std::vector<int> first_key{0};
@@ -178,14 +179,15 @@ struct Running {
   BwdWorkTile block;
   QStep at{};
   int step = 0;
-  bool has_added = false;  // and has not yet passed the turn
+  bool has_added = false;  // and has not yet released the dQ semaphore
 
   Tile tile() const { return {block.sequence, at.head, at.row_block}; }
 };
 
 enum class Policy { kInTurn, kRandom, kNewestFirst };
 
-// Thread blocks become resident in launch order. A step adds at its turn and passes the turn before the next step.
+// Thread blocks become resident in launch order. A step waits for the dQ semaphore, reduces, and releases it before the
+// next step.
 class Simulation {
  public:
   Simulation(const Shape& shape, int resident, Policy policy, unsigned seed)
@@ -248,7 +250,7 @@ class Simulation {
   std::map<Tile, std::vector<int>> additions_;
 };
 
-// The blocks of keys that a row block sees, ascending, whatever the schedule was.
+// Every dQ tile receives its visible n_blocks in ascending order, whatever the schedule was.
 void check_additions(const Shape& shape, const std::map<Tile, std::vector<int>>& additions) {
   size_t tiles = 0;
   for (int sequence = 0; sequence < static_cast<int>(shape.sequences.size()); ++sequence) {

@@ -1,4 +1,4 @@
-// The order in which the wgmma forward hands out row blocks: each once, sections whole but for the first one.
+// The order of work tiles of the wgmma forward: each once, full bands of heads but for the first one.
 #include <algorithm>
 #include <vector>
 
@@ -16,7 +16,7 @@ void check_order(int heads, int tiles_of_head, int band, int late) {
   const int tiles = heads * tiles_of_head, early = tiles_of_head - late;
   std::vector<int> seen(tiles, 0), bands(heads, 0);
   const WorkTileOrder order(heads, tiles_of_head, band, late);
-  int last_head = -1;  // of the sections that are done
+  int last_head = -1;  // number of the current band
   for (int index = 0; index < tiles; ++index) {
     const auto [head, row] = order.at(index);
     const bool exists = head >= 0 && head < heads && row >= 0 && row < tiles_of_head;
@@ -45,7 +45,7 @@ void check_order(int heads, int tiles_of_head, int band, int late) {
               tiles_of_head, band);
 }
 
-// What a kernel finds out about the row blocks of a head, against what the host knows.
+// set_tiles_per_head() on the device against the same order built on the host.
 void check_resized() {
   WorkTileOrder resized(12, 100, 5, 0);
   resized.set_tiles_per_head(7, 2);
@@ -78,7 +78,7 @@ void check_sections() {
   }
 }
 
-// Which row blocks come last of all: a quarter under a causal mask, none where all see about as many keys.
+// Tail tiles: a quarter of the m_blocks under a causal mask, none where all see about as many keys.
 void check_late() {
   using flash::kUnbounded;
   using flash::plan::num_short_tiles;

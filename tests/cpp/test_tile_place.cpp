@@ -1,5 +1,5 @@
-// The places of 16-byte pieces in a swizzled tile against what the hardware does with addresses: of 128-byte rows,
-// address bits 4 to 6 are XORed with bits 7 to 9; of 64-byte rows, bits 4 and 5 with bits 7 and 8.
+// Swizzle offsets of 16-byte vectors against the address permutation of the hardware: with 128-byte rows, address bits
+// 4 to 6 are XORed with bits 7 to 9; with 64-byte rows, bits 4 and 5 with bits 7 and 8.
 #include <set>
 
 #include "check.h"

@@ -1,4 +1,4 @@
-// The conversion of dQ: an fp32 tile in the order of the accumulators to rows of Elements.
+// The conversion of dQ: fp32 tiles in accumulator order to rows of Elements.
 #pragma once
 
 #include "kernels/common/row_store.h"
@@ -6,7 +6,7 @@
 
 namespace flash {
 
-// One row block. stage(tile) puts the values of its fp32 tile into `staged`, a tile in shared memory.
+// One m_block per thread block. stage(tile) converts its fp32 tile into `staged`, a tile in shared memory.
 template <class Config, class Smem, class Stage>
 __device__ __forceinline__ void convert_dq(const Flash_bwd_params& params, const Smem& staged, const Stage& stage) {
   using Element = typename Config::Element;

@@ -1,5 +1,5 @@
-// From raw scores and dP to P and dS, in accumulators: P = exp(S - LSE), dS = P (dP - softmax_d), with everything that
-// changes scores on the way. Views are row_col_views or transposed ones, with the coordinates that belong to them.
+// Softmax backward on accumulators: P = exp(S - LSE), dS = P (dP - softmax_d), with mask, score modifiers and dropout.
+// Tensors are row_col_views or transposed ones, with matching coordinates.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +11,7 @@
 
 namespace flash {
 
-// Where a tile of scores stands.
+// Coordinates of a tile of S within the batch.
 struct TileCoords {
   int batch;
   int head;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords
   apply_mask(scores, coords, visibility, place.row_begin, row_end, place.key_begin, place.key_begin + kBlockN);
 }
 
-// Values of the rows of a thread, in registers.
+// LSE or softmax_d of a thread's rows, in registers.
 template <int kRows>
 struct RowArray {
   const float (&values)[kRows];
@@ -34,11 +34,10 @@ struct RowArray {
   __device__ __forceinline__ float2 pair(int mi) const { return {values[mi], values[mi + 1]}; }
 };
 
-// The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities
-// 0.
+// The LSE from which P is recomputed: an infinite one of either sign marks a fully masked row, and +inf makes its P 0.
 __device__ __forceinline__ float lse_or_inf(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
-// Scores become probabilities. lse_log2.pair(mi): of the rows mi and mi + 1 of this thread, +inf where there is no row.
+// S becomes P. lse_log2.pair(mi): LSE * log2(e) of this thread's rows mi and mi + 1, +inf where there is no row.
 template <class Scores, class RowValues>
 __device__ __forceinline__ void exponentiate_scores(Scores& scores, float scale_log2, const RowValues& lse_log2) {
   using namespace cute;
@@ -76,8 +75,8 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
-// multiply dO (dropped ones 0), dp dS.
+// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
+// elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,

@@ -1,4 +1,4 @@
-// A checked launch with dynamic shared memory.
+// Checked kernel launches with dynamic shared memory, with or without programmatic dependent launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace flash {
 
-// Kernels above 48 KB need their limit raised once per device. Racing threads at most repeat the call.
+// Above 48 KB the limit of a kernel must be raised once per device. Racing threads at most repeat the call.
 template <class Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params), int smem_bytes, int device,
                                 std::atomic<uint64_t>& configured_devices) {
@@ -32,8 +32,8 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int smem
   return cudaGetLastError();
 }
 
-// Whether code for sm_90 runs, which can be launched before the kernel ahead of it has finished (kernels/common/pdl.h),
-// and in clusters. Asked once for all kernels with these parameters: they are built alike.
+// Whether the loaded code is for sm_90 or later, which programmatic dependent launch (kernels/common/pdl.h) and
+// clusters need. Queried once for all kernels with these parameters: they are built for the same architectures.
 template <class Params>
 cudaError_t runs_sm90_code(void (*kernel)(Params), int device, bool& result) {
   static std::atomic<uint64_t> asked{0}, found{0};
@@ -49,8 +49,8 @@ cudaError_t runs_sm90_code(void (*kernel)(Params), int device, bool& result) {
   return cudaSuccess;
 }
 
-// A launch that may overlap the kernel ahead of it in the stream; `kernel` calls wait_for_previous_kernel(). cluster:
-// thread blocks of one, 1 unless runs_sm90_code().
+// A programmatic dependent launch: may overlap the preceding kernel in the stream; `kernel` calls
+// wait_for_previous_kernel(). cluster: thread blocks per cluster, 1 unless runs_sm90_code().
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
                              int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices,

@@ -1,13 +1,13 @@
-// From the int32 vectors that describe a packed batch, whatever they hold, to segments that cover every row once.
+// From cu_seqlens, seqused_k and leftpad_k, whatever values they hold, to segments that cover every row once.
 #pragma once
 
 #include "kernels/common/sequence.h"
 
 namespace flash {
 
-constexpr int kPrepareThreads = 1024;  // at most; of the thread block that calls prepare_varlen()
+constexpr int kPrepareThreads = 1024;  // maximum of the thread block that calls prepare_varlen()
 
-// Inclusive maximum over the threads of a block. warp_max: one value for each warp.
+// Inclusive prefix maximum over the threads of a block. warp_max: one value per warp.
 __device__ __forceinline__ int block_prefix_max(int value, int* warp_max) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -18,12 +18,12 @@ __device__ __forceinline__ int block_prefix_max(int value, int* warp_max) {
   if (lane == 31) warp_max[warp] = value;
   __syncthreads();
   for (int i = 0; i < warp; ++i) value = max(value, warp_max[i]);
-  __syncthreads();  // before the next values
+  __syncthreads();  // warp_max may be overwritten
   return value;
 }
 
-// The running maximum of cu_seqlens, clamped to [0, total]: sequences that would begin before the end of an earlier one
-// begin there, so that no two have a row in common.
+// The prefix maximum of cu_seqlens, clamped to [0, total]: a sequence that would begin before the end of an earlier one
+// begins at that end, so that no two overlap.
 __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, int total, int* segments) {
   __shared__ int warp_max[kPrepareThreads / 32], carried;
   if (threadIdx.x == 0) {
@@ -37,14 +37,14 @@ __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, 
     const int begin = i <= batch ? clamp(cu_seqlens[i], 0, total) : 0;
     const int running = max(block_prefix_max(begin, warp_max), carried);
     if (i <= batch) segments[i + 1] = running;
-    __syncthreads();  // all have read what was carried
+    __syncthreads();  // every thread has read `carried`
     if (threadIdx.x == threads - 1) carried = running;
     __syncthreads();
   }
 }
 
-// seqused_k is the length of a sequence, of which cu_seqlens_k then gives the beginning alone; pages have neither a
-// beginning nor neighbours. Left padding counts in the length.
+// With seqused_k as length, cu_seqlens_k gives only where a sequence begins; paged sequences begin at 0 of their own
+// pages. The length includes the left padding.
 __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
   const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) 
   }
 }
 
-// By all threads of a block, whole warps; on return all of them may read the results.
+// By all threads of a block of whole warps; on return all of them may read the results.
 __device__ __forceinline__ void prepare_varlen(const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
   fill_segments(varlen.cu_seqlens_q, params.b, params.seqlen_q, varlen.segments_q);

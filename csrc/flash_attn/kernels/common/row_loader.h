@@ -1,5 +1,5 @@
-// cp.async of matrix rows into a swizzled shared tile. Rows outside of the bounds and columns beyond the head dim
-// become 0, so that NaN there never meets the tensor cores.
+// cp.async of matrix rows into a swizzled tile of shared memory. Rows out of bounds and columns beyond the head dim
+// become 0: 0 * NaN from them would be NaN in the MMA.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,7 +15,7 @@ struct Line {
   bool valid;  // an invalid line is not read and becomes zeros
 };
 
-// Threads stand kThreadsPerRow to a row, each with one 16-byte chunk; a pass covers kRowsPerPass rows.
+// kThreadsPerRow threads copy a row, one 16-byte vector each; a pass covers kRowsPerPass rows.
 template <class Element, int kThreads, int kAtomCols, int kHeadDim>
 struct RowCopy {
   static constexpr int kChunk = 16 / sizeof(Element);
@@ -51,14 +51,14 @@ struct RowCopy {
     }
   }
 
-  // Rows [first, rows) of a strided matrix; kBounded = false promises that the whole tile is valid.
+  // Rows [first, rows) of a strided matrix; kBounded = false asserts that the whole tile is in bounds.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_strided(const Element* base, int64_t stride, int rows, Smem& smem,
                                               int first = 0) const {
     run_from<kBounded>(base + place(stride), stride, rows, smem, first);
   }
 
-  // This thread's offset in the first pass.
+  // This thread's element offset in the first pass.
   __device__ __forceinline__ int64_t place(int64_t stride) const { return row * stride + col; }
 
   // run_strided() from a pointer that includes place().
@@ -73,7 +73,7 @@ struct RowCopy {
         smem);
   }
 
-  // Keys [key_begin, key_begin + rows) of one sequence in pages. A table entry outside the pool reads as zeros.
+  // Keys [key_begin, key_begin + rows) of one paged sequence. Pages whose block_table entry is out of range read as 0.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_paged(const Element* base, const MatrixStrides& strides, const PagedKv& paged,
                                             const int* pages, int key_begin, int rows, Smem& smem) const {

@@ -1,4 +1,4 @@
-// From a thread block's index to its rows: which sequence, which head, which query rows, which keys.
+// Work tiles: from an index to sequence, head, query rows and keys; and element offsets of tensors that follow from it.
 #pragma once
 
 #include "core/block_range.h"
@@ -9,31 +9,31 @@
 namespace flash {
 
 struct WorkTile {
-  int batch = 0;  // sequence index; 0 for rows that belong to no sequence, which have seqlen_k = 0
+  int batch = 0;  // sequence index; 0 for rows of no sequence, which have seqlen_k = 0
   int head = 0;
   int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
   int seqlen_q = 0;
-  int k_begin = 0;  // first key row: in the packed tensor, or within the pages of the sequence
+  int k_begin = 0;  // first key row: in the packed tensor, or in the pages of the sequence
   int seqlen_k = 0;
-  int row_begin = 0;  // of this block, within the sequence
-  int row_end = 0;    // <= seqlen_q; the block has no rows when row_end <= row_begin
+  int row_begin = 0;  // of the m_block, within the sequence
+  int row_end = 0;    // <= seqlen_q; the tile is empty when row_end <= row_begin
   int segment = 0;    // of a packed batch, see varlen_first_slot
 
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
 
-// Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
-// one.
+// Whether the tile's rows belong to a sequence: packed tensors may have rows before the first sequence and after the
+// last one.
 __device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const WorkTile& block) {
   return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
 }
 
-// The sink of the rows of a block, a natural logarithm; -inf: none.
+// The sink logit of the tile's rows, base e; -inf: none.
 __device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const WorkTile& block) {
   return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
 }
 
-// The LSE of a row that sees no key: the sink, or +inf.
+// The LSE of a fully masked row: the sink, or +inf.
 __device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params, const WorkTile& block) {
   const float sink = row_sink(params, block);
   return sink == -INFINITY ? INFINITY : sink;
@@ -41,8 +41,8 @@ __device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
-// The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
-// cost one memory latency. A row of the tensor counts as `packed` rows of a block.
+// The segment that owns a slot, by all lanes of a warp: a 32-way search, so that up to 30 sequences cost one memory
+// latency. `packed`: rows of a tile per row of the tensor (packed query heads).
 __device__ __forceinline__ int find_segment(const int* segments, int batch, int slot, int block_m, int packed = 1) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch + 2;
@@ -63,15 +63,15 @@ __device__ __forceinline__ void set_key_range(WorkTile& block, const Flash_fwd_p
   block.seqlen_k = params.varlen.key_ranges[2 * block.batch + 1];
 }
 
-// The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
-// go first.
+// Sets the rows of m_block `from_last`, counted from the last one of the sequence. The last rows see the most keys
+// under a causal mask: longest work tile first.
 __device__ __forceinline__ void set_rows(WorkTile& block, int block_m, int from_last) {
   const int m_blocks = (block.seqlen_q + block_m - 1) / block_m;
   block.row_begin = (m_blocks - 1 - from_last) * block_m;
   block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
 }
 
-// A segment without rows of its own yet.
+// The work tile of a segment, without head and rows.
 __device__ __forceinline__ WorkTile varlen_segment(const Flash_fwd_params& params, int segment) {
   const int* segments = params.varlen.segments_q;
   WorkTile block;
@@ -93,7 +93,7 @@ __device__ __forceinline__ WorkTile varlen_work_tile(const Flash_fwd_params& par
   return block;
 }
 
-// `place`: of all row blocks of the head, the last of which is the first.
+// `place`: m_block of the head, counted from the last one.
 __device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
                                                     int place) {
   const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
@@ -108,8 +108,8 @@ __device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& para
   return block;
 }
 
-// Row block `index` of plan::m_blocks() a head, by all lanes of a warp together: heads one after the other, in each
-// the rows that see the most keys under a causal mask first.
+// Work tile `index` of plan::m_blocks() per head, by all lanes of a warp: head after head, in each the m_blocks in
+// descending order.
 __device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params, int block_m, int index) {
   if (params.is_varlen()) {
     const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m), head = index / slots;
@@ -124,16 +124,17 @@ __device__ __forceinline__ WorkTile row_block(const Flash_fwd_params& params, in
   return work_tile_at(params, block_m, blockIdx.x);
 }
 
-// For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
-// the L2 cache, come first before it, and last after it.
+// For passes before or after the main kernel, which runs heads in ascending order: in descending order a pass before it
+// ends with the heads that the kernel begins with, and one after it begins with those that the kernel ended with, while
+// they are in the L2 cache.
 __device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
-// The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
+// The work tile of the backward: one n_block of one K/V head, and the queries of its sequence.
 struct BwdWorkTile {
   int batch = 0;
   int head_k = 0;
   int q_begin = 0;
-  int seqlen_q = 0;  // 0 for keys that belong to no sequence: their gradients are 0
+  int seqlen_q = 0;  // 0 for keys of no sequence: their gradients are 0
   int k_begin = 0;
   int seqlen_k = 0;
   int n_block = 0;
@@ -160,7 +161,7 @@ __device__ __forceinline__ BwdWorkTile varlen_bwd_work_tile(const Flash_bwd_para
   return block;
 }
 
-// Key block `index` of plan::bwd_grid(), by all lanes of a warp together.
+// Work tile `index` of plan::bwd_grid(), by all lanes of a warp.
 __device__ __forceinline__ BwdWorkTile bwd_work_tile_at(const Flash_bwd_params& params, int block_n, int index,
                                                         const BwdGrid& grid) {
   const HeadBlock at = grid.order.at(index);
@@ -174,7 +175,7 @@ __device__ __forceinline__ BwdWorkTile bwd_work_tile_at(const Flash_bwd_params& 
   return block;
 }
 
-// The row blocks and query heads that the thread block of `block` walks.
+// The m_blocks and query heads that the work tile visits.
 __device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& block,
                                                      int block_m, int block_n) {
   const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
@@ -182,13 +183,13 @@ __device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& par
           params.h_h_k_ratio};
 }
 
-// Element offset of a packed row's sequence and head in a tensor of the given strides.
+// Element offset of (sequence, row, head); `row` counts within the packed tensor if is_varlen.
 __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
                                                  int head) {
   return (is_varlen ? 0 : batch * strides.batch) + row * strides.row + head * strides.head;
 }
 
-// First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
+// Index of the first fp32 dQ tile of (sequence, head): with packed sequences m_blocks are numbered by varlen slots.
 __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
                                                  int q_segment, int block_m) {
   if (params.is_varlen()) {
@@ -199,7 +200,7 @@ __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params,
   return (static_cast<int64_t>(batch) * params.h + head) * m_blocks;
 }
 
-// The dQ tile of a step of a key block.
+// Index of the dQ tile of a step.
 __device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const BwdWorkTile& block,
                                                  const QStep& at, int block_m) {
   return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, block_m) + at.row_block;
@@ -217,7 +218,7 @@ __device__ __forceinline__ int64_t lse_offset(const Flash_fwd_params& params, in
   return matrix * params.seqlen_q + q_begin;
 }
 
-// And in softmax_d, whose rows are those of plan::softmax_d_rows().
+// The same in softmax_d, whose matrices have plan::softmax_d_rows() rows.
 __device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& params, int batch, int head, int q_begin) {
   if (!params.is_varlen()) return (static_cast<int64_t>(batch) * params.h + head) * params.d_rows;
   return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;

@@ -1,9 +1,7 @@
-// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP: rowsum(dO * O) is what the normalisation of
-// the softmax contributes (Dao et al. 2022, appendix B.2), and a gradient dlse of the LSE adds dlse * P to dS, because
-// the derivative of the LSE by a score is its probability. A sink is a key without a value: its dP is 0, and its
-// gradient the sum of P (0 - softmax_d) over the rows. The outputs of rows without keys are constants: their dO is not
-// read. Bound by reading dO and O once, and by writing the zeros from
-// which dQ is accumulated.
+// softmax_d = rowsum(dO * O) - dlse, which the backward subtracts from dP. rowsum(dO * O): gradient through the softmax
+// normalisation (Dao et al. 2022, appendix B.2). A gradient dlse of the LSE adds dlse * P to dS, because dLSE / dS = P.
+// A sink is a key without a value: its dP is 0, and its gradient the sum of P (0 - softmax_d) over the rows. O of fully
+// masked rows is constant: their dO is not read. Bound by reading dO and O once, and by clearing the fp32 dQ.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -39,8 +37,8 @@ __device__ float dot(const uint4& a, const uint4& b) {
   return sum;
 }
 
-// Subtracts dlse of a row of the LSE from its softmax_d; returns what the row adds to the gradient of the sink. A row
-// that saw nothing has an infinite LSE, which is a constant.
+// Subtracts a row's dlse from its softmax_d; returns the row's contribution to the gradient of the sink. The infinite
+// LSE of a fully masked row is constant.
 __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float sink, float& softmax_d) {
   if (params.dlse_ptr == nullptr && params.dsinks_ptr == nullptr) return 0.0f;
   const float lse = params.softmax_lse_ptr[row];
@@ -49,14 +47,14 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
-// This thread block's part of the accumulator of dQ and of the counters becomes 0.
+// Clears this thread block's part of the fp32 dQ and of the semaphores.
 __device__ void clear_workspace(const Flash_bwd_params& params, int block) {
   const int64_t count = params.workspace_vectors, length = (count + gridDim.x - 1) / gridDim.x;
   const int64_t begin = length * block, end = min(begin + length, count);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) params.workspace_ptr[i] = float4{};
 }
 
-// The sum over the thread block, in a fixed order, in thread 0.
+// The sum over the thread block, in a fixed order, valid in thread 0.
 __device__ float block_sum(float value) {
   __shared__ float warp_sums[kThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
@@ -67,7 +65,8 @@ __device__ float block_sum(float value) {
   return sum;
 }
 
-// Padding rows of a dense softmax_d become 0, so that it needs no fill; those of a packed one stay as they are.
+// Padding rows of a dense softmax_d are set to 0 here, so that it needs no fill; those of a packed one stay
+// uninitialised.
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
   const int index = reversed_block();
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   if (block.empty()) return;
   const bool is_varlen = params.is_varlen();
   if (!in_sequence(params, block)) return;
-  int lanes = 4;  // that share a row: a power of two, up to a warp for 256 features
+  int lanes = 4;  // per row: a power of two, up to a warp for 256 columns
   while (lanes * kChunk < params.d_v) lanes *= 2;
   const int lane = threadIdx.x % lanes, col = lane * kChunk;
   auto row_of = [&](const void* data, const MatrixStrides& strides, int row) {
@@ -109,7 +108,7 @@ template <class Pair>
 cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, kRows);
-  if (params.is_varlen()) {  // run_prepare() is the launch before
+  if (params.is_varlen()) {  // run_prepare() is the preceding launch
     return launch_dependent(softmax_d_kernel<Pair>, blocks, kThreads, 0, params, params.device, stream,
                             configured_devices);
   }

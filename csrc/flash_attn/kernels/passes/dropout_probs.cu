@@ -1,5 +1,5 @@
-// S_dmask: the probabilities of a finished forward with the dropout pattern in their sign. A diagnostic output, so a
-// plain kernel on fp32 units that serves every head dim and feature; the forward kernels stay free of it.
+// S_dmask: P of a finished forward with the dropout mask in its sign. A diagnostic output: a plain fp32 kernel for
+// every head dim and feature, so that the forward kernels need not write P.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,7 +24,7 @@ __device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value);
 __device__ void from_float(float value, __half& result) { result = __float2half_rn(value); }
 __device__ void from_float(float value, __nv_bfloat16& result) { result = __float2bfloat16_rn(value); }
 
-// The negative value nearest to zero: a dropped probability that underflows keeps its sign.
+// 0 becomes the negative subnormal nearest to it: a dropped probability that underflows keeps its sign.
 __device__ void make_dropped(__half& value) {
   value = __float2half_rn(0.0f) == value ? __ushort_as_half(0x8001) : __hneg(value);
 }
@@ -32,7 +32,7 @@ __device__ void make_dropped(__nv_bfloat16& value) {
   value = __float2bfloat16_rn(0.0f) == value ? __ushort_as_bfloat16(0x8001) : __hneg(value);
 }
 
-// A whole sequence as one row block.
+// A work tile of a whole sequence.
 __device__ WorkTile whole_sequence(const Flash_fwd_params& params, int batch, int head) {
   WorkTile block;
   block.batch = batch;
@@ -46,7 +46,7 @@ __device__ WorkTile whole_sequence(const Flash_fwd_params& params, int batch, in
   return block;
 }
 
-// The key row `key` of a sequence, or null where no page holds it.
+// Row `key` of K of a sequence, or null if no page holds it.
 template <class Element>
 __device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile& block, int key) {
   const Element* base =
@@ -61,7 +61,7 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile
   return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
-// The base-2 logit of a raw score.
+// The modified score in base-2 units.
 __device__ float logit(const ScoreMod& score_mod, float score, int diagonal, int col) {
   return (score_mod.softcapped ? score_mod.cap(score) : score * score_mod.scale_log2) + score_mod.bias(diagonal, col);
 }

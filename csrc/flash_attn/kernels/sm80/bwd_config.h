@@ -1,4 +1,4 @@
-// Everything the mma.sync backward derives from (dtype, head dim, variant).
+// Compile-time configuration of the mma.sync backward by (dtype, head dim, variant).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -23,7 +23,7 @@ struct BwdConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.warps;
-  // The generator and the bits it leaves do not fit the registers of three thread blocks.
+  // Dropout: random bits and keep masks do not fit into the registers that three thread blocks per SM leave.
   static constexpr int kBlocksPerSm =
       kVariant == BwdVariant::kDropout && kTile.blocks_per_sm > 2 ? 2 : kTile.blocks_per_sm;
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");

@@ -1,4 +1,4 @@
-// The mma.sync backward kernels: the main one over blocks of keys, and the conversion of dQ.
+// The mma.sync backward kernels: the main one, a thread block per (n_block, K/V head), and the conversion of dQ.
 #pragma once
 
 #include "kernels/common/convert_dq.h"
@@ -8,7 +8,7 @@
 namespace flash {
 namespace sm80 {
 
-// dK or dV through shared memory, in the place of K and V, which nobody reads any more.
+// Stores dK or dV, staged in the shared memory of K or V, which has no readers left.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           void* data, const MatrixStrides& strides, typename Config::Element* smem) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   store_rows<typename Config::RowCopyT>(staged, base, strides.row, block.seqlen_k - key, mainloop.params.d);
 }
 
-// Gradients of one block of keys and values, and its share of dQ.
+// dK and dV of one n_block, and its contribution to dQ.
 template <class Config>
 __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const BwdWorkTile& block,
                                                         int stages) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& 
   auto* const tiles = reinterpret_cast<typename Config::Element*>(smem);
   BwdMainloop<Config> mainloop(params, block, stages, tiles);
   mainloop.run();
-  __syncthreads();  // K and V are free
+  __syncthreads();  // every warp has read K and V
   store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, tiles);
   store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
             tiles + Config::kSmemKv);

@@ -1,7 +1,6 @@
-// The tile loop of the mma.sync backward: one block of keys meets every row block that sees it, for all query heads of
-// its K/V head, in the order of core/bwd_schedule.h. dK and dV stay in registers over the whole loop; dQ is reduced
-// into fp32 tiles in global memory. Gradients of softmax attention by recomputation from the LSE: Dao et al. 2022,
-// appendix B.
+// The mainloop of the mma.sync backward: one n_block against every m_block that sees it, for all query heads of its K/V
+// head, in the order of core/bwd_schedule.h. dK and dV accumulate in registers over the whole loop; dQ is reduced into
+// fp32 tiles in global memory. P is recomputed from the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -23,11 +22,11 @@
 namespace flash {
 namespace sm80 {
 
-// A step of the walk, with what is addressed there; moving on costs additions.
+// A step with this thread's pointers into Q and dO, which advance by additions alone.
 template <class Element>
 struct BwdCursor {
   QStep at;
-  const Element* q;  // this thread's first chunk of the row block
+  const Element* q;  // this thread's first 16-byte vector of the m_block
   const Element* dout;
 };
 
@@ -44,7 +43,7 @@ struct BwdMainloop {
   const Flash_bwd_params& params;
   const BwdWorkTile& block;
   const Visibility visibility;
-  const int first_row;  // rows before it, which see no key, are zeros
+  const int first_row;  // rows before it are fully masked and are cleared in shared memory
   const QBlockOrder order;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
@@ -127,7 +126,7 @@ struct BwdMainloop {
     cute::cp_async_fence();
   }
 
-  // Rows of Q and dO before first_row become zeros: a row block with any of them is rare, and pays for it alone.
+  // Clears rows of Q and dO before first_row, which may hold NaN. Only the rare m_blocks with such rows pay for it.
   __device__ __forceinline__ void clear_fully_masked_rows(int row_begin, int stage) const {
     const int rows = min(first_row - row_begin, Config::kBlockM);
     if (rows <= 0) return;
@@ -141,7 +140,7 @@ struct BwdMainloop {
     __syncthreads();
   }
 
-  // Every thread waits for its own copies, then for everyone: what the last step read may be overwritten.
+  // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -188,7 +187,7 @@ struct BwdMainloop {
     auto ds_tile = smem_ds();
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_s, p_tile);
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_dp, ds_tile);
-    __syncthreads();  // P and dS are whole
+    __syncthreads();  // P and dS are complete in shared memory
 
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
                                                           transposed(smem_do(stage)));
@@ -201,8 +200,8 @@ struct BwdMainloop {
                                                           transposed(smem_q(stage)));
   }
 
-  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf,
-  // which makes their probabilities 0.
+  // Fully masked rows (by position, or by an infinite LSE of either sign) and rows beyond the sequence get an LSE of
+  // +inf, which makes P 0.
   __device__ __forceinline__ void load_row_statistics(const QStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
     const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
@@ -216,7 +215,7 @@ struct BwdMainloop {
     }
   }
 
-  // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
+  // In: S and dP. Out: P with dropped elements 0, as dV needs it, and dS up to the softmax scale.
   __device__ __forceinline__ void differentiate(const QStep& at, int row_begin, const float (&lse_log2)[kRows],
                                                 const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
@@ -234,7 +233,8 @@ struct BwdMainloop {
     return flash::dq_tile_index(params, block, at, Config::kBlockM);
   }
 
-  // Deterministic: at this block's turn; `seen` is the counter before the product.
+  // Reduces dQ into global memory, in deterministic mode in the order of the dQ semaphore. `seen`: its value as read
+  // before the GEMM.
   __device__ __forceinline__ void add_dq(const QStep& at, int seen, const AccDq& acc_dq) const {
     const int64_t index = dq_tile_index(at);
     if (is_deterministic()) {
@@ -245,7 +245,7 @@ struct BwdMainloop {
     reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
   }
 
-  // After the barrier that follows the step: all have added. The step after it hides the release.
+  // After the barrier that follows the step, so that every thread has reduced; overlaps with the next step.
   __device__ __forceinline__ void release_dq_semaphore(const QStep& at) const {
     if (is_deterministic() && threadIdx.x == 0) dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(at));
   }

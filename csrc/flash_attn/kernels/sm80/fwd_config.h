@@ -1,4 +1,5 @@
-// Everything the mma.sync forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, copies.
+// Compile-time configuration of the mma.sync forward by (dtype, head dim, variant): tile, MMA, shared memory layouts,
+// copies.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +13,7 @@
 namespace flash {
 namespace sm80 {
 
-// Variants that measurably need their own kernel; all else are run-time fields of Flash_fwd_params.
+// Only features that measurably need a kernel of their own; all others are run-time fields of Flash_fwd_params.
 using plan::FwdVariant;
 
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>

@@ -1,4 +1,4 @@
-// Normalises the output, stores it through shared memory in whole 16-byte chunks.
+// The epilogue of the mma.sync forward: normalises O and stores it through shared memory in 16-byte vectors.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,7 +10,7 @@
 namespace flash {
 namespace sm80 {
 
-// The staged rows take the place of the rows of Q, which only their own warp has read.
+// O is staged over Q without a barrier before: each warp overwrites the rows that only it has read.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;

@@ -1,4 +1,4 @@
-// The mma.sync forward kernel: one thread block computes the attention of one block of query rows.
+// The mma.sync forward kernel: a thread block per (m_block, head).
 #pragma once
 
 #include "kernels/common/max_logit.h"

@@ -1,4 +1,4 @@
-// The tile loop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one key block a step.
+// The mainloop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one n_block per step.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -18,7 +18,7 @@
 namespace flash {
 namespace sm80 {
 
-// K and V blocks of one (sequence, kv head) on their way into shared memory.
+// Issues the cp.async copies of K and V of one (sequence, K/V head) into shared memory.
 template <class Config>
 struct KvLoader {
   using Element = typename Config::Element;
@@ -28,7 +28,7 @@ struct KvLoader {
   const Element* k_base;
   const Element* v_base;
   const int* pages;  // of this sequence; null when K and V are not paged
-  int key_offset;    // paged: row of key 0 within the pages of the sequence
+  int key_offset;    // paged: row of key 0 in the pages of the sequence
   int seqlen_k;
 
   __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const WorkTile& block)
@@ -52,7 +52,7 @@ struct KvLoader {
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
                                        Smem&& smem) const {
-    // Interior pages need no bound; with dropout ptxas spills without one.
+    // Unmasked blocks need no bounds check on pages; with dropout ptxas spills without one.
     constexpr bool kBoundsPages = kBounded || Config::kVariant == FwdVariant::kDropout;
     const int key = n_block * Config::kBlockN;
     if (is_paged()) {
@@ -118,7 +118,7 @@ struct FwdMainloop {
     loader.copy.template run_strided<true>(q, params.q_strides.row, block.row_end - block.row_begin, tile);
   }
 
-  // Every thread waits for its own copies, then for everyone's.
+  // Own cp.async copies, then the barrier: the tile is complete and the previous step's reads are done.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -142,8 +142,8 @@ struct FwdMainloop {
     }
   }
 
-  // The first rows of V become zeros where no query sees their keys: a weight of 0 does not silence NaN. A block with
-  // any is rare, and pays for it alone.
+  // Clears the first rows of V whose keys no query of the sequence sees: 0 * NaN from them would be NaN in P V. Only
+  // the rare n_blocks with such keys pay for it.
   __device__ __forceinline__ void clear_masked_values(int key) const {
     if (params.window.left == kUnbounded) return;
     const int rows = min(first_unmasked_key(visibility) - key, Config::kBlockN);
@@ -156,11 +156,11 @@ struct FwdMainloop {
     __syncthreads();
   }
 
-  // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
+  // One n_block. On entry the copy of its K is in flight; on exit that of K of next_block (none if next_block < 0).
   template <bool kMasked>
   __device__ __forceinline__ void step(int n_block, int next_block) {
     using namespace cute;
-    wait_for_copies();  // K has landed; every warp is done with V of the last step
+    wait_for_copies();  // K has landed; every warp is done with V of the previous step
     loader.template load_v<kMasked>(n_block, smem_v());
     cp_async_fence();
 

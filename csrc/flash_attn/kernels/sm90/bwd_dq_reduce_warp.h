@@ -1,5 +1,5 @@
-// Additions to dQ by two warps beside the loading ones, from tiles that others leave in shared memory: neither those
-// who compute dQ nor the next tile wait for memory, or in deterministic mode for a turn.
+// Reduction of dQ tiles from shared into global memory by two warps of the producer warpgroup: the warpgroups that
+// compute dQ wait neither for memory nor, in deterministic mode, for the dQ semaphore.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -14,7 +14,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// One of the two warps: every second tile, also where they share a buffer.
+// Each of the two warps takes every second tile, also where there is only one buffer.
 template <class Config>
 struct DqReduceWarp {
   const Flash_bwd_params& params;
@@ -47,9 +47,9 @@ struct DqReduceWarp {
     __syncwarp();
     storage.dq_full[stage].wait(state.phase);
     if (adds) {
-      fence_buffer();  // behind the stores of those who computed it, whom it does not hold up here
+      fence_buffer();  // generic-proxy stores of the tile before the bulk reduction; here it stalls no computing warp
       reduce_bulk(params.dq_accum_ptr + tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
-      cute::tma_store_wait<0>();  // the buffer has been read
+      cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();
       if (is_deterministic) {
         wait_for_additions();

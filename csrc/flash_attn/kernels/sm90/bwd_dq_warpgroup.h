@@ -1,4 +1,4 @@
-// dQ of a thread block by a warpgroup of its own, from the dS that the consumers leave in shared memory: dQ = dS K.
+// The dQ warpgroup: dQ = dS K from both consumers' dS in shared memory, while they compute the next scores.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -68,13 +68,13 @@ struct DqWarpgroup {
     return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
   }
 
-  // The floats of a tile of dQ in shared memory that are this warp's: 16 rows.
+  // This warp's floats of an m_block's dQ in shared memory: 16 rows.
   __device__ __forceinline__ float* own_dq(int row_block) const {
     return storage.dq + row_block * Config::kDqTile + Config::dq_offset(thread / 32, 0);
   }
 
-  // Adds to dQ in shared memory. The first block of keys that the rows see finds nothing there, the last one sends dQ
-  // off.
+  // DqLocation::kShared: accumulates in shared memory. The first visible n_block of an m_block overwrites, the last one
+  // stores dQ to global memory.
   __device__ __forceinline__ void keep(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
     const BlockRange keys = key_blocks_of(block, at.row_block);
     float* const own = own_dq(at.row_block);
@@ -86,7 +86,7 @@ struct DqWarpgroup {
     }
   }
 
-  // 16 rows of dQ as Elements, through the place of this warp's floats.
+  // Scales and stores 16 rows of dQ by TMA; the Elements are staged over this warp's own floats.
   __device__ __forceinline__ void send(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
     using namespace cute;
     static_assert(Config::kHeadDim == Config::kAtomCols, "rows of 128 bytes, 16 of them");
@@ -96,7 +96,7 @@ struct DqWarpgroup {
     const auto values = convert<Element>(acc_dq);
     const auto pairs = recast<uint32_t>(values);
     Element* const rows = reinterpret_cast<Element*>(own_dq(at.row_block));
-    __syncwarp();  // all lanes have read their floats
+    __syncwarp();  // all lanes have read the floats that the staged rows overwrite
 #pragma unroll
     for (int i = 0; i < size(pairs); i += 4) {
       Element* const vector = rows + swizzle_offset(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
@@ -113,8 +113,8 @@ struct DqWarpgroup {
     __syncwarp();
   }
 
-  // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
-  // keys is 0.
+  // At n_block 0 of a head: waits until the TMA stores have read the previous head's dQ, and stores zeros for m_blocks
+  // of fully masked rows, which no n_block visits.
   __device__ __forceinline__ void start_head(const BwdWorkTile& block) const {
     if (is_first_lane()) cute::tma_store_wait<0>();
     __syncwarp();
@@ -127,7 +127,7 @@ struct DqWarpgroup {
     }
   }
 
-  // Shared memory outlives the last stores' reading of it.
+  // Shared memory must outlive the reads of the last TMA stores.
   __device__ __forceinline__ void finish() const {
     if (is_first_lane()) cute::tma_store_wait<0>();
   }

@@ -1,4 +1,4 @@
-// The wgmma backward kernels: the main one over blocks of keys, and the conversion of dQ.
+// The wgmma backward kernels: the main one, a work tile per (n_block, K/V head), and the conversion of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -15,8 +15,8 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
 
-// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
-// more.
+// Stores this warp's 16 rows and this warpgroup's columns of dK or dV by TMA, staged in a tile of shared memory that
+// has no readers left.
 template <int kCols, class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const CUtensorMap& map, typename Config::Element* tile) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   tma_store_arrive();
 }
 
-// A consumer warpgroup: one block of keys after the other.
+// A consumer warpgroup: pipeline states that persist from one work tile to the next.
 template <class Config>
 struct BwdConsumer {
   const BwdLaunch& launch;
@@ -64,12 +64,12 @@ struct BwdConsumer {
     }
   }
 
-  // Gradients of one block of keys and values, and its share of dQ.
+  // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& block) {
     BwdMainloop<Config> mainloop(launch, storage, block, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
-    if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
+    if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has waited
     store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
                                storage.staged_dv());
     __syncwarp();
@@ -85,7 +85,7 @@ struct BwdConsumer {
     if (has_rows || !Config::kFreesKeysEarly) kv_state.advance();
   }
 
-  // Shared memory outlives the last stores' reading of it.
+  // Shared memory must outlive the reads of the last TMA stores.
   __device__ __forceinline__ void finish() const {
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   }
 }
 
-// The blocks of keys of a thread block that sums up dQ in shared memory: whole (sequence, head) pairs of a dense batch,
-// one after the other.
+// DqLocation::kShared: a thread block visits all n_blocks of a (sequence, head) pair of a dense batch, then those of
+// the next pair.
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, const Visit& visit) {
   const Flash_bwd_params& params = launch.params;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, cons
   }
 }
 
-// The backward of short dense batches, dQ summed up in shared memory.
+// The backward of short dense batches (DqLocation::kShared): no fp32 dQ in global memory, nothing to clear or convert.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {

@@ -1,4 +1,5 @@
-// The loading side of the wgmma backward: one warp brings K, V, Q and dO in by TMA, another the statistics of the rows.
+// The producer warps of the wgmma backward: one loads K, V, Q and dO by TMA, one the LSE and softmax_d of the rows, and
+// with 64-key tiles in deterministic mode one releases the dQ semaphores.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -17,7 +18,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// Issued by one lane; the whole warp walks along.
+// The load warp. One lane issues the TMA copies; all lanes run the loop.
 template <class Config>
 struct BwdLoader {
   using Element = typename Config::Element;
@@ -33,8 +34,8 @@ struct BwdLoader {
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
 
-  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows. Those before row `first` take no
-  // part: they become zeros, so that NaN there never meets the tensor cores.
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
+  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
@@ -57,8 +58,8 @@ struct BwdLoader {
     if (issues) full.arrive();
   }
 
-  // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
-  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done.
+  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
+  // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
   __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
     const bool is_ordered = launch.params.dq_semaphore_ptr != nullptr;
@@ -69,7 +70,7 @@ struct BwdLoader {
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
 
-  // Loads the blocks of this thread block, and tells the others which they are.
+  // Fetches, announces (work_full) and loads the work tiles of this thread block.
   __device__ __forceinline__ void run_all() {
     PipelineState<2> slot;
     int index = fetch(true, 0);
@@ -88,7 +89,7 @@ struct BwdLoader {
     }
   }
 
-  // K and V of a block into the L2 cache, while the block before it still uses their buffers.
+  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
   __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
     if (!issues) return;
 #pragma unroll
@@ -128,9 +129,9 @@ struct BwdLoader {
     const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     if (count == 0) {
-      // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
-      // that, and the consumers for this warp. Else they may free the buffers before it has seen the block before free
-      // them, and the parity of that has come round again.
+      // Nothing to load, but dK and dV may be staged in the buffers of K and V: this phase of kv_empty and k_full must
+      // take place all the same. Without it consumers could release kv_empty again before this warp has seen the
+      // previous phase, whose parity would then have wrapped around.
       if constexpr (!Config::kFreesKeysEarly) {
         storage.kv_empty[0][0].wait(kv_state.phase ^ 1);
         if (issues) {
@@ -161,7 +162,7 @@ struct BwdLoader {
   }
 };
 
-// What the other warps see of BwdLoader::run_all(): visit(BwdWorkTile) for each block that is not empty.
+// The other warps' side of BwdLoader::run_all(): visit(BwdWorkTile) for each work tile that is not empty.
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
                                                    const Visit& visit) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdS
   }
 }
 
-// The words from which dropout draws in a step, by one warp.
+// The random bits from which a step computes its dropout mask, by one warp.
 template <class Config>
 __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                    const BwdWorkTile& block, const QStep& at, int stage) {
@@ -193,9 +194,9 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
   }
 }
 
-// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and
-// those beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way
-// while the buffers of the step are still in use.
+// The statistics warp: LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
+// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
+// issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                 const BwdWorkTile& block, PipelineState<Config::kStages>& state) {
@@ -232,7 +233,8 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   }
 }
 
-// Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
+// The semaphore warp (deterministic mode, reductions from registers): releases the dQ semaphore of a tile when all
+// consumer warps have reduced into it. Waits for dq_added, arrives on dq_released.
 template <class Config>
 __device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                       const BwdWorkTile& block, PipelineState<Config::kStages>& state) {

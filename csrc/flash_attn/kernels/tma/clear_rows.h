@@ -1,4 +1,4 @@
-// Tiles some of whose first rows take no part: TMA clips boxes at one end of a sequence only.
+// Clearing of fully masked rows at the beginning of a tile: TMA clips boxes at the end of a sequence only.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace flash {
 namespace tma {
 
-// The first `rows` rows of a tile of kTileRows rows, chunk by chunk, become zeros. By one warp, behind its wait for
-// the bulk copy; swizzling moves nothing out of its row.
+// Zeroes the first `rows` rows of a tile of kTileRows rows in swizzle atoms of kAtomCols columns. By one warp, after
+// its wait for the TMA copy; swizzling permutes vectors within a row only.
 template <int kTileRows, int kAtoms, int kAtomCols, class Element>
 __device__ __forceinline__ void clear_rows(Element* tile, int rows) {
   constexpr int kRowVectors = kAtomCols * static_cast<int>(sizeof(Element)) / static_cast<int>(sizeof(uint4));
