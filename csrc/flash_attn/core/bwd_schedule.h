@@ -50,7 +50,7 @@ struct BwdGrid {
 
 struct QStep {
   int head;
-  int row_block;
+  int m_block;
 };
 
 // The steps of one work tile: m_blocks in descending order, and for each of them the query heads of the GQA group,
@@ -65,27 +65,27 @@ struct QBlockOrder {
 
   // Returns whether the next step has another m_block.
   FLASH_HOST_DEVICE constexpr bool advance(QStep& at) const {
-    const bool other_rows = ++at.head == first_head + heads;
-    if (other_rows) at = {first_head, at.row_block - 1};
-    return other_rows;
+    const bool is_new_m_block = ++at.head == first_head + heads;
+    if (is_new_m_block) at = {first_head, at.m_block - 1};
+    return is_new_m_block;
   }
 
   FLASH_HOST_DEVICE constexpr QStep before(const QStep& at) const {
-    return at.head > first_head ? QStep{at.head - 1, at.row_block} : QStep{first_head + heads - 1, at.row_block + 1};
+    return at.head > first_head ? QStep{at.head - 1, at.m_block} : QStep{first_head + heads - 1, at.m_block + 1};
   }
 
   // The increment with advance() of a pointer into a tensor of these strides.
-  FLASH_HOST_DEVICE constexpr int64_t offset(bool other_rows, int64_t row_stride, int64_t head_stride,
+  FLASH_HOST_DEVICE constexpr int64_t offset(bool is_new_m_block, int64_t row_stride, int64_t head_stride,
                                              int block_m) const {
-    return other_rows ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
+    return is_new_m_block ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
   }
 };
 
 // The value of the dQ semaphore of an m_block at which `n_block`, which visits it, may reduce: the number of visiting
 // n_blocks before it.
-FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int row_block, int n_block,
-                                                   int block_m, int block_n) {
-  return n_block - visibility.key_begin(row_block * block_m) / block_n;
+FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int m_block, int n_block, int block_m,
+                                                   int block_n) {
+  return n_block - visibility.key_begin(m_block * block_m) / block_n;
 }
 
 }  // namespace flash

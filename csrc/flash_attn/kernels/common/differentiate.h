@@ -21,9 +21,10 @@ struct TileCoords {
 
 template <int kBlockM, int kBlockN, class Scores, class Coords>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
-                                            const TileCoords& place) {
-  const int row_end = min(place.row_begin + kBlockM, visibility.seqlen_q);
-  apply_mask(scores, coords, visibility, place.row_begin, row_end, place.key_begin, place.key_begin + kBlockN);
+                                            const TileCoords& tile_coords) {
+  const int row_end = min(tile_coords.row_begin + kBlockM, visibility.seqlen_q);
+  apply_mask(scores, coords, visibility, tile_coords.row_begin, row_end, tile_coords.key_begin,
+             tile_coords.key_begin + kBlockN);
 }
 
 // LSE or softmax_d of a thread's rows, in registers.
@@ -80,9 +81,9 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
-                                                      const TileCoords& place, const Coords& coords, const Bits& bits,
-                                                      const RowValues& lse_log2, const RowValues& softmax_d,
-                                                      Scores& scores, Gradients& dp) {
+                                                      const TileCoords& tile_coords, const Coords& coords,
+                                                      const Bits& bits, const RowValues& lse_log2,
+                                                      const RowValues& softmax_d, Scores& scores, Gradients& dp) {
   using namespace cute;
   constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
   uint32_t dropped[(kRows * kCols + 31) / 32] = {};
@@ -96,10 +97,10 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
   subtract_softmax_d(dp, softmax_d);
   if (params.has_score_mod) {
-    ScoreMod(params, place.batch, place.head)
-        .apply_with_derivative(scores, dp, coords, visibility.diagonal(place.row_begin), place.key_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head)
+        .apply_with_derivative(scores, dp, coords, visibility.diagonal(tile_coords.row_begin), tile_coords.key_begin);
   }
-  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, place);
+  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {

@@ -11,10 +11,11 @@ __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   return current;
 }
 
-// By every thread that reduces. `seen`: the counter as dq_semaphore_peek() returned it. The fence orders the reductions
-// after those of earlier n_blocks; fence.acquire, where it exists, invalidates the L1 cache and waits for nothing else.
-__device__ __forceinline__ void dq_semaphore_wait(const int* semaphore, int value, int seen) {
-  while (seen != value) seen = dq_semaphore_peek(semaphore);
+// By every thread that reduces. `peeked`: the counter as dq_semaphore_peek() returned it. The fence orders the
+// reductions after those of earlier n_blocks; fence.acquire, where it exists, invalidates the L1 cache and waits for
+// nothing else.
+__device__ __forceinline__ void dq_semaphore_wait(const int* semaphore, int value, int peeked) {
+  while (peeked != value) peeked = dq_semaphore_peek(semaphore);
 #if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
   asm volatile("fence.acquire.gpu;" ::: "memory");
 #else

@@ -16,16 +16,16 @@ constexpr int kDqVector = 1;
 // `thread`: index among the kThreads that hold the tile.
 template <int kThreads, class Accumulator>
 __device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile, int thread) {
-  float* const mine = tile + thread * kDqVector;
+  float* const first = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // Not atomicAdd(float4): nvcc makes it an atom that returns the old values, not a red.
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(mine + i * kThreads), "f"(acc_dq(i)),
-                 "f"(acc_dq(i + 1)), "f"(acc_dq(i + 2)), "f"(acc_dq(i + 3))
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * kThreads),
+                 "f"(acc_dq(i)), "f"(acc_dq(i + 1)), "f"(acc_dq(i + 2)), "f"(acc_dq(i + 3))
                  : "memory");
 #else
-    atomicAdd(mine + i * kThreads, acc_dq(i));
+    atomicAdd(first + i * kThreads, acc_dq(i));
 #endif
   }
 }
@@ -55,11 +55,11 @@ __device__ __forceinline__ void add_staged_dq(Accumulator& acc_dq, const float* 
 
 template <int kThreads, class Accumulator>
 __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, int thread) {
-  const float* const mine = tile + thread * kDqVector;
+  const float* const first = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #pragma unroll
-    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = mine[i * kThreads + j];
+    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = first[i * kThreads + j];
   }
 }
 

@@ -36,16 +36,16 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int smem
 // clusters need. Queried once for all kernels with these parameters: they are built for the same architectures.
 template <class Params>
 cudaError_t runs_sm90_code(void (*kernel)(Params), int device, bool& result) {
-  static std::atomic<uint64_t> asked{0}, found{0};
+  static std::atomic<uint64_t> queried{0}, supported{0};
   const uint64_t device_bit = uint64_t{1} << (device % 64);
-  if (!(asked.load() & device_bit)) {
+  if (!(queried.load() & device_bit)) {
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     if (status != cudaSuccess) return status;
-    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) found.fetch_or(device_bit);
-    asked.fetch_or(device_bit);
+    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) supported.fetch_or(device_bit);
+    queried.fetch_or(device_bit);
   }
-  result = found.load() & device_bit;
+  result = supported.load() & device_bit;
   return cudaSuccess;
 }
 
@@ -58,8 +58,8 @@ cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads
   if (blocks == 0) return cudaSuccess;
   if (blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
   cudaError_t status = allow_shared_memory(kernel, smem_bytes, device, configured_devices);
-  bool possible = false;
-  if (status == cudaSuccess) status = runs_sm90_code(kernel, device, possible);
+  bool is_sm90 = false;
+  if (status == cudaSuccess) status = runs_sm90_code(kernel, device, is_sm90);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -72,7 +72,7 @@ cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = (possible ? 1 : 0) + (cluster > 1 ? 1 : 0);
+  config.numAttrs = (is_sm90 ? 1 : 0) + (cluster > 1 ? 1 : 0);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -11,12 +11,12 @@ struct PageRow {
   bool valid;  // the block_table has a page for the key
 };
 
-// Key `place` of a sequence whose block_table row is `table`. Out-of-range entries are not dereferenced.
-__device__ __forceinline__ PageRow page_row(const PagedKv& paged, const int* table, int place, bool exists) {
-  const int slot = paged.page_size.divide(place);
-  const int page = exists && slot < paged.pages_per_sequence ? table[slot] : -1;
+// Key `key` of a sequence whose block_table row is `table`. Out-of-range entries are not dereferenced.
+__device__ __forceinline__ PageRow page_row(const PagedKv& paged, const int* table, int key, bool in_bounds) {
+  const int slot = paged.page_size.divide(key);
+  const int page = in_bounds && slot < paged.pages_per_sequence ? table[slot] : -1;
   const bool valid = static_cast<unsigned>(page) < static_cast<unsigned>(paged.num_pages);
-  return {page, place - slot * paged.page_size.divisor, valid};
+  return {page, key - slot * paged.page_size.divisor, valid};
 }
 
 }  // namespace flash

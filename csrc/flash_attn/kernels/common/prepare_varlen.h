@@ -12,8 +12,8 @@ __device__ __forceinline__ int block_prefix_max(int value, int* warp_max) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, value, distance);
-    if (lane >= distance) value = max(value, below);
+    const int lower = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value = max(value, lower);
   }
   if (lane == 31) warp_max[warp] = value;
   __syncthreads();
@@ -25,9 +25,9 @@ __device__ __forceinline__ int block_prefix_max(int value, int* warp_max) {
 // The prefix maximum of cu_seqlens, clamped to [0, total]: a sequence that would begin before the end of an earlier one
 // begins at that end, so that no two overlap.
 __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, int total, int* segments) {
-  __shared__ int warp_max[kPrepareThreads / 32], carried;
+  __shared__ int warp_max[kPrepareThreads / 32], carry;
   if (threadIdx.x == 0) {
-    segments[0] = carried = 0;
+    segments[0] = carry = 0;
     segments[batch + 2] = total;
   }
   __syncthreads();
@@ -35,10 +35,10 @@ __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, 
   for (int64_t first = 0; first <= batch; first += threads) {
     const int64_t i = first + threadIdx.x;
     const int begin = i <= batch ? clamp(cu_seqlens[i], 0, total) : 0;
-    const int running = max(block_prefix_max(begin, warp_max), carried);
+    const int running = max(block_prefix_max(begin, warp_max), carry);
     if (i <= batch) segments[i + 1] = running;
-    __syncthreads();  // every thread has read `carried`
-    if (threadIdx.x == threads - 1) carried = running;
+    __syncthreads();  // every thread has read `carry`
+    if (threadIdx.x == threads - 1) carry = running;
     __syncthreads();
   }
 }
@@ -47,8 +47,8 @@ __device__ __forceinline__ void fill_segments(const int* cu_seqlens, int batch, 
 // pages. The length includes the left padding.
 __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) {
   const Varlen& varlen = params.varlen;
-  const int64_t table = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
-  const int pages_hold = static_cast<int>(min(table, int64_t{kMaxLength}));
+  const int64_t table_keys = static_cast<int64_t>(params.paged.pages_per_sequence) * params.paged.page_size.divisor;
+  const int page_capacity = static_cast<int>(min(table_keys, int64_t{kMaxLength}));
   for (int64_t i = threadIdx.x; i < params.b; i += blockDim.x) {
     int begin = varlen.segments_k[i + 1], length = varlen.segments_k[i + 2] - begin;
     if (params.is_paged()) begin = 0;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void fill_key_ranges(const Flash_fwd_params& params) 
       if (!params.is_paged()) begin = clamp(varlen.cu_seqlens_k[i], 0, params.seqlen_k);
       length = max(varlen.seqused_k[i], 0);
     }
-    length = min(length, params.is_paged() ? pages_hold : params.seqlen_k - begin);
+    length = min(length, params.is_paged() ? page_capacity : params.seqlen_k - begin);
     const int leftpad = varlen.leftpad_k != nullptr ? clamp(varlen.leftpad_k[i], 0, length) : 0;
     varlen.key_ranges[2 * i] = begin + leftpad;
     varlen.key_ranges[2 * i + 1] = length - leftpad;

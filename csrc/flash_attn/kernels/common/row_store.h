@@ -11,13 +11,13 @@ namespace flash {
 // Writes rows [0, rows) and columns [0, cols).
 template <class Copy, class Element, class Smem>
 __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {
-  const Copy place(cols);
+  const Copy threads(cols);
 #pragma unroll
   for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
-    const int row = place.row + i;
+    const int row = threads.row + i;
 #pragma unroll
     for (int j = 0; j < Copy::kColPasses; ++j) {
-      const int col = place.col + j * Copy::kThreadsPerRow * Copy::kChunk;
+      const int col = threads.col + j * Copy::kThreadsPerRow * Copy::kVectorCols;
       if (row < rows && col < cols) {
         *reinterpret_cast<uint4*>(base + row * stride + col) = *reinterpret_cast<const uint4*>(&tile(row, col));
       }

@@ -27,7 +27,7 @@ struct FwdConfig {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
-  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row bands");
+  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row MMA tiles");
   static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
 
   using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kWarps, 1>;

@@ -39,8 +39,8 @@ struct BwdConfig {
   // True: each consumer owns 64 of the 128 keys. False: both have the same 64 keys and each owns half of the columns of
   // dK, dV and dQ; both compute all of S and dP, two fifths more FLOPs, but neither waits for the other's dS.
   static constexpr bool kSplitsKeys = kBlockN == 128;
-  static_assert(kBlockN == 64 || kBlockN == 128, "a consumer has the 64 keys of a wgmma");
-  static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte chunks");
+  static_assert(kBlockN == 64 || kBlockN == 128, "a consumer owns the 64 rows of a wgmma");
+  static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte swizzle atoms");
 
   // Without a dQ warpgroup the consumers that own keys compute dQ of alternate steps, one step late: the other's dS is
   // there by then, and their steps of unequal length keep one exponentiating while the other uses the tensor cores.
@@ -98,32 +98,32 @@ struct BwdConfig {
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
   static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
-  static constexpr int kKeyParts =
+  static constexpr int kKvParts =
       kHasDqWarpgroup ? kWarpGroups : 1;              // row ranges of a K/V tile with barriers of their own
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
-  static constexpr int kDqOfSlice = kDqTile / kDqWarps / kDqSlices;  // floats of one warp
+  static constexpr int kWarpDqSlice = kDqTile / kDqWarps / kDqSlices;  // floats of one warp
   // Floats of a warp that are staged in shared memory for a bulk reduction. 0: threads reduce from registers; while
   // they wait for the L2 cache the other consumer computes.
-  static constexpr int kDqStaged = kDqSlices == 1 && !kDqInSmem ? kDqOfSlice : 0;
+  static constexpr int kWarpDqStaged = kDqSlices == 1 && !kDqInSmem ? kWarpDqSlice : 0;
   static constexpr int kDqBuffers = kHasDqWarpgroup ? 2 : 1;
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = kSplitsKeys && !kDqInSmem;
-  static constexpr int kDqInShared =  // floats
-      kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kDqStaged;
+  static constexpr int kSmemDq =  // floats
+      kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqWarps * kWarpDqStaged;
   // dK and dV are staged for their TMA store in buffers of their own or in those of dS and dQ, so that the next K and V
   // may be loaded meanwhile; where neither fits, in those of K and V.
-  static constexpr bool kFreesKeysEarly = kSplitsKeys;
-  static constexpr bool kStagesGradients = kHasDqWarpgroup && !kDqInSmem;
-  static constexpr bool kDkBesideDv = kSmemDs >= kSmemK;
-  static_assert(!kFreesKeysEarly || kDkBesideDv || (2 * kSmemDs >= kSmemV && 2 * kDqInShared >= kSmemK),
-                "dV has the room of both dS, dK that of dQ");
+  static constexpr bool kReleaseKvEarly = kSplitsKeys;
+  static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem;
+  static constexpr bool kDsHoldsDkv = kSmemDs >= kSmemK;
+  static_assert(!kReleaseKvEarly || kDsHoldsDkv || (2 * kSmemDs >= kSmemV && 2 * kSmemDq >= kSmemK),
+                "dV fits into both dS buffers, dK into that of dQ");
   using RowCopyT = RowCopy<Element, 32 * kDqWarps, kAtomCols, kHeadDim>;  // of the conversion
 
   // dq_column_slice(): index of a consumer's slice among the kDqCols-wide column blocks of a dQ tile. dq_offset():
   // offset of a warp's floats of a slice in the fp32 tile.
   CUTE_HOST_DEVICE static constexpr int dq_column_slice(int group, int slice) { return group * kDqSlices + slice; }
   CUTE_HOST_DEVICE static constexpr int dq_offset(int warp, int slice) {
-    return (warp * kDqSlices + slice) * kDqOfSlice;
+    return (warp * kDqSlices + slice) * kWarpDqSlice;
   }
 };
 

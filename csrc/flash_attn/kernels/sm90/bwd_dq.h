@@ -18,12 +18,12 @@ __device__ __forceinline__ void compute_dq(BwdStorage<Config>& storage, const Pi
                                            int thread, Accumulator& acc_dq) {
   using namespace cute;
   typename Config::MmaDq mma;
-  const auto slice = mma.get_slice(thread);
+  const auto thread_mma = mma.get_slice(thread);
   const auto ds = make_tensor(make_smem_ptr(storage.ds[state.stage]), typename Config::SmemLayoutDs{});  // (M, N)
   const auto k = make_tensor(make_smem_ptr(storage.k[kv_stage]), typename Config::SmemLayoutKt{});       // (D, N)
   storage.ds_full[state.stage].wait(state.phase);
   fence_buffer();  // consumers' generic-proxy stores of dS before the wgmma that reads them
-  start_gemm(mma, slice.partition_fragment_A(ds), slice.partition_fragment_B(k), acc_dq, true);
+  start_gemm(mma, thread_mma.partition_fragment_A(ds), thread_mma.partition_fragment_B(k), acc_dq, true);
   wait_for<0>(acc_dq);
   storage.ds_empty[state.stage].arrive();
 }

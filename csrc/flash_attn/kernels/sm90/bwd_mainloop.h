@@ -51,22 +51,22 @@ struct BwdMainloop {
 
   // The same in registers, loaded before a wgmma with both operands in shared memory starts: it saturates the
   // bandwidth of shared memory.
-  struct LoadedRowValues {
+  struct RowValuesInRegs {
     static constexpr int kRows = Config::kBlockM / 4;
     float2 pairs[kRows / 2];
 
-    __device__ __forceinline__ explicit LoadedRowValues(const RowValues& values) {
+    __device__ __forceinline__ explicit RowValuesInRegs(const RowValues& values) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) pairs[i] = values.pair(2 * i);
     }
     __device__ __forceinline__ float2 pair(int mi) const { return pairs[mi / 2]; }
   };
-  static constexpr bool kLoadsRowValues =
+  static constexpr bool kRowValuesInRegs =
       Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
-  using EarlyRowValues = std::conditional_t<kLoadsRowValues, LoadedRowValues, RowValues>;
+  using EarlyRowValues = std::conditional_t<kRowValuesInRegs, RowValuesInRegs, RowValues>;
 
   // The random bits of dropout, in shared memory.
-  struct StoredBits {
+  struct SmemBits {
     const RandomBits* rows;
     const RandomBits* pairs;
     const Coords& coords;
@@ -78,7 +78,7 @@ struct BwdMainloop {
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
   Storage& storage;
-  const BwdWorkTile& block;
+  const BwdWorkTile& tile;
   const int group;   // of the consumers
   const int thread;  // of the warpgroup
   const Visibility visibility;
@@ -86,28 +86,28 @@ struct BwdMainloop {
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
-  PipelineState<2> ds_state;   // of the next dS to store
-  PipelineState<2> dq_offset;  // of the next dS whose dQ is to be computed
+  PipelineState<2> ds_state;  // of the next dS to store
+  PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
 
   AccDkv<Config::kDkCols> acc_dk;
   AccDkv<Config::kDvCols> acc_dv;
 
-  __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& block_,
+  __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
                                          PipelineState<Config::kKvStages> kv_state_, PipelineState<2> ds_state_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
-        block(block_),
+        tile(tile_),
         group(group_),
         thread(threadIdx.x % 128),
-        visibility{block_.seqlen_q, block_.seqlen_k, launch_.params.window},
-        order(q_block_order(launch_.params, block_, Config::kBlockM, Config::kBlockN)),
+        visibility{tile_.seqlen_q, tile_.seqlen_k, launch_.params.window},
+        order(q_block_order(launch_.params, tile_, Config::kBlockM, Config::kBlockN)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),
         ds_state(ds_state_),
-        dq_offset(ds_state_) {
+        dq_state(ds_state_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -115,7 +115,7 @@ struct BwdMainloop {
   // Which half of the keys, or of the columns of dK, dV and dQ, this warpgroup owns.
   __device__ __forceinline__ int key_half() const { return Config::kSplitsKeys ? group : 0; }
   __device__ __forceinline__ int column_half() const { return Config::kSplitsKeys ? 0 : group; }
-  __device__ __forceinline__ int key_begin() const { return block.n_block * Config::kBlockN + 64 * key_half(); }
+  __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * key_half(); }
 
   // acc (64, N) = A B, both in shared memory: started, not waited for.
   template <class Mma, class SmemA, class SmemB, class Acc>
@@ -126,28 +126,28 @@ struct BwdMainloop {
 
   // The view of this warpgroup's 64 keys and kCols columns in a tile of kBlockN keys.
   template <int kCols>
-  __device__ __forceinline__ auto own_keys(Element* tile, int column_half) const {
+  __device__ __forceinline__ auto local_kv(Element* smem_tile, int column_half) const {
     using namespace cute;
-    return local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutKv{}), Shape<_64, Int<kCols>>{},
+    return local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutKv{}), Shape<_64, Int<kCols>>{},
                       make_coord(key_half(), column_half));
   }
 
   // S^T = K Q^T or dP^T = V dO^T; `tile` is Q or dO of the m_block, with kCols columns.
   template <int kCols>
-  __device__ __forceinline__ void start_scores(Element* keys, Element* tile, AccSdP& acc) const {
+  __device__ __forceinline__ void start_scores(Element* keys, Element* smem_tile, AccSdP& acc) const {
     using namespace cute;
-    const auto rows = local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQ{}),
+    const auto rows = local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutQ{}),
                                  Shape<Int<Config::kBlockM>, Int<kCols>>{}, make_coord(_0{}, _0{}));
-    start(typename Config::MmaSdP{}, own_keys<kCols>(keys, 0), rows, acc);
+    start(typename Config::MmaSdP{}, local_kv<kCols>(keys, 0), rows, acc);
   }
 
   // dV += P^T dO or dK += dS^T Q, the columns that this warpgroup owns.
   template <int kCols, class Values>
-  __device__ __forceinline__ void start_dkv(const Values& values, Element* tile, AccDkv<kCols>& acc) const {
+  __device__ __forceinline__ void start_dkv(const Values& values, Element* smem_tile, AccDkv<kCols>& acc) const {
     using namespace cute;
     typename Config::template MmaDkv<kCols> mma;
     const auto a = make_tensor(values.data(), LayoutP{});
-    const auto cols = local_tile(make_tensor(make_smem_ptr(tile), typename Config::SmemLayoutQt{}),  // (D, M)
+    const auto cols = local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutQt{}),  // (D, M)
                                  Shape<Int<kCols>, Int<Config::kBlockM>>{}, make_coord(column_half(), _0{}));
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
@@ -167,16 +167,16 @@ struct BwdMainloop {
   // must follow.
   template <class Values>
   __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
-    constexpr int kChunk = Config::kAtomCols;
+    constexpr int kAtomCols = Config::kAtomCols;
     const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
     const int key = 64 * key_half() + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
-    Element* const first = storage.ds[buffer] + key / kChunk * Config::kBlockM * kChunk +
-                           swizzle_offset(kChunk, row, key % kChunk / kVectorCols);
+    Element* const first = storage.ds[buffer] + key / kAtomCols * Config::kBlockM * kAtomCols +
+                           swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
     const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
 #pragma unroll
     for (int i = 0; i < decltype(cute::size(pairs))::value; i += 4) {
       cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
-                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kChunk));
+                                    *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
     }
   }
 
@@ -191,7 +191,7 @@ struct BwdMainloop {
 
   // !kSplitsKeys: each consumer stores the whole dS in a buffer of its own, and waits for its own four warps only.
   template <class Values>
-  __device__ __forceinline__ void exchange_ds(const Values& values) const {
+  __device__ __forceinline__ void store_ds_and_sync(const Values& values) const {
     wait_for_warpgroup();  // every warp's wgmma has read the previous dS
     write_ds(values, group);
     fence_buffer();
@@ -214,9 +214,9 @@ struct BwdMainloop {
     wait_for<1>(acc_s);
     differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
     if constexpr (Config::kAlternateDq) {
-      finish_alternating_step(acc_dp, i);
+      compute_dk_alternate_dq(acc_dp, i);
     } else {
-      finish_step(at, acc_dp);
+      compute_dk_dq(at, acc_dp);
     }
   }
 
@@ -226,7 +226,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void differentiate(const QStep& at, bool is_unmasked, const LseRows& lse_log2,
                                                 AccSdP& acc_s, AccSdP& acc_dp) {
     const int stage = state.stage;
-    const TileCoords tile_coords{block.batch, at.head, at.row_block * Config::kBlockM, key_begin()};
+    const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, key_begin()};
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
@@ -239,7 +239,7 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const StoredBits bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * key_half(), coords};
+      const SmemBits bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * key_half(), coords};
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
@@ -247,7 +247,7 @@ struct BwdMainloop {
   }
 
   // kAlternateDq: stores dS, computes dK (dV is in flight), then dQ of the previous step if that is this consumer's.
-  __device__ __forceinline__ void finish_alternating_step(const AccSdP& acc_ds, int i) {
+  __device__ __forceinline__ void compute_dk_alternate_dq(const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
     store_ds(ds, i == 0);
     start_dkv<Config::kDkCols>(ds, storage.q[state.stage], acc_dk);
@@ -257,56 +257,56 @@ struct BwdMainloop {
     if (i > 0) compute_own_dq();
   }
 
-  // dQ of the step of dq_offset: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
+  // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
   __device__ __forceinline__ void compute_own_dq() {
-    if (dq_offset.stage == group) {
+    if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_offset, 0, thread, acc_dq);
-      stage_dq_tile<Config>(storage, dq_offset, acc_dq, thread);
+      compute_dq<Config>(storage, dq_state, 0, thread, acc_dq);
+      stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
-    dq_offset.advance();
+    dq_state.advance();
   }
 
   // !kSplitsKeys: dK and dQ (dV is in flight). A slice of dQ is reduced while dK or the next slice is in flight.
-  __device__ __forceinline__ void finish_step(const QStep& at, const AccSdP& acc_ds) {
+  __device__ __forceinline__ void compute_dk_dq(const QStep& at, const AccSdP& acc_ds) {
     const auto ds = convert<Element>(acc_ds);
-    exchange_ds(ds);
+    store_ds_and_sync(ds);
     AccDq acc_dq;
     start_dq(0, acc_dq);
     start_dkv<Config::kDkCols>(ds, storage.q[state.stage], acc_dk);
-    const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
-    const int seen = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + tile) : 0;
+    const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
+    const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile) : 0;
     wait_for<1>(acc_dq);
     cute::warpgroup_fence_operand(acc_dv);
     release(storage.do_empty);
-    add_dq(at, tile, 0, seen, acc_dq);
+    reduce_dq_slice(at, dq_tile, 0, peeked, acc_dq);
     if constexpr (Config::kDqSlices == 2) {
       start_dq(1, acc_dq);
       wait_for<1>(acc_dk);
       release(storage.q_empty);
       wait_for<0>(acc_dq);
-      add_dq(at, tile, 1, seen, acc_dq);
+      reduce_dq_slice(at, dq_tile, 1, peeked, acc_dq);
     } else {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
     }
-    announce_additions();
+    arrive_dq_added();
     state.advance();
   }
 
   __device__ __forceinline__ bool is_deterministic() const { return params.dq_semaphore_ptr != nullptr; }
 
   // Waits until this warp's TMA stores and bulk reductions have read their shared memory.
-  __device__ __forceinline__ void wait_for_own_stores() const {
+  __device__ __forceinline__ void wait_for_tma_stores() const {
     if (is_first_lane()) cute::tma_store_wait<0>();
     __syncwarp();
   }
 
   // Waits until the previous work tile's dK and dV have been read from the buffers of dS and dQ, in which they are
   // staged: by this consumer's stores (beside a dQ warpgroup, whose consumers stage in their own rows), or by both's.
-  __device__ __forceinline__ void wait_for_staged_gradients() const {
-    wait_for_own_stores();
+  __device__ __forceinline__ void wait_for_dkv_stores() const {
+    wait_for_tma_stores();
     if constexpr (Config::kHasDqWarpgroup) {
       wait_for_warpgroup();
     } else {
@@ -314,35 +314,36 @@ struct BwdMainloop {
     }
   }
 
-  // Reduces a warp's slice of dQ into global memory. `seen`: the dQ semaphore as read before the wgmma.
-  __device__ __forceinline__ void add_dq(const QStep& at, int64_t tile, int slice, int seen, AccDq& acc_dq) {
+  // Reduces a warp's slice of dQ into global memory. `peeked`: the dQ semaphore as read before the wgmma.
+  __device__ __forceinline__ void reduce_dq_slice(const QStep& at, int64_t dq_tile, int slice, int peeked,
+                                                  AccDq& acc_dq) {
     const int warp = 4 * group + thread / 32;
-    float* const target = params.dq_accum_ptr + tile * Config::kDqTile + Config::dq_offset(warp, slice);
-    if (Config::kDqStaged > 0 && !is_deterministic()) {
-      float* const staged = storage.dq + warp * Config::kDqStaged;
-      wait_for_own_stores();  // the previous reduction has read the buffer
+    float* const target = params.dq_accum_ptr + dq_tile * Config::kDqTile + Config::dq_offset(warp, slice);
+    if (Config::kWarpDqStaged > 0 && !is_deterministic()) {
+      float* const staged = storage.dq + warp * Config::kWarpDqStaged;
+      wait_for_tma_stores();  // the previous reduction has read the buffer
       stage_dq(acc_dq, staged, thread % 32);
       fence_buffer();
       __syncwarp();
-      if (is_first_lane()) reduce_bulk(target, staged, Config::kDqStaged);
+      if (is_first_lane()) reduce_bulk(target, staged, Config::kWarpDqStaged);
     } else {
-      if (is_deterministic() && slice == 0) wait_for_dq_semaphore(at, tile, seen);
+      if (is_deterministic() && slice == 0) wait_for_dq_semaphore(at, dq_tile, peeked);
       reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma needs converged warps
   }
 
-  __device__ __forceinline__ void wait_for_dq_semaphore(const QStep& at, int64_t tile, int seen) const {
-    dq_semaphore_wait(params.dq_semaphore_ptr + tile,
-                      dq_semaphore_value(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
-                      seen);
+  __device__ __forceinline__ void wait_for_dq_semaphore(const QStep& at, int64_t dq_tile, int peeked) const {
+    dq_semaphore_wait(params.dq_semaphore_ptr + dq_tile,
+                      dq_semaphore_value(visibility, at.m_block, tile.n_block, Config::kBlockM, Config::kBlockN),
+                      peeked);
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
   // Deterministic: arrives on dq_added, for release_dq_semaphores(). The release is left to the semaphore warp because
   // it waits until the reductions are performed in memory.
-  __device__ __forceinline__ void announce_additions() const {
+  __device__ __forceinline__ void arrive_dq_added() const {
     if (!is_deterministic()) return;
     __syncwarp();
     if (is_first_lane()) {
@@ -366,7 +367,7 @@ struct BwdMainloop {
   template <class Values>
   __device__ __forceinline__ void store_ds(const Values& ds, bool is_first) {
     storage.ds_empty[ds_state.stage].wait(ds_state.phase ^ 1);
-    if (!Config::kStagesGradients && is_first) wait_for_staged_gradients();
+    if (!Config::kSeparateDkvSmem && is_first) wait_for_dkv_stores();
     write_ds(ds, ds_state.stage);
     storage.ds_full[ds_state.stage].arrive();
     ds_state.advance();
@@ -388,7 +389,7 @@ struct BwdMainloop {
 
   // Steps [begin, end) of the work tile, the first of them at `at`. S of the next step is in flight together with dK of
   // this one.
-  __device__ __forceinline__ void run_seen(QStep at, int begin, int end) {
+  __device__ __forceinline__ void run_visible(QStep at, int begin, int end) {
     using namespace cute;
     const RowRange unmasked = unmasked_rows(visibility, key_begin(), key_begin() + 64, Config::kBlockM);
     Element* const keys = storage.k[kv_state.stage];
@@ -403,7 +404,7 @@ struct BwdMainloop {
       storage.do_full[stage].wait(state.phase);
       start_scores<Config::kHeadDimV>(values, storage.dout[stage], acc_dp);
       wait_for_order_barrier();
-      differentiate<false>(at, at.row_block >= unmasked.begin && at.row_block < unmasked.end,
+      differentiate<false>(at, at.m_block >= unmasked.begin && at.m_block < unmasked.end,
                            RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
       const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
       arrive_at_order_barrier(group);
@@ -436,16 +437,16 @@ struct BwdMainloop {
   }
 
   // With a dQ warpgroup. Steps whose rows see none of this consumer's keys are the first and the last ones.
-  __device__ __forceinline__ void run_beside_dq_warpgroup(int count) {
-    const RowRange own = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
-    const bool is_seen = own.end > own.begin;
-    const int begin = is_seen ? (order.rows.end - own.end) * order.heads : count;
-    const int end = is_seen ? count - (own.begin - order.rows.begin) * order.heads : count;
+  __device__ __forceinline__ void run_with_dq_warpgroup(int count) {
+    const RowRange visible = row_range(visibility, key_begin() / 64, Config::kBlockM, 64);
+    const bool is_visible = visible.end > visible.begin;
+    const int begin = is_visible ? (order.rows.end - visible.end) * order.heads : count;
+    const int end = is_visible ? count - (visible.begin - order.rows.begin) * order.heads : count;
     for (int i = 0; i < begin; ++i) store_zero_ds(i == 0);
-    if (is_seen) run_seen({order.first_head, own.end - 1}, begin, end);
+    if (is_visible) run_visible({order.first_head, visible.end - 1}, begin, end);
     for (int i = end; i < count; ++i) store_zero_ds(false);
     storage.kv_empty[kv_state.stage][group].arrive();
-    if constexpr (!Config::kStagesGradients) wait_for_ds_readers();
+    if constexpr (!Config::kSeparateDkvSmem) wait_for_ds_readers();
   }
 
   // Waits until the warpgroup that computes dQ has read all dS of this consumer.
@@ -461,13 +462,13 @@ struct BwdMainloop {
   // warpgroup in this consumer's rows.
   __device__ __forceinline__ void run() {
     const int count = order.count();
-    if (Config::kFreesKeysEarly && count == 0) return;
+    if (Config::kReleaseKvEarly && count == 0) return;
     const int part = Config::kHasDqWarpgroup ? group : 0;
     storage.k_full[kv_state.stage][part].wait(kv_state.phase);
     storage.v_full[kv_state.stage][part].wait(kv_state.phase);
     if (count == 0) return;  // nothing was loaded; the phase of k_full and v_full had to be consumed
     if constexpr (Config::kHasDqWarpgroup) {
-      run_beside_dq_warpgroup(count);
+      run_with_dq_warpgroup(count);
     } else {
       QStep at = order.start();
       for (int i = 0; i < count; ++i) {
@@ -480,7 +481,7 @@ struct BwdMainloop {
         wait_for_ds_readers();
         wait_for_dq_buffer<Config>(storage, ds_state);
       } else {
-        if constexpr (Config::kDqStaged > 0) wait_for_own_stores();  // reductions have read the dQ buffer
+        if constexpr (Config::kWarpDqStaged > 0) wait_for_tma_stores();  // reductions have read the dQ buffer
         wait_for_consumers();
       }
     }

@@ -32,8 +32,8 @@ struct BwdStorage {
   alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
   // kSplitsKeys: a ring of two stages, each with the dS of both consumers. Else: a buffer per consumer.
   alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(1024) float dq[Config::kDqInShared > 0 ? Config::kDqInShared : 1];
-  alignas(1024) Element gradients[Config::kStagesGradients ? Config::kSmemV + Config::kSmemK : 1];
+  alignas(1024) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
+  alignas(1024) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
@@ -51,29 +51,33 @@ struct BwdStorage {
   // dq_full: every thread that computed the tile -> DqReduceWarp. dq_empty: DqReduceWarp (1) -> who computes the next.
   // dq_added: each consumer warp (1) -> semaphore warp. dq_released: semaphore warp (1) -> consumer warps.
   // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
+  // pre_clear_full: load warp (1, plus the TMA bytes) -> load warp, which clears fully masked rows of the tile before
+  // it arrives on the tile's full barrier.
+  //
   // Empty barriers count every reading thread: racecheck does not see that a warp's lanes are ordered before one lane
   // that arrives for all, and 8 arrivals instead of 256 save no time.
-  Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
-  Barrier kv_empty[Config::kKvStages][Config::kKeyParts];
+  Barrier k_full[Config::kKvStages][Config::kKvParts], v_full[Config::kKvStages][Config::kKvParts];
+  Barrier kv_empty[Config::kKvStages][Config::kKvParts];
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier dq_added[Config::kStages], dq_released[Config::kStages];
   Barrier work_full[2], work_empty[2];
-  Barrier landed;  // load warp (1, plus the TMA bytes) -> load warp: a tile whose fully masked rows it then clears
+  Barrier pre_clear_full;
 
   int work[2];  // work tile indices: the current one and the next
 
   // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
-  static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
+  static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
+                "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {
-    if constexpr (!Config::kFreesKeysEarly) return k[0];
-    if constexpr (Config::kStagesGradients) return gradients + Config::kSmemV;
-    return Config::kDkBesideDv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
+    if constexpr (!Config::kReleaseKvEarly) return k[0];
+    if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemV;
+    return Config::kDsHoldsDkv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
   }
   __device__ __forceinline__ Element* staged_dv() {
-    if constexpr (Config::kStagesGradients) return gradients;
-    return Config::kFreesKeysEarly ? ds[0] : v[0];
+    if constexpr (Config::kSeparateDkvSmem) return dkv;
+    return Config::kReleaseKvEarly ? ds[0] : v[0];
   }
 
   // The buffer of stage `index` of the dQ tiles that DqReduceWarp reduces.
@@ -82,10 +86,10 @@ struct BwdStorage {
   __device__ __forceinline__ void init_barriers() {
     constexpr int kDqWarpgroup = Config::kHasDqWarpgroup ? 128 : 0;
     for (int i = 0; i < Config::kKvStages; ++i) {
-      for (int part = 0; part < Config::kKeyParts; ++part) {
+      for (int part = 0; part < Config::kKvParts; ++part) {
         k_full[i][part].init(1);
         v_full[i][part].init(1);
-        kv_empty[i][part].init(Config::kConsumers / Config::kKeyParts + kDqWarpgroup);
+        kv_empty[i][part].init(Config::kConsumers / Config::kKvParts + kDqWarpgroup);
       }
     }
     for (int i = 0; i < Config::kStages; ++i) {
@@ -96,7 +100,7 @@ struct BwdStorage {
       dq_added[i].init(Config::kConsumerWarps);
       dq_released[i].init(1);
     }
-    landed.init(1);
+    pre_clear_full.init(1);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
       work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));

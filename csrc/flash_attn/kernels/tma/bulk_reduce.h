@@ -21,10 +21,10 @@ __device__ __forceinline__ void reduce_bulk(float* target, const float* source, 
 }
 
 // Proxy fence: orders this thread's later bulk reductions after its earlier generic-proxy reads of global memory.
-__device__ __forceinline__ void fence_before_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ void fence_before_reductions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // By the thread that issued them: waits until its bulk reductions are performed in global memory.
-__device__ __forceinline__ void wait_for_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_reductions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace tma
 }  // namespace flash

@@ -13,7 +13,7 @@ namespace tma {
 template <int kTileRows, int kAtoms, int kAtomCols, class Element>
 __device__ __forceinline__ void clear_rows(Element* tile, int rows) {
   constexpr int kRowVectors = kAtomCols * static_cast<int>(sizeof(Element)) / static_cast<int>(sizeof(uint4));
-  static_assert(kRowVectors > 0, "a row of a chunk holds whole vectors");
+  static_assert(kRowVectors > 0, "a row of a swizzle atom holds whole vectors");
 #pragma unroll 1
   for (int atom = 0; atom < kAtoms; ++atom) {
     uint4* const vectors = reinterpret_cast<uint4*>(tile + atom * kTileRows * kAtomCols);
