@@ -17,6 +17,7 @@
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm80/bwd_config.h"
+#include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/gemm.h"
 
 namespace flash {
@@ -128,20 +129,6 @@ struct BwdMainloop {
     cute::cp_async_fence();
   }
 
-  // Clears rows of Q and dO before first_row, which may hold NaN. Only the rare m_blocks with such rows pay for it.
-  __device__ __forceinline__ void clear_fully_masked_rows(int row_begin, int stage) const {
-    const int rows = min(first_row - row_begin, Config::kBlockM);
-    if (rows <= 0) return;
-    auto q_tile = smem_q(stage);
-    auto do_tile = smem_do(stage);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
-      q_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-      do_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-    }
-    __syncthreads();
-  }
-
   // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
@@ -160,7 +147,8 @@ struct BwdMainloop {
       Cursor next = current;
       if (has_next) advance(next);
       wait_for_copies();
-      clear_fully_masked_rows(current.at.m_block * Config::kBlockM, stage);
+      const int fully_masked_rows = min(first_row - current.at.m_block * Config::kBlockM, Config::kBlockM);
+      clear_rows<Config>(fully_masked_rows, smem_q(stage), smem_do(stage));
       if (i > 0) release_dq_semaphore(order.before(current.at));
       if (stages == 2 && has_next) load_q_do(next, 1 - stage);
       step(current.at, stage);

@@ -12,6 +12,7 @@
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
+#include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/fwd_config.h"
 #include "kernels/sm80/gemm.h"
 
@@ -142,18 +143,10 @@ struct FwdMainloop {
     }
   }
 
-  // Clears the first rows of V whose keys no query of the sequence sees: 0 * NaN from them would be NaN in P V. Only
-  // the rare n_blocks with such keys pay for it.
+  // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
   __device__ __forceinline__ void clear_masked_values(int key) const {
     if (params.window.left == kUnbounded) return;
-    const int rows = min(first_unmasked_key(visibility) - key, Config::kBlockN);
-    if (rows <= 0) return;
-    auto v_tile = smem_v();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
-      v_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-    }
-    __syncthreads();
+    clear_rows<Config>(min(first_unmasked_key(visibility) - key, Config::kBlockN), smem_v());
   }
 
   // One n_block. On entry the copy of its K is in flight; on exit that of K of next_block (none if next_block < 0).
