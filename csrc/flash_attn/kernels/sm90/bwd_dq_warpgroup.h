@@ -11,6 +11,7 @@
 #include "kernels/sm90/bwd_dq.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/swizzle.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
@@ -106,9 +107,8 @@ struct DqWarpgroup {
     tma_store_fence();
     __syncwarp();
     if (is_first_lane()) {
-      SM90_TMA_STORE_5D::copy(&launch.dq_map, rows, 0, at.m_block * Config::kBlockM + thread / 32 * 16, at.head,
-                              tile.batch, 0);
-      tma_store_arrive();
+      store_tile<1, Config::kAtomCols, 16>(launch.dq_map, rows, TmaRows(false, tile.batch, 0, tile.seqlen_q),
+                                           at.m_block * Config::kBlockM + thread / 32 * 16, at.head);
     }
     __syncwarp();
   }

@@ -12,6 +12,7 @@
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
@@ -44,12 +45,7 @@ struct BwdLoader {
     Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
     if (is_elected) {
       tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
-#pragma unroll
-      for (int atom = 0; atom < kAtoms; ++atom) {
-        cute::SM90_TMA_LOAD_5D::copy(&map, &tma_full.state, static_cast<uint64_t>(hint),
-                                     smem + atom * kTileRows * Config::kAtomCols, atom * Config::kAtomCols,
-                                     row + rows.shift, head, rows.outer, rows.origin);
-      }
+      load_tile<kAtoms, Config::kAtomCols, kTileRows>(map, tma_full, smem, rows, row, head, hint);
     }
     if (!has_masked_rows) return;
     tma_full.wait(pre_clear_phase);
