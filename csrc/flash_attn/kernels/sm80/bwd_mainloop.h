@@ -227,11 +227,7 @@ struct BwdMainloop {
   // before the GEMM.
   __device__ __forceinline__ void reduce_dq_tile(const QStep& at, int peeked, const AccDq& acc_dq) const {
     const int64_t index = dq_tile_index(at);
-    if (is_deterministic()) {
-      dq_semaphore_wait(params.dq_semaphore_ptr + index,
-                        dq_semaphore_value(visibility, at.m_block, tile.n_block, Config::kBlockM, Config::kBlockN),
-                        peeked);
-    }
+    if (is_deterministic()) dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, index, peeked);
     reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
   }
 

@@ -2,7 +2,6 @@
 // the fp32 tile to DqReduceWarp.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
 #include <cute/tensor.hpp>
 
 #include "kernels/common/dq_tile.h"

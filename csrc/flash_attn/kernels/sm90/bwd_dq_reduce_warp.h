@@ -39,9 +39,7 @@ struct DqReduceWarp {
     int* const semaphore = params.dq_semaphore_ptr + dq_tile;
     if (is_elected && is_deterministic) {
       const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
-      dq_semaphore_wait(semaphore,
-                        dq_semaphore_value(visibility, at.m_block, tile.n_block, Config::kBlockM, Config::kBlockN),
-                        dq_semaphore_peek(semaphore));
+      dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, dq_semaphore_peek(semaphore));
       fence_before_reductions();
     }
     __syncwarp();

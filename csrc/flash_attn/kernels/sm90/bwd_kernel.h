@@ -60,7 +60,7 @@ struct BwdConsumer {
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
     if constexpr (Config::kHasDqWarpgroup) {
-      if (group == 1) BwdMainloop<Config>::arrive_at_order_barrier(group);
+      if (group == 1) arrive_at_order_barrier<Config>(group);
     }
   }
 

@@ -4,7 +4,6 @@
 // recomputed from the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
@@ -14,6 +13,8 @@
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
 #include "kernels/sm90/bwd_dq.h"
+#include "kernels/sm90/bwd_named_barriers.h"
+#include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/sm90/gemm.h"
 #include "kernels/tma/bulk_reduce.h"
@@ -39,41 +40,11 @@ struct BwdMainloop {
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
-  // LSE or softmax_d of this thread's rows, read in pairs of neighbouring rows from shared memory.
-  struct RowValues {
-    const float* rows;
-    const Coords& coords;
-
-    __device__ __forceinline__ float2 pair(int mi) const {
-      return *reinterpret_cast<const float2*>(rows + coords.row(mi));
-    }
-  };
-
-  // The same in registers, loaded before a wgmma with both operands in shared memory starts: it saturates the
-  // bandwidth of shared memory.
-  struct RowValuesInRegs {
-    static constexpr int kRows = Config::kBlockM / 4;
-    float2 pairs[kRows / 2];
-
-    __device__ __forceinline__ explicit RowValuesInRegs(const RowValues& values) {
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) pairs[i] = values.pair(2 * i);
-    }
-    __device__ __forceinline__ float2 pair(int mi) const { return pairs[mi / 2]; }
-  };
+  using RowValues = SmemRowValues<Coords>;
   static constexpr bool kRowValuesInRegs =
       Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
-  using EarlyRowValues = std::conditional_t<kRowValuesInRegs, RowValuesInRegs, RowValues>;
-
-  // The random bits of dropout, in shared memory.
-  struct SmemBits {
-    const RandomBits* rows;
-    const RandomBits* pairs;
-    const Coords& coords;
-
-    __device__ __forceinline__ RandomBits row(int mi) const { return rows[coords.row(mi)]; }
-    __device__ __forceinline__ RandomBits column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
-  };
+  using EarlyRowValues =
+      std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
@@ -180,22 +151,13 @@ struct BwdMainloop {
     }
   }
 
-  __device__ __forceinline__ static void wait_for_consumers() {
-    cutlass::arch::NamedBarrier::sync(Config::kConsumers, kConsumerBarrier);
-  }
-  __device__ __forceinline__ void wait_for_warpgroup() const {
-    cutlass::arch::NamedBarrier::sync(128, kConsumerBarrier + 1 + group);
-  }
-  // Named barriers: 0 is __syncthreads(), 1 both consumers, 2 and 3 each consumer alone, 4 and 5 the order barrier.
-  static constexpr uint32_t kConsumerBarrier = 1, kOrderBarrier = kConsumerBarrier + 3;
-
   // !kSplitsKeys: each consumer stores the whole dS in a buffer of its own, and waits for its own four warps only.
   template <class Values>
   __device__ __forceinline__ void store_ds_and_sync(const Values& values) const {
-    wait_for_warpgroup();  // every warp's wgmma has read the previous dS
+    wait_for_warpgroup(group);  // every warp's wgmma has read the previous dS
     write_ds(values, group);
     fence_buffer();
-    wait_for_warpgroup();
+    wait_for_warpgroup(group);
   }
 
   __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
@@ -239,7 +201,8 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const SmemBits bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * key_half(), coords};
+      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage],
+                                        storage.dropout_col_bits[stage] + 32 * key_half(), coords};
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
@@ -308,9 +271,9 @@ struct BwdMainloop {
   __device__ __forceinline__ void wait_for_dkv_stores() const {
     wait_for_tma_stores();
     if constexpr (Config::kHasDqWarpgroup) {
-      wait_for_warpgroup();
+      wait_for_warpgroup(group);
     } else {
-      wait_for_consumers();
+      wait_for_consumers<Config>();
     }
   }
 
@@ -327,16 +290,12 @@ struct BwdMainloop {
       __syncwarp();
       if (is_first_lane()) reduce_bulk(target, staged, Config::kWarpDqStaged);
     } else {
-      if (is_deterministic() && slice == 0) wait_for_dq_semaphore(at, dq_tile, peeked);
+      if (is_deterministic() && slice == 0) {
+        dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, peeked);
+      }
       reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma needs converged warps
-  }
-
-  __device__ __forceinline__ void wait_for_dq_semaphore(const QStep& at, int64_t dq_tile, int peeked) const {
-    dq_semaphore_wait(params.dq_semaphore_ptr + dq_tile,
-                      dq_semaphore_value(visibility, at.m_block, tile.n_block, Config::kBlockM, Config::kBlockN),
-                      peeked);
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -351,15 +310,6 @@ struct BwdMainloop {
       storage.dq_added[state.stage].arrive();
     }
     __syncwarp();
-  }
-
-  // Ping-pong: lets the other consumer exponentiate. Without the order barrier both, started together with equal work,
-  // would exponentiate at the same time in every step and leave the tensor cores idle.
-  __device__ __forceinline__ static void arrive_at_order_barrier(int group) {
-    cutlass::arch::NamedBarrier::arrive(Config::kConsumers, kOrderBarrier + 1 - group);
-  }
-  __device__ __forceinline__ void wait_for_order_barrier() const {
-    cutlass::arch::NamedBarrier::sync(Config::kConsumers, kOrderBarrier + group);
   }
 
   // Stores dS for the warpgroup that computes dQ: waits for ds_empty, arrives on ds_full. The proxy fence is in
@@ -379,8 +329,8 @@ struct BwdMainloop {
     cute::clear(zeros);
     storage.q_full[state.stage].wait(state.phase);
     storage.do_full[state.stage].wait(state.phase);
-    wait_for_order_barrier();
-    arrive_at_order_barrier(group);
+    wait_for_order_barrier<Config>(group);
+    arrive_at_order_barrier<Config>(group);
     store_ds(convert<Element>(zeros), is_first);
     release(storage.do_empty);
     release(storage.q_empty);
@@ -403,11 +353,11 @@ struct BwdMainloop {
       AccSdP acc_dp;
       storage.do_full[stage].wait(state.phase);
       start_scores<Config::kHeadDimV>(values, storage.dout[stage], acc_dp);
-      wait_for_order_barrier();
+      wait_for_order_barrier<Config>(group);
       differentiate<false>(at, at.m_block >= unmasked.begin && at.m_block < unmasked.end,
                            RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
       const auto p = convert<Element>(acc_s), ds = convert<Element>(acc_dp);
-      arrive_at_order_barrier(group);
+      arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
       // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.
       start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
@@ -482,7 +432,7 @@ struct BwdMainloop {
         wait_for_dq_buffer<Config>(storage, ds_state);
       } else {
         if constexpr (Config::kWarpDqStaged > 0) wait_for_tma_stores();  // reductions have read the dQ buffer
-        wait_for_consumers();
+        wait_for_consumers<Config>();
       }
     }
   }
