@@ -50,5 +50,7 @@ SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void
   if (const cudaError_t status = cudaGetDevice(&params.device); status != cudaSuccess) return status;
   params.dropout.rng_state = rng_state();
   if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
-  return flash::sm80::run_flash_fwd<SweepConfig>(params, static_cast<cudaStream_t>(stream));
+  flash::plan::FwdPlan plan;
+  plan.grid = int64_t{heads} * flash::plan::m_blocks(false, batch, seqlen, SweepConfig::kBlockM);
+  return flash::sm80::run_flash_fwd<SweepConfig>(params, plan, static_cast<cudaStream_t>(stream));
 }

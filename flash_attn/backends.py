@@ -1,8 +1,12 @@
 """Which module computes attention for tensors of a device: one set of functions, two implementations."""
 
+from __future__ import annotations
+
 import importlib
 from functools import cache
 from types import ModuleType
+
+from torch import Tensor
 
 _MODULES = {"cuda": "flash_attn_2_cuda", "cpu": "flash_attn.cpu"}
 
@@ -28,12 +32,12 @@ def get(device_type: str, name: str = "q") -> ModuleType:
         ) from error
 
 
-def of(tensor, name: str = "q") -> ModuleType:
+def of(tensor: Tensor, name: str = "q") -> ModuleType:
     """`get` for the device of a tensor; `device.type` makes a string, which costs as much as the rest of a look-up."""
-    return get("cuda" if tensor.is_cuda else tensor.device.type, name)
+    return get("cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type, name)
 
 
-def cuda_extension():
+def cuda_extension() -> ModuleType | None:
     """Return the module `flash_attn_2_cuda`, or None where it is not installed."""
     try:
         return get("cuda")

@@ -1,5 +1,7 @@
 """The process-wide switch of batch-invariant attention."""
 
+from __future__ import annotations
+
 import os
 
 _enabled = os.environ.get("FLASH_ATTN_BATCH_INVARIANT", "0") not in ("", "0")
@@ -21,7 +23,7 @@ class set_batch_invariant:
         enabled: bool.
     """
 
-    def __init__(self, enabled: bool):
+    def __init__(self, enabled: bool) -> None:
         global _enabled
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")

@@ -4,29 +4,34 @@ Everything is differentiable with respect to the hidden states. Index lists need
 the unpad functions wait for the GPU: for that number, for the longest length, and to see that given lengths fit.
 """
 
+from __future__ import annotations
+
 import torch
 from einops import rearrange  # noqa: F401 - clients import the name from here
+from torch import Tensor
 
 from flash_attn.ops import arguments
 
 
-def index_first_axis(input, indices):
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` of `input`: (n, ...) and int (m,) -> (m, ...)."""
     return torch.index_select(input, 0, indices)
 
 
-def index_put_first_axis(values, indices, first_axis_dim):
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Rows `indices` of a zero tensor set to `values`: (m, ...) and int (m,) -> (first_axis_dim, ...)."""
     output = torch.zeros(first_axis_dim, *values.shape[1:], dtype=values.dtype, device=values.device)
     return output.index_copy_(0, indices.long(), values)
 
 
-def index_first_axis_residual(input, indices):
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """(`index_first_axis(input, indices)`, input), for a residual branch beside the unpadded one."""
     return index_first_axis(input, indices), input
 
 
-def unpad_input(hidden_states, attention_mask, unused_mask=None):
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Gather the tokens of a padded batch.
 
     Arguments:
@@ -54,7 +59,9 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return hidden_states, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
 
 
-def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Gather the tokens of a batch whose rows each hold several sequences, one after the other, then padding.
 
     Arguments:
@@ -89,7 +96,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     return hidden_states, indices, cu_seqlens, max_seqlen
 
 
-def pad_input(hidden_states, indices, batch, seqlen):
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Scatter tokens back into a padded batch: (total, ...) -> (batch, seqlen, ...), zero where there is no token.
 
     indices: int32 or int64 (total,), as from `unpad_input`.

@@ -2,14 +2,15 @@
 
 Whether a score is dropped depends only on (seed, offset, batch, head, row, column), never on how a kernel tiles the
 matrix. Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) derives
-the keys of each (batch, head), the finalizer of MurmurHash3 (Appleby 2011) two words for every row and every pair of
-columns under them, and the sum of their products, one of which has its halves swapped, the uniforms of the two scores.
-Unsigned 32-bit words are held in int64 tensors.
+the keys of each (batch, head), the finalizer of MurmurHash3 (Appleby 2011) two random values for every row and every
+pair of columns under them, and the sum of their products, one of which has its halves swapped, the uniforms of the two
+scores.
+Unsigned 32-bit values are held in int64 tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """The factor for kept scores: one over the exact keep probability (2^32 - T) / 2^32."""
+    """The scale of kept scores: one over the exact keep probability (2^32 - T) / 2^32."""
     return 2.0**32 / (2**32 - dropout_threshold(p))
 
 
@@ -44,7 +45,9 @@ def _multiply_wide(multiplier: int, word: torch.Tensor):
     return (product >> 32) & _WORD, product & _WORD
 
 
-def philox4x32(counter, key, rounds: int = 10):
+def philox4x32(
+    counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor], rounds: int = 10
+) -> tuple[torch.Tensor, ...]:
     """Philox4x32: four counter words and two key words (int64 tensors, broadcastable) -> four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -58,21 +61,21 @@ def philox4x32(counter, key, rounds: int = 10):
 
 
 def _scramble(word: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3, a permutation of the 32-bit words."""
+    """The finalizer of MurmurHash3, a permutation of the 32-bit integers."""
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
     return word ^ (word >> 16)
 
 
-def _row_words(key: tuple[torch.Tensor, torch.Tensor], rows: range):
-    """Fine and coarse words of the rows: int64 (batches, heads, rows)."""
+def _row_bits(key: tuple[torch.Tensor, torch.Tensor], rows: range):
+    """Fine and coarse random bits of the rows: int64 (batches, heads, rows)."""
     index = torch.arange(rows.start, rows.stop, device=key[0].device)
     coarse = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
     return _scramble(coarse) | 1, coarse
 
 
-def _column_words(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
-    """Fine and coarse words of pairs of columns: int64 (batches, heads, pairs)."""
+def _col_bits(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
+    """Fine and coarse random bits of pairs of columns: int64 (batches, heads, pairs)."""
     index = torch.arange(pairs.start, pairs.stop, device=key[0].device)
     odd = index // 4 % 2
     coarse = _scramble((_scramble((index - 4 * odd) ^ key[0][..., None]) + key[1][..., None]) & _WORD)
@@ -80,7 +83,7 @@ def _column_words(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
 
 
 def dropout_streams(
-    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device=None
+    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device: torch.device | str | None = None
 ) -> DropoutStreams:
     """The streams of every (batch, head) in batches x heads; seed and offset are taken modulo 2^64."""
 
@@ -92,25 +95,25 @@ def dropout_streams(
 
     counter = (words(batches)[:, None], words(heads)[None, :], constant(offset), constant(offset >> 32))
     word = philox4x32(counter, (constant(seed), constant(seed >> 32)))
-    return DropoutStreams(word[:2], word[2:])
+    return DropoutStreams(row_key=(word[0], word[1]), col_key=(word[2], word[3]))
 
 
-def keep_block(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
+def keep_mask(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
     """The mask of rows [row0, row1) and columns [col0, col1): bool (batches, heads, rows, cols), True = kept."""
     pairs = range(col0 // 2, -(-col1 // 2))
-    row_fine, row_coarse = _row_words(streams.row_key, range(row0, row1))
-    col_fine, col_coarse = _column_words(streams.col_key, pairs)
+    row_fine, row_coarse = _row_bits(streams.row_key, range(row0, row1))
+    col_fine, col_coarse = _col_bits(streams.col_key, pairs)
     uniforms = row_coarse[..., None] * col_coarse[..., None, :]  # modulo 2^64, of which the lower word counts
     uniforms = ((uniforms << 16) & _WORD) | ((uniforms >> 16) & 0xFFFF)
     uniforms += row_fine[..., None] * col_fine[..., None, :]
 
-    draws_kept = threshold > 2**31
-    rarer = 2**32 - threshold if draws_kept else threshold
+    kept_is_rarer = threshold > 2**31
+    rarer = 2**32 - threshold if kept_is_rarer else threshold
     limit = ((rarer + (row_fine >> _UNIFORM_BITS)) >> (32 - _UNIFORM_BITS))[..., None]
     keep = torch.empty((*uniforms.shape, 2), dtype=torch.bool, device=uniforms.device)
     for odd in range(2):
         below = ((uniforms >> (16 * odd)) & _UNIFORM) < limit
-        keep[..., odd] = below if draws_kept else ~below
+        keep[..., odd] = below if kept_is_rarer else ~below
     first_col = 2 * pairs.start
     return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 
@@ -146,4 +149,4 @@ def dropout_mask(
     seed, offset = rng_state.tolist()
     device = rng_state.device if device is None else device
     streams = dropout_streams(seed, offset, range(batch_size), range(nheads), device)
-    return keep_block(streams, 0, seqlen_q, 0, seqlen_k, dropout_threshold(dropout_p)).contiguous()
+    return keep_mask(streams, 0, seqlen_q, 0, seqlen_k, dropout_threshold(dropout_p)).contiguous()

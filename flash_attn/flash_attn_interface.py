@@ -13,23 +13,38 @@ head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padd
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
              time of the larger head dim for both; on Hopper 192 and 128 do not, but for a forward with dropout, softcap
              or ALiBi. Where the larger is up to 32, on GPUs other than Hopper, for small problems and few queries over
-             many keys, the narrower of q, k and v is padded by a copy.
+             many keys, those of q, k and v with the smaller one are padded by a copy.
 strides      any; a head dim with a stride other than 1 costs a copy.
 positions    aligned to the bottom right corner: query i of sq stands at position i + sk - sq among sk keys.
-masked rows  a query that sees no key has output 0, gradients 0 and LSE +inf (with sinks: LSE the sink).
+masked rows  a fully masked row (a query that sees no key) has output 0, gradients 0 and LSE +inf (with sinks: LSE the
+             sink).
 gradients    of out and softmax_lse with respect to q, k, v and sinks; what else asks for one (alibi_slopes, numbers as
-             tensors) is refused. Not twice differentiable, no forward mode.
+             tensors) is rejected. Not twice differentiable, no forward mode.
 
 Bad arguments raise RuntimeError, TypeError or NotImplementedError: the message names the argument, what was expected
 and what it was; nothing is computed then.
 """
 
-import torch
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from flash_attn import backends
-from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn.autograd_functions import (  # noqa: F401
+    FlashAttnFunc,
+    FlashAttnKVPackedFunc,
+    FlashAttnQKVPackedFunc,
+    FlashAttnVarlenFunc,
+    FlashAttnVarlenKVPackedFunc,
+    FlashAttnVarlenQKVPackedFunc,
+)
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
-from flash_attn.ops import arguments, library
+from flash_attn.ops.attend import attend
+from flash_attn.ops.attention_args import DENSE, Sequences
 from flash_attn.ops.public import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -57,11 +72,11 @@ _OPTIONS_DOC = """
         deterministic: bool. Makes the backward bitwise reproducible from run to run; the forward always is.
         return_attn_probs: bool. Also return softmax_lse and S_dmask.
         sinks: (nheads,), float32 (half precision is converted); keyword only. One more logit in the softmax of every
-            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes its
-            share of the probability and adds nothing to the output. -inf is no sink. Learnable.
+            row of a head, in natural-log units (softmax_scale and softcap do not apply), without a value: it takes
+            probability and adds nothing to the output. -inf is no sink. Learnable.
         return_max_logit: bool; keyword only. Also return max_logit, as the last result.
         batch_invariant: bool; keyword only. Make out, softmax_lse, dk and dv of a sequence, and with deterministic dq,
-            independent to the last bit of the other sequences, of their number and of its place among them, whether
+            independent to the last bit of the other sequences, of their number and of its position among them, whether
             the batch is dense or packed; slower where sequences are few or short. `set_batch_invariant` asks for it
             in all calls.
 """
@@ -80,10 +95,13 @@ _RESULT_DOC = """
 """
 
 
-def _documented(out, lse):
-    """Fill the shared sections into a docstring, so that each stands in one place."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-    def fill(function):
+
+def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
+    """Fill the common sections into a docstring, so that each is written once."""
+
+    def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO
             result = _RESULT_DOC.format(out=out, lse=lse).strip()
             function.__doc__ = function.__doc__.replace("<options>", _OPTIONS_DOC.strip()).replace("<result>", result)
@@ -94,22 +112,22 @@ def _documented(out, lse):
 
 @_documented(out="(batch, seqlen_q, nheads, head_dim_v)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
     Arguments:
@@ -120,28 +138,28 @@ def flash_attn_func(
 
     <result>
     """
-    return _attend(
-        (q, k, v), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return attend(
+        (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
 @_documented(out="(batch, seqlen, nheads, head_dim)", lse="(batch, nheads, seqlen)")
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -150,30 +168,29 @@ def flash_attn_qkvpacked_func(
 
     <result>
     """
-    arguments.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)", 5)
-    return _attend(
-        (qkv,), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return attend(
+        (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
 @_documented(out="(batch, seqlen_q, nheads, head_dim)", lse="(batch, nheads, seqlen_q)")
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
     Arguments:
@@ -183,38 +200,37 @@ def flash_attn_kvpacked_func(
 
     <result>
     """
-    arguments.check_packed("kv", kv, 2, "(batch, seqlen, 2, heads, head_dim)", 5)
-    return _attend(
-        (q, kv), arguments.DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return attend(
+        (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
 
 
 @_documented(out="(total_q, nheads, head_dim_v)", lse="(nheads, total_q)")
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
     *,
-    seqused_k=None,
-    leftpad_k=None,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """Attention over sequences of different lengths, concatenated without padding.
 
     Rows of q that belong to no sequence (beyond cu_seqlens_q[-1]) have output 0 and LSE +inf. Sequences of length 0
@@ -239,10 +255,8 @@ def flash_attn_varlen_func(
 
     <result>
     """
-    sequences = arguments.Sequences(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
-    )
-    return _attend(
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
+    return attend(
         (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -250,22 +264,22 @@ def flash_attn_varlen_func(
 
 @_documented(out="(total, nheads, head_dim)", lse="(nheads, total)")
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
     Arguments:
@@ -276,9 +290,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     <result>
     """
-    arguments.check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)", 4)
-    sequences = arguments.Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend(
+    sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
@@ -286,25 +299,25 @@ def flash_attn_varlen_qkvpacked_func(
 
 @_documented(out="(total_q, nheads, head_dim)", lse="(nheads, total_q)")
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    sinks=None,
-    return_max_logit=False,
-    batch_invariant=False,
-):
+    sinks: Tensor | None = None,
+    return_max_logit: bool = False,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
     Arguments:
@@ -315,52 +328,8 @@ def flash_attn_varlen_kvpacked_func(
 
     <result>
     """
-    arguments.check_packed("kv", kv, 2, "(total, 2, heads, head_dim)", 4)
-    sequences = arguments.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant,
     )  # fmt: skip
-
-
-_NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
-
-
-def _attend(
-    inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks, return_max_logit, batch_invariant,
-):  # fmt: skip
-    """All public forms meet here: inputs is (q, k, v), (q, kv) or (qkv,)."""
-    names = _NAMES[len(inputs) - 1]
-    inputs = arguments.attention_inputs(names, inputs)
-    varlen = sequences is not arguments.DENSE
-    if varlen:
-        arguments.check_sequences(sequences)
-    head_dim = arguments.head_dim(names[0], inputs[0])
-    scale = arguments.scale(softmax_scale, head_dim)
-    left, right = arguments.window(window_size)
-    if alibi_slopes is not None:
-        arguments.check_constant("alibi_slopes", alibi_slopes)
-    if sinks is not None:
-        sinks = arguments.sinks(sinks)
-    dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
-    causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
-    want_dmask = bool(return_attn_probs) and dropout_p > 0
-    padded = inputs[0].is_cuda and head_dim % 8 != 0 and head_dim < 256
-    if padded:
-        value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
-        inputs = tuple(
-            torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
-        )  # fmt: skip
-    lengths = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
-    out, lse, dmask, _, *max_logit = library.attention(
-        *inputs, *(None,) * (3 - len(inputs)), sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k,
-        sequences.leftpad_k, sequences.block_table, alibi_slopes, sinks, *lengths, dropout_p, scale, causal, left,
-        right, softcap, deterministic, want_dmask, bool(return_max_logit),
-        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
-    )  # fmt: skip
-    if padded:
-        out = out[..., :value_dim].contiguous()
-    if not return_max_logit:
-        return (out, lse, dmask) if return_attn_probs else out
-    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

@@ -1,43 +1,48 @@
-"""The public functions of inference: attention over a KV cache, and merging partial results. No autograd of their own.
+"""The public functions of inference: attention over a KV cache, combining partial results. No autograd of their own.
 
-What all attention functions share (dtypes, heads, positions, masked rows) stands in `flash_attn.flash_attn_interface`.
+What holds for all attention functions (dtypes, heads, positions, masked rows): `flash_attn.flash_attn_interface`.
 """
 
+from __future__ import annotations
+
+import torch
 from torch import Tensor
 
+from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
+from flash_attn.ops.attention_args import KvCacheArgs
 
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
     *,
-    out=None,
-    plan=None,
-    batch_invariant=False,
-):
+    out: Tensor | None = None,
+    plan: KvCachePlan | None = None,
+    batch_invariant: bool = False,
+) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
     Keys of sequence i: cache_seqlens[i] cached ones, then the seqlen_new of k. Positions are aligned bottom right.
@@ -70,7 +75,7 @@ def flash_attn_with_kvcache(
         softmax_scale: float, factor of Q K^T before the softmax. Default: 1 / sqrt(head_dim).
         causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: bool. Rotate the pairs (0, 1), (2, 3), ... (GPT-J) instead of the two halves (GPT-NeoX).
-        num_splits: int. Parts that the keys of a sequence are split into at most, computed in parallel and combined;
+        num_splits: int. The most splits of a sequence's keys, which are computed in parallel and combined;
             1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
@@ -100,33 +105,38 @@ def flash_attn_with_kvcache(
             raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant)
-        num_splits, batch_invariant, plan = plan.num_splits, plan.batch_invariant, plan.tensor
-    if isinstance(cache_seqlens, Tensor):
-        arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
-    elif cache_seqlens is not None:
+        num_splits, batch_invariant = plan.num_splits, plan.batch_invariant
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        arguments.check_optional_tensors(("cache_seqlens",), (cache_seqlens,))
+        lengths = cache_seqlens
+    else:
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        cache_seqlens = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
+        lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
-    out, lse = library.kvcache_attention(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out, plan, scale, causal, left, right, arguments.number("softcap", softcap),
-        arguments.flag("rotary_interleaved", rotary_interleaved), num_splits, batch_invariant,
+    args = KvCacheArgs(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, out, None if plan is None else plan.tensor, scale, causal, left, right,
+        arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
+        batch_invariant,
     )  # fmt: skip
+    out, lse = library.kvcache_attention(args)
     return (out, lse) if return_softmax_lse else out
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """Attention over all keys from its results over disjoint parts of them.
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from its partial results over disjoint splits of them.
 
     With w_i = exp(lse_i - lse): out = sum of w_i out_i, lse = log of the sum of exp(lse_i). An LSE of +inf or -inf
-    marks a part in which the row saw no key; its out_partial is not read, even if it is NaN. A row that saw no key in
-    any part has out 0 and LSE +inf, like a masked row.
+    marks a split that masks the row fully; its out_partial is not read, even if it is NaN. A row that every split masks
+    fully has out 0 and LSE +inf.
 
     Differentiable in out_partial and lse_partial, unless out is given.
 
     Arguments:
-        out_partial: (num_parts, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
-        lse_partial: (num_parts, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides:
+        out_partial: (num_splits, batch, seqlen, nheads, head_dim), float16, bfloat16 or float32; float64 on the CPU.
+        lse_partial: (num_splits, batch, seqlen, nheads) float32 (float64 for float64), natural logarithm, any strides:
             torch.stack of LSEs of the attention functions has its last two dimensions swapped, transpose them.
         out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
         out_dtype: torch.dtype of the result. Default: that of out_partial.

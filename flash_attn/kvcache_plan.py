@@ -1,15 +1,19 @@
-"""The plan of a decoding step: how the work of `flash_attn_with_kvcache` is cut, computed once for all layers."""
+"""The plan of a decoding step: the schedule of `flash_attn_with_kvcache`, computed once for all layers."""
+
+from __future__ import annotations
 
 from torch import Tensor
 
+from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, calls, context, library
+from flash_attn.ops.attention_args import KvCachePlanArgs
 
 _SIZES = ("batch", "seqlen_q", "seqlen_new", "nheads", "nheads_k", "head_dim", "seqlen_cache")
 
 
 class KvCachePlan:
-    """The schedule of calls that share sizes, lengths and mask, with the workspace that they need.
+    """The schedule of calls of the same sizes, lengths and mask, with the workspace that they need.
 
     A call of `flash_attn_with_kvcache` without a plan derives its schedule from the lengths each time. The layers of a
     model repeat the same step: build a plan once, `update` it whenever the lengths change, and pass it to the call of
@@ -28,7 +32,7 @@ class KvCachePlan:
         seqlen_new: int. Rows of k and v of each sequence, 0 without them.
         causal, window_size: as in the calls.
         cache_leftpad: int32 (batch,), as in the calls.
-        num_splits: int. Parts that the keys of a sequence are split into at most, 1 for none; 0 chooses.
+        num_splits: int. The most splits of a sequence's keys, 1 for none; 0 chooses.
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
 
     Raises RuntimeError or TypeError that names the argument.
@@ -36,19 +40,19 @@ class KvCachePlan:
 
     def __init__(
         self,
-        cache_seqlens,
-        seqlen_q,
-        nheads,
-        nheads_k,
-        head_dim,
-        seqlen_cache,
-        seqlen_new=0,
-        causal=False,
-        window_size=(-1, -1),
-        cache_leftpad=None,
-        num_splits=0,
-        batch_invariant=False,
-    ):
+        cache_seqlens: Tensor,
+        seqlen_q: int,
+        nheads: int,
+        nheads_k: int,
+        head_dim: int,
+        seqlen_cache: int,
+        seqlen_new: int = 0,
+        causal: bool = False,
+        window_size: WindowSize = (-1, -1),
+        cache_leftpad: Tensor | None = None,
+        num_splits: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
         self._sizes = tuple(
@@ -58,12 +62,16 @@ class KvCachePlan:
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
-        self.tensor: Tensor = calls.kvcache_plan(cache_seqlens, cache_leftpad, None, *self._arguments())
+        self.tensor: Tensor = calls.kvcache_plan(self._args(cache_seqlens, cache_leftpad, None))
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
 
-    def _arguments(self):
-        return (*self._sizes, self._window[1] == 0, *self._window, self.num_splits, self.batch_invariant)
+    def _args(self, cache_seqlens, cache_leftpad, plan):
+        left, right = self._window
+        return KvCachePlanArgs(
+            cache_seqlens, cache_leftpad, plan, *self._sizes, causal=right == 0, window_left=left, window_right=right,
+            num_splits=self.num_splits, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     @staticmethod
     def _check_heads(nheads, nheads_k, head_dim):
@@ -77,12 +85,22 @@ class KvCachePlan:
         arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
         arguments.check_optional_tensors(("cache_leftpad",), (cache_leftpad,))
 
-    def update(self, cache_seqlens, cache_leftpad=None):
+    def update(self, cache_seqlens: Tensor, cache_leftpad: Tensor | None = None) -> None:
         """Plan for other lengths, in place: int32 or int64 (batch,) each, as in the constructor."""
         self._check_lengths(cache_seqlens, cache_leftpad)
-        library.update_kvcache_plan(cache_seqlens, cache_leftpad, self.tensor, *self._arguments())
+        library.update_kvcache_plan(self._args(cache_seqlens, cache_leftpad, self.tensor))
 
-    def check(self, q, k_cache, k, block_table, causal, window_size, num_splits, batch_invariant):
+    def check(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        k: Tensor | None,
+        block_table: Tensor | None,
+        causal: bool,
+        window_size: WindowSize,
+        num_splits: int,
+        batch_invariant: bool,
+    ) -> None:
         """Raise RuntimeError unless the plan is made for a call with these arguments."""
         seqlen_cache = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
         new = 0 if k is None else k.shape[1]

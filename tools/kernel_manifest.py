@@ -12,6 +12,7 @@ from errors import BuildError
 
 SUPPORTED_ARCHS = ("80", "90")
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache"}  # of a direction: Flash_<...>_params
+PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 INSTANTIATION = re.compile(
     r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
@@ -38,9 +39,11 @@ class KernelFile:
 
     @property
     def parameters(self) -> str:
-        """The structure that the function takes."""
+        """What the function takes ahead of the stream."""
         shares = self.direction == "fwd" and self.family == "sm90"
-        return "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        params = "Flash_fwd_split_params" if shares else f"Flash_{PARAMETERS[self.direction]}_params"
+        plan = f", const plan::{PLANS[self.direction]}&" if self.direction in PLANS else ""
+        return f"const {params}&{plan}"
 
     @property
     def arguments(self) -> str:
@@ -146,7 +149,7 @@ def reachable(files: list[Path], source_dir: Path) -> set[Path]:
 
 def shared_sources(source_dir: Path) -> list[Path]:
     """What binding and kernels must agree on, sorted: every kernel file with its headers, and those that the
-    binding includes beside its own (plan/kvcache.h sizes workspaces that no kernel file includes it for)."""
+    binding includes beside its own (plan/decode_plan.h sizes workspaces that no kernel file includes it for)."""
     source_dir = source_dir.resolve()
     kernels = reachable([*(f.path for f in kernel_files(source_dir)), *pass_files(source_dir)], source_dir)
     binding = reachable([source_dir / "flash_api.cpp"], source_dir)
@@ -169,7 +172,7 @@ def manifest_source(info: dict, digest: str, left_out: list[KernelFile]) -> str:
     stubs = "".join(
         f"template <>\n"
         f"cudaError_t {f.function}<{f.arguments}>("
-        f"const {f.parameters}&, cudaStream_t) {{\n"
+        f"{f.parameters}, cudaStream_t) {{\n"
         f"  return cudaErrorNotSupported;\n"
         f"}}\n"
         for f in left_out

@@ -11,7 +11,7 @@ from .entry import entry_point
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
 from .overlap import check_written
 from .scores import LOG2E, ScoreRule, compute_dtype
-from .tiles import blocks, head_chunks, tile_shape
+from .tiles import blocks, head_ranges, tile_shape
 
 
 def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None:
@@ -19,16 +19,16 @@ def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None
     return None if p == 0.0 else Dropout(p, *rng_state.tolist())
 
 
-def row_deltas(dout, out, lse, dlse, live: int) -> torch.Tensor:
+def row_deltas(dout, out, lse, dlse, first_row: int) -> torch.Tensor:
     """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
 
-    The output of the rows before `live`, which see no key, is a constant: their dout is not read.
+    The rows before `first_row` are fully masked, so their output is a constant: their dout is not read.
 
     dlse, the gradient of the LSE or None, adds dlse * P to dS, because dLSE / dS = P. An infinite LSE is a constant.
     """
     dtype = compute_dtype(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
-    delta[:, :, :live] = 0.0
+    delta[:, :, :first_row] = 0.0
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
 
 
@@ -45,66 +45,68 @@ def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, drop
     """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas.
 
     Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
-    k has; rows with an infinite lse get no gradient. Sums over tiles and over the query heads of a group are taken in
-    the compute dtype.
+    k has; rows with an infinite lse (fully masked) get no gradient. Sums over tiles and over the query heads of a group
+    are taken in the compute dtype.
     """
     sq, sk = q.shape[1], k.shape[1]
-    live = rule.first_live_row(sq, sk)
-    dq[:, :live].zero_()
-    if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
+    first_row = rule.first_unmasked_row(sq, sk)
+    dq[:, :first_row].zero_()
+    if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         dk.zero_()
         dv.zero_()
         return
-    lo, hi = rule.key_range(live, sq, sq, sk)
+    lo, hi = rule.key_range(first_row, sq, sq, sk)
     for grad in (dk, dv):
         grad[:, :lo].zero_()
         grad[:, hi:].zero_()
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
     rows, cols = tile_shape(sq, sk, group)
-    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
-        keys, values = chunk.keys(k, lo, hi, dtype), chunk.keys(v, lo, hi, dtype)
+    for head_range in head_ranges(q.shape[0], k.shape[2], group, rows, cols):
+        keys, values = head_range.keys(k, lo, hi, dtype), head_range.keys(v, lo, hi, dtype)
         keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
-        streams = None if dropout is None else dropout.streams(chunk)
-        for row0, row1 in blocks(live, sq, rows):
-            block = _RowBlock(chunk, dout, q, lse, delta, row0, row1, rule, 1.0 if dropout is None else dropout.scale)
+        streams = None if dropout is None else dropout.streams(head_range)
+        for row0, row1 in blocks(first_row, sq, rows):
+            block = _QueryBlock(
+                head_range, dout, q, lse, delta, row0, row1, rule, 1.0 if dropout is None else dropout.scale
+            )
             for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
-                tile = chunk.tile(row0, row1, col0, col1)
+                tile = head_range.tile(row0, row1, col0, col1)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
-                part = (x[:, col0 - lo : col1 - lo] for x in (keys, values, keys_grad, values_grad))
-                block.process(*part, tile, sq, sk, dropped)
-            chunk.store_rows(dq, row0, row1, block.queries_grad.mul_(rule.scale))
-        chunk.store_keys(dk, lo, hi, keys_grad.mul_(rule.scale_over_query_factor))
-        chunk.store_keys(dv, lo, hi, values_grad)
+                operands = (x[:, col0 - lo : col1 - lo] for x in (keys, values, keys_grad, values_grad))
+                block.process(*operands, tile, sq, sk, dropped)
+            head_range.store_rows(dq, row0, row1, block.queries_grad.mul_(rule.scale))
+        head_range.store_keys(dk, lo, hi, keys_grad.mul_(rule.scale_over_query_scale))
+        head_range.store_keys(dv, lo, hi, values_grad)
 
 
-class _RowBlock:
-    """What the tiles of one block of query rows share: scaled queries, dout, delta, LSE, and the sum of dq."""
+class _QueryBlock:
+    """What all tiles of one block of queries use: scaled queries, dout, delta, LSE, and the accumulated dq."""
 
-    def __init__(self, chunk, dout, q, lse, delta, row0, row1, rule: ScoreRule, keep_factor: float):
+    def __init__(self, head_range, dout, q, lse, delta, row0, row1, rule: ScoreRule, o_scale: float):
         dtype = compute_dtype(q.dtype)
-        self.rule, self.chunk, self.rows = rule, chunk, row1 - row0
-        self.queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
-        self.dout = chunk.queries(dout, row0, row1, dtype).mul_(keep_factor)
-        self.delta = chunk.row_values(delta, row0, row1)
-        lse_rows = chunk.row_values(lse, row0, row1).to(dtype) * LOG2E
-        # Either infinity marks a row without keys; +inf makes its probabilities exactly 0.
+        self.rule, self.head_range, self.rows = rule, head_range, row1 - row0
+        self.queries = head_range.queries(q, row0, row1, dtype).mul_(rule.query_scale)
+        self.dout = head_range.queries(dout, row0, row1, dtype).mul_(o_scale)
+        self.delta = head_range.row_values(delta, row0, row1)
+        lse_rows = head_range.row_values(lse, row0, row1).to(dtype) * LOG2E
+        # Either infinity marks a fully masked row; +inf makes its probabilities exactly 0.
         self.lse = lse_rows.masked_fill(lse_rows == -math.inf, math.inf)
         self.queries_grad = torch.zeros_like(self.queries)
 
     def process(self, keys, values, keys_grad, values_grad, tile, sq: int, sk: int, dropped) -> None:
-        """Add the share of one tile to dq, dk and dv; dq still lacks the scale, dk is for the scaled queries."""
+        """Accumulate dq, dk and dv over one more tile; dq still lacks the scale, dk is for the scaled queries."""
         p = torch.bmm(self.queries, keys.transpose(1, 2))
         cap_derivative = self.rule.cap_(p, with_derivative=True)
-        self.rule.bias_and_mask_(self.chunk.by_head(p, self.rows), tile, sq, sk)
+        self.rule.bias_and_mask_(self.head_range.by_head(p, self.rows), tile, sq, sk)
         p.sub_(self.lse).exp2_()
         ds = torch.bmm(self.dout, values.transpose(1, 2))
-        kept = p
+        p_dropped = p
         if dropped is not None:
             dropped = dropped.view(p.shape)
-            kept = p.masked_fill(dropped, 0.0)
+            p_dropped = p.masked_fill(dropped, 0.0)
             ds.masked_fill_(dropped, 0.0)
-        values_grad.baddbmm_(kept.transpose(1, 2), self.dout)
+        values_grad.baddbmm_(p_dropped.transpose(1, 2), self.dout)
         ds.sub_(self.delta).mul_(p)
         if cap_derivative is not None:
             ds.mul_(cap_derivative)
@@ -140,11 +142,11 @@ def bwd(
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
     Arguments:
-        dout, out: (b, sq, h, d_v), any strides; softmax_lse: (b, h, sq), any strides. out and softmax_lse may be merged
-            from several calls.
+        dout, out: (b, sq, h, d_v), any strides; softmax_lse: (b, h, sq), any strides. out and softmax_lse may be
+            combined from several calls.
         dq, dk, dv: None, or tensors like q, k, v (any strides) that are written and returned.
         rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
-        deterministic, gen: accepted and without effect (the CPU backend is deterministic and draws nothing here).
+        deterministic, gen: accepted and without effect (the CPU backend is deterministic and needs no generator here).
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
         sinks: those of the forward, whose softmax_lse holds them.
         batch_invariant: as in the forward, of dq, dk and dv.
@@ -172,7 +174,9 @@ def bwd(
         torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
     )
     softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
-    delta = softmax_d[:, :, :sq].copy_(row_deltas(dout, out, softmax_lse, dlse, rule.first_live_row(sq, k.shape[1])))
+    delta = softmax_d[:, :, :sq].copy_(
+        row_deltas(dout, out, softmax_lse, dlse, rule.first_unmasked_row(sq, k.shape[1]))
+    )
     dropout = dropout_of_state(p_dropout, rng_state)
     arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
     if batch_invariant:

@@ -1,4 +1,4 @@
-"""Merging partial results of attention over parts of the keys."""
+"""Combining the partial results of attention over splits of the keys."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PARTIAL_AXES = "splits, batch, seqlen, heads, head_dim"
 
 @entry_point
 def combine(out_partial, lse_partial, out=None):
-    """Attention over all keys from its results over disjoint parts of them.
+    """Attention over all keys from its partial results over disjoint splits of them.
 
     Arguments:
         out_partial: (splits, b, s, h, d), float16, bfloat16, float32 or float64, any head dim.
-        lse_partial: (splits, b, s, h), float32 (float64 for float64). +inf or -inf marks a part in which the row saw no
-            key: its out_partial is not read.
+        lse_partial: (splits, b, s, h), float32 (float64 for float64). +inf or -inf marks a split that masks the row
+            fully: its out_partial is not read.
         out: None (out_partial's dtype) or (b, s, h, d) of any of these dtypes, which is written and returned.
 
-    Returns [out, lse]: lse (b, s, h); rows that saw no key in any part have out 0 and lse +inf.
+    Returns [out, lse]: lse (b, s, h); rows that every split masks fully have out 0 and lse +inf.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
@@ -49,8 +49,8 @@ def combine(out_partial, lse_partial, out=None):
     weights, lse = partial_weights(lse_partial)
     total = torch.zeros(out_partial.shape[1:], dtype=dtype)
     counts = ~lse_partial.isinf()
-    for weight, part, counted in zip(weights.unsqueeze(-1), out_partial, counts.unsqueeze(-1)):
-        total += torch.where(counted, part.to(dtype), 0.0) * weight
+    for weight, partial, counted in zip(weights.unsqueeze(-1), out_partial, counts.unsqueeze(-1)):
+        total += torch.where(counted, partial.to(dtype), 0.0) * weight
     out = total.to(out_partial.dtype) if out is None else out.copy_(total)
     return [out, lse]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dropout import dropout_streams, dropout_threshold, keep_block, keep_scale
+from ..dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
 from . import checks
 from .entry import entry_point
 from .overlap import check_written
 from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
-from .tiles import HeadChunk, blocks, head_chunks, tile_shape
+from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
 S_DMASK_MULTIPLE = 128
@@ -36,16 +36,16 @@ class Dropout:
     def for_batch(self, index: int) -> Dropout:
         return Dropout(self.p, self.seed, self.offset, index)
 
-    def streams(self, chunk: HeadChunk):
-        batches = range(self.first_batch + chunk.b0, self.first_batch + chunk.b1)
-        return dropout_streams(self.seed, self.offset, batches, range(chunk.heads.start, chunk.heads.stop))
+    def streams(self, head_range: HeadRange):
+        batches = range(self.first_batch + head_range.b0, self.first_batch + head_range.b1)
+        return dropout_streams(self.seed, self.offset, batches, range(head_range.heads.start, head_range.heads.stop))
 
     def dropped(self, streams, tile: Tile) -> torch.Tensor:
-        return ~keep_block(streams, tile.row0, tile.row1, tile.col0, tile.col1, dropout_threshold(self.p))
+        return ~keep_mask(streams, tile.row0, tile.row1, tile.col0, tile.col1, dropout_threshold(self.p))
 
 
 def new_dropout(p: float, generator: torch.Generator | None) -> Dropout | None:
-    """Draw the seed of a forward call; None for p = 0, which draws nothing."""
+    """The dropout of a forward call, with a new seed; None for p = 0, which leaves the generator as it is."""
     if p == 0.0:
         return None
     seed = torch.randint(0, 2**63 - 1, (1,), generator=generator).item()
@@ -78,14 +78,14 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
     """Exact attention: q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v) -> out (b, sq, h, d_v) and lse
     (b, h, sq), written in place.
 
-    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Rows that see no key: out 0, lse the
-    sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), raised in place.
+    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Fully masked rows: out 0, lse the
+    sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), updated in place.
     """
     sq, sk = q.shape[1], k.shape[1]
-    live = rule.first_live_row(sq, sk)
-    out[:, :live].zero_()
-    lse[:, :, :live] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
-    if live == sq or q.shape[0] == 0 or q.shape[2] == 0:
+    first_row = rule.first_unmasked_row(sq, sk)
+    out[:, :first_row].zero_()
+    lse[:, :, :first_row] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
+    if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         return
     if sinks is None and max_logit is None and _fused_kernel_fits(q, k, v, rule, dropout):
         _attend_fused(q, k, v, out, lse, rule)
@@ -93,29 +93,29 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
     rows, cols = tile_shape(sq, sk, group)
-    lo, hi = rule.key_range(live, sq, sq, sk)
+    lo, hi = rule.key_range(first_row, sq, sq, sk)
     sink_logits = None if sinks is None else (sinks.to(dtype) * LOG2E)[None, :, None].expand(lse.shape)
-    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
-        keys, values = chunk.keys(k, lo, hi, dtype), chunk.keys(v, lo, hi, dtype)
-        streams = None if dropout is None else dropout.streams(chunk)
-        for row0, row1 in blocks(live, sq, rows):
-            queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
+    for head_range in head_ranges(q.shape[0], k.shape[2], group, rows, cols):
+        keys, values = head_range.keys(k, lo, hi, dtype), head_range.keys(v, lo, hi, dtype)
+        streams = None if dropout is None else dropout.streams(head_range)
+        for row0, row1 in blocks(first_row, sq, rows):
+            queries = head_range.queries(q, row0, row1, dtype).mul_(rule.query_scale)
             state = _RowState(queries, values)
             for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
                 s = torch.bmm(queries, keys[:, col0 - lo : col1 - lo].transpose(1, 2))
-                tile = chunk.tile(row0, row1, col0, col1)
+                tile = head_range.tile(row0, row1, col0, col1)
                 rule.cap_(s)
-                rule.bias_and_mask_(chunk.by_head(s, row1 - row0), tile, sq, sk)
+                rule.bias_and_mask_(head_range.by_head(s, row1 - row0), tile, sq, sk)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
-                state.absorb_(s, values[:, col0 - lo : col1 - lo], dropped)
+                state.update_(s, values[:, col0 - lo : col1 - lo], dropped)
             if max_logit is not None:
-                peaks = chunk.by_head(state.peaks(), row1 - row0).amax((0, 2, 3)) * LN2
-                max_logit[chunk.heads] = torch.maximum(max_logit[chunk.heads], peaks)
+                largest = head_range.by_head(state.max_logits(), row1 - row0).amax((0, 2, 3)) * LN2
+                max_logit[head_range.heads] = torch.maximum(max_logit[head_range.heads], largest)
             if sinks is not None:
-                state.absorb_sink_(chunk.row_values(sink_logits, row0, row1))
-            block_out, block_lse = state.finish(1.0 if dropout is None else dropout.scale)
-            chunk.store_rows(out, row0, row1, block_out)
-            chunk.store_row_values(lse, row0, row1, block_lse)
+                state.add_sink_(head_range.row_values(sink_logits, row0, row1))
+            block_out, block_lse = state.finalize(1.0 if dropout is None else dropout.scale)
+            head_range.store_rows(out, row0, row1, block_out)
+            head_range.store_row_values(lse, row0, row1, block_lse)
 
 
 def _attend_each(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
@@ -125,52 +125,52 @@ def _attend_each(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, si
 
 
 class _RowState:
-    """Running maximum, sum and weighted values of the online softmax for one block of rows."""
+    """Running row max, row sum and accumulated output of the online softmax for one block of queries."""
 
     def __init__(self, queries: torch.Tensor, values: torch.Tensor):
         column = (*queries.shape[:2], 1)
-        self.maximum = queries.new_full(column, -math.inf)
-        self.total = queries.new_zeros(column)
-        self.weighted = queries.new_zeros(*queries.shape[:2], values.shape[-1])
+        self.row_max = queries.new_full(column, -math.inf)
+        self.row_sum = queries.new_zeros(column)
+        self.acc_o = queries.new_zeros(*queries.shape[:2], values.shape[-1])
 
-    def absorb_(self, s: torch.Tensor, values: torch.Tensor, dropped: torch.Tensor | None) -> None:
-        """Take in one tile of base-2 logits (n, rows, cols); s is overwritten."""
-        maximum = torch.maximum(self.maximum, s.amax(-1, keepdim=True))
-        # A row that has seen no key yet has maximum -inf; a shift of 0 keeps its weights at 0 instead of NaN.
-        shift = maximum.masked_fill(maximum == -math.inf, 0.0)
+    def update_(self, s: torch.Tensor, values: torch.Tensor, dropped: torch.Tensor | None) -> None:
+        """Online softmax over one more tile of base-2 logits (n, rows, cols); s is overwritten."""
+        row_max = torch.maximum(self.row_max, s.amax(-1, keepdim=True))
+        # While a row is fully masked its row max is -inf; a shift of 0 keeps its weights at 0 instead of NaN.
+        shift = row_max.masked_fill(row_max == -math.inf, 0.0)
         s.sub_(shift).exp2_()
-        rescale = torch.exp2(self.maximum - shift)
-        self.total.mul_(rescale).add_(s.sum(-1, keepdim=True))
+        rescale = torch.exp2(self.row_max - shift)
+        self.row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))
         if dropped is not None:
             s.masked_fill_(dropped.view(s.shape), 0.0)
-        self.weighted.mul_(rescale).baddbmm_(s, values)
-        self.maximum = maximum
+        self.acc_o.mul_(rescale).baddbmm_(s, values)
+        self.row_max = row_max
 
-    def peaks(self) -> torch.Tensor:
+    def max_logits(self) -> torch.Tensor:
         """The largest base-2 logit so far (n, rows, 1); NaN where the row has no result."""
-        return self.maximum.masked_fill(self.total.isnan(), math.nan)
+        return self.row_max.masked_fill(self.row_sum.isnan(), math.nan)
 
-    def absorb_sink_(self, logits: torch.Tensor) -> None:
-        """Take in one more key of these base-2 logits (n, rows, 1), whose value is 0."""
-        value = self.weighted.new_zeros(len(logits), 1, self.weighted.shape[-1])
-        self.absorb_(logits.clone(), value, None)
+    def add_sink_(self, logits: torch.Tensor) -> None:
+        """One more key of these base-2 logits (n, rows, 1), whose value is 0."""
+        value = self.acc_o.new_zeros(len(logits), 1, self.acc_o.shape[-1])
+        self.update_(logits.clone(), value, None)
 
-    def finish(self, keep_factor: float):
+    def finalize(self, o_scale: float):
         """Normalised output (n, rows, d) and natural-log LSE (n, rows, 1)."""
-        empty = self.total == 0
-        out = self.weighted.mul_(keep_factor / self.total.masked_fill(empty, 1.0))
-        lse = (self.maximum + self.total.log2()).mul_(LN2)
+        empty = self.row_sum == 0
+        out = self.acc_o.mul_(o_scale / self.row_sum.masked_fill(empty, 1.0))
+        lse = (self.row_max + self.row_sum.log2()).mul_(LN2)
         return out, lse.masked_fill_(empty, math.inf)
 
 
 def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
-    """Whether torch's CPU flash kernel computes this: unmasked, or causal where its top-left alignment is ours too, of
+    """Whether torch's CPU flash kernel computes this: first_row, or causal where its top-left alignment is ours too, of
     scores that are all finite.
 
-    Its mask is applied before the scale, so a scale of zero or below would turn -inf into NaN or +inf.
+    Its mask is applied before the scale, so a scale of zero or below would make NaN or +inf of -inf.
     """
     sq, sk = q.shape[1], k.shape[1]
-    mask_fits = rule.sees_everything(sq, sk) or rule.is_square_causal(sq, sk)
+    mask_fits = rule.is_unmasked(sq, sk) or rule.is_square_causal(sq, sk)
     scores_fit = rule.scale > 0 and not rule.softcap and rule.slopes is None
     shapes_fit = mask_fits and scores_fit and dropout is None and q.shape[-1] == v.shape[-1] > 0
     return shapes_fit and _scores_are_finite(q, k, rule)
@@ -193,7 +193,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_fused(q, k, v, out, lse, rule: ScoreRule) -> None:
-    """Run torch's kernel without repeating K and V for the query heads that share them.
+    """Run torch's kernel without repeating K and V for the query heads of a group.
 
     Without a mask the heads of a group are stacked as rows of one call; under a causal mask each member is a call.
     """
@@ -202,24 +202,24 @@ def _attend_fused(q, k, v, out, lse, rule: ScoreRule) -> None:
     groups = (kv_heads, q.shape[2] // kv_heads)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     q, out, lse = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
-    if rule.sees_everything(sq, sk):
+    if rule.is_unmasked(sq, sk):
         stacked = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        part_out, part_lse = _FUSED_KERNEL(stacked, keys, values, 0.0, False, scale=rule.scale)
-        out.copy_(part_out.unflatten(2, (groups[1], sq)).permute(0, 3, 1, 2, 4))
-        lse.copy_(part_lse.unflatten(2, (groups[1], sq)))
+        fused_out, fused_lse = _FUSED_KERNEL(stacked, keys, values, 0.0, False, scale=rule.scale)
+        out.copy_(fused_out.unflatten(2, (groups[1], sq)).permute(0, 3, 1, 2, 4))
+        lse.copy_(fused_lse.unflatten(2, (groups[1], sq)))
         return
     for member in range(groups[1]):
         queries = q[:, :, :, member].transpose(1, 2)
-        part_out, part_lse = _FUSED_KERNEL(queries, keys, values, 0.0, True, scale=rule.scale)
-        out[:, :, :, member].copy_(part_out.transpose(1, 2))
-        lse[:, :, member].copy_(part_lse)
+        fused_out, fused_lse = _FUSED_KERNEL(queries, keys, values, 0.0, True, scale=rule.scale)
+        out[:, :, :, member].copy_(fused_out.transpose(1, 2))
+        lse[:, :, member].copy_(fused_lse)
 
 
 def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.Tensor) -> None:
     """Normalised probabilities (b, h, sq, sk) in place, before the dropout scaling; dropped entries become negative.
 
     A dropped probability P is stored as -max(P, smallest subnormal), so that the sign alone tells the mask. Scores that
-    lie outside s_dmask (whose size the caller states) are left out.
+    lie outside s_dmask (whose size the caller states) are omitted.
     """
     sq, sk = q.shape[1], k.shape[1]
     stop_row, stop_col = min(sq, s_dmask.shape[2]), min(sk, s_dmask.shape[3])
@@ -230,18 +230,18 @@ def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.T
     smallest = limits.smallest_normal * limits.eps
     group = q.shape[2] // k.shape[2]
     rows, cols = tile_shape(sq, sk, group)
-    for chunk in head_chunks(q.shape[0], k.shape[2], group, rows, cols):
-        streams = dropout.streams(chunk)
-        keys = chunk.keys(k, 0, stop_col, dtype)
+    for head_range in head_ranges(q.shape[0], k.shape[2], group, rows, cols):
+        streams = dropout.streams(head_range)
+        keys = head_range.keys(k, 0, stop_col, dtype)
         for row0, row1 in blocks(0, stop_row, rows):
-            queries = chunk.queries(q, row0, row1, dtype).mul_(rule.query_factor)
-            lse_rows = chunk.row_values(lse, row0, row1).to(dtype) * LOG2E
+            queries = head_range.queries(q, row0, row1, dtype).mul_(rule.query_scale)
+            lse_rows = head_range.row_values(lse, row0, row1).to(dtype) * LOG2E
             for col0, col1 in blocks(0, stop_col, cols):
-                tile = chunk.tile(row0, row1, col0, col1)
+                tile = head_range.tile(row0, row1, col0, col1)
                 s = torch.bmm(queries, keys[:, col0:col1].transpose(1, 2))
                 rule.cap_(s)
-                rule.bias_and_mask_(chunk.by_head(s, row1 - row0), tile, sq, sk)
-                p = chunk.by_head(s.sub_(lse_rows).exp2_(), row1 - row0).to(q.dtype)
+                rule.bias_and_mask_(head_range.by_head(s, row1 - row0), tile, sq, sk)
+                p = head_range.by_head(s.sub_(lse_rows).exp2_(), row1 - row0).to(q.dtype)
                 p = torch.where(dropout.dropped(streams, tile), -p.clamp(min=smallest), p)
                 s_dmask[tile.batches, tile.heads, row0:row1, col0:col1] = p
 
@@ -272,7 +272,7 @@ def fwd(
             v: (b, sk, h_k, d_v), d_v <= 256.
         out: None or a tensor (b, sq, h, d_v) (any strides) that is written and returned.
         alibi_slopes: None or float32 (h) or (b, h): bias -slope * |i + sk - sq - j|.
-        p_dropout: drop probability in [0, 1); gen: None or the CPU generator that the seed is drawn from.
+        p_dropout: drop probability in [0, 1); gen: None or the CPU generator that makes the seed.
         softmax_scale: factor of q·k; softcap: 0 for none, else logits are softcap * tanh(scaled / softcap).
         is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
         return_softmax: return S_dmask (only with dropout).
@@ -280,7 +280,7 @@ def fwd(
         batch_invariant: compute each batch entry by itself, with the bits that it has in every batch, dense or packed.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
-        float64 inputs), for a row that sees no key the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
+        float64 inputs), for a fully masked row the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
         rounded up to 128, see write_s_dmask; rng_state int64 (2,). With return_max_logit also the largest logit of each
         head (h), in the dtype of lse: over all rows and visible keys, after softcap and ALiBi, without the sink; -inf
         for none.

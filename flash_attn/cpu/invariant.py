@@ -1,8 +1,9 @@
 """Attention whose rows are computed one by one, by operations of fixed shapes: the batch-invariant mode.
 
 The last bits of a matrix product or a sum depend on the shapes of its operands. Here every operation on a row of
-queries has a shape that depends on the number of heads and the head dim alone: keys come in blocks of BLOCK_KEYS, cut
-at fixed positions and filled up with zeros. So a row's result is a function of the row and of the keys that it sees.
+queries has a shape that depends on the number of heads and the head dim alone: keys come in blocks of BLOCK_KEYS that
+begin at its multiples, the last one filled up with zeros. So a row's result is a function of the row and of the keys
+that it sees.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def attend_invariant(q, k, v, out, lse, rule: ScoreRule) -> None:
             out[:, row].zero_()
             lse[:, :, row].fill_(math.inf)
             continue
-        queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_factor)
+        queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_scale)
         rows = queries.view(k.shape[2], heads // k.shape[2], q.shape[3])
         state = _RowState(rows, rows)
         for block in range(lo // BLOCK_KEYS, -(-hi // BLOCK_KEYS)):
-            _absorb_block(state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule)
-        row_out, row_lse = state.finish(1.0)
+            _update_by_block(
+                state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule
+            )
+        row_out, row_lse = state.finalize(1.0)
         out[0, row].copy_(row_out.view(out.shape[2:]))
         lse[0, :, row].copy_(row_lse.view(-1))
 
@@ -50,8 +53,8 @@ def _key_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return blocks
 
 
-def _absorb_block(state, queries, keys, values, col0, visible, row, sq, sk, rule: ScoreRule) -> None:
-    """Take in one block of keys, of which the row sees those in `visible`."""
+def _update_by_block(state, queries, keys, values, col0, visible, row, sq, sk, rule: ScoreRule) -> None:
+    """Online softmax over one more block of keys, of which the row sees those in `visible`."""
     first, last = max(visible[0] - col0, 0), min(visible[1] - col0, BLOCK_KEYS)
     s = torch.bmm(queries.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
     rule.cap_(s)
@@ -64,4 +67,4 @@ def _absorb_block(state, queries, keys, values, col0, visible, row, sq, sk, rule
         seen = torch.zeros_like(values)
         seen[:, first:last] = values[:, first:last]
         values = seen
-    state.absorb_(s, values, None)
+    state.update_(s, values, None)

@@ -16,7 +16,7 @@ from .overlap import check_written, same_view
 from .scores import ScoreRule, compute_dtype, is_unbounded
 from .varlen import PAGED_AXES, check_pages, gather_pages
 
-PADDING_REQUEST = -1  # the length of a batch entry that takes no part
+PADDING_REQUEST = -1  # the length of a batch entry that is skipped
 
 
 class CacheEntry(NamedTuple):
@@ -31,7 +31,7 @@ class CacheEntry(NamedTuple):
     total: int
 
     @property
-    def skipped(self) -> bool:
+    def is_padding(self) -> bool:
         return self.cached == PADDING_REQUEST
 
 
@@ -76,7 +76,7 @@ class Cache(NamedTuple):
         pages = 1 if self.block_table is None else self.block_table.shape[1]
         return min(pages * self.k.shape[1], checks.MAX_LENGTH)
 
-    def places(self, row: int, start: int, stop: int) -> torch.Tensor:
+    def row_indices(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Indices, among all rows of the cache, of the rows [start, stop) of an entry."""
         size, positions = self.k.shape[1], torch.arange(start, max(start, stop))
         if self.block_table is None:
@@ -92,8 +92,8 @@ class Cache(NamedTuple):
     def append(self, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new rows (rows, h_k, d) after the cached ones."""
         for cache, rows in ((self.k, k), (self.v, v)):
-            places = self.places(entry.row, entry.cached, entry.total)
-            cache[places // cache.shape[1], places % cache.shape[1]] = rows
+            row_indices = self.row_indices(entry.row, entry.cached, entry.total)
+            cache[row_indices // cache.shape[1], row_indices % cache.shape[1]] = rows
 
 
 @entry_point
@@ -168,7 +168,7 @@ def fwd_kvcache(
     attend_entry = attend_invariant if batch_invariant else attend
     for entry in entries:
         i = entry.index
-        if entry.skipped:
+        if entry.is_padding:
             out[i].zero_()
             lse[i].fill_(math.inf)
             continue
@@ -258,11 +258,11 @@ def _check_entries(q, cache: Cache, k, seqlens_k, cache_batch_idx, leftpad_k, wi
         start = min(max(padding[i], 0), max(total, 0))
         seen = start if is_unbounded(window_left) else max(start, total - q.shape[1] - window_left)
         entry = CacheEntry(i, row, start, min(seen, cached) if new else seen, cached, total)
-        if not entry.skipped:
+        if not entry.is_padding:
             _check_entry(entry, cache, new)
         entries.append(entry)
     if new > 0 and (paged or cache_batch_idx is not None):
-        _check_own_rows([entry for entry in entries if not entry.skipped], cache)
+        _check_own_rows([entry for entry in entries if not entry.is_padding], cache)
     return entries
 
 
@@ -283,13 +283,13 @@ def _check_own_rows(entries: list, cache: Cache) -> None:
     """Rows that the call writes for one sequence must not be rows that it reads or writes for another."""
     name = "cache_batch_idx" if cache.block_table is None else "block_table"
     writer = torch.empty(cache.k.shape[0] * cache.k.shape[1], dtype=torch.int32)  # of the rows that are needed
-    needed = [cache.places(entry.row, entry.needed, entry.total) for entry in entries]
-    for places in needed:
-        writer[places] = -1
+    needed = [cache.row_indices(entry.row, entry.needed, entry.total) for entry in entries]
+    for row_indices in needed:
+        writer[row_indices] = -1
     for entry in entries:
-        writer[cache.places(entry.row, entry.cached, entry.total)] = entry.index
-    for entry, places in zip(entries, needed):
-        others = writer[places]
+        writer[cache.row_indices(entry.row, entry.cached, entry.total)] = entry.index
+    for entry, row_indices in zip(entries, needed):
+        others = writer[row_indices]
         others = others[(others >= 0) & (others != entry.index)]
         got = f"rows of sequence {others[0].item()} that sequence {entry.index} uses" if others.numel() else None
         checks.require(got is None, name, "new rows that no other sequence uses", got)
@@ -306,6 +306,6 @@ def _check_rotary(q, k, entries, cos, sin, one_position: bool) -> None:
     checks.check_like_query("rotary_sin", sin, q, cos.shape)
     fits = 2 * cos.shape[1] <= q.shape[3]
     checks.require(fits, "rotary_cos", f"at most {q.shape[3] // 2} columns (half the head dim)", cos.shape[1])
-    lengths = [0, *(entry.cached for entry in entries if not entry.skipped)]
+    lengths = [0, *(entry.cached for entry in entries if not entry.is_padding)]
     needed = max(rotary_rows(cached, q.shape[1], k.shape[1], one_position) for cached in lengths)
     checks.require(cos.shape[0] >= needed, "rotary_cos", f"at least {needed} rows", cos.shape[0])

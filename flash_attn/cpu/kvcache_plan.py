@@ -84,21 +84,24 @@ def kvcache_plan(
         plan = torch.empty(key.elements, dtype=torch.int32)
     _check_size(plan, key)
     check_written({"plan": plan}, {"cache_seqlens": seqlens_k, "cache_leftpad": leftpad_k})
-    parts = plan.split((len(key), batch, batch))
-    parts[0].copy_(torch.tensor(key))
-    parts[1].copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)
-    parts[2].copy_(torch.tensor(0) if leftpad_k is None else leftpad_k)
+    header, lengths, leftpad = plan.split((len(key), batch, batch))
+    header.copy_(torch.tensor(key))
+    lengths.copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)
+    leftpad.copy_(torch.tensor(0) if leftpad_k is None else leftpad_k)
     return plan
 
 
 def check_plan(plan: torch.Tensor, key: PlanKey, lengths, leftpad_k) -> None:
-    """Refuse a plan of other sizes, options or lengths than those of the call."""
+    """Reject a plan of other sizes, options or lengths than those of the call."""
     _check_size(plan, key)
-    parts = [part.tolist() for part in plan.split((len(key), key.batch, key.batch))]
-    for name, planned, value in zip(key._fields, parts[0], key):
+    header, planned_lengths, planned_leftpad = (x.tolist() for x in plan.split((len(key), key.batch, key.batch)))
+    for name, planned, value in zip(key._fields, header, key):
         checks.require(planned == int(value), "plan", f"one made for {name} {int(value)}", f"one for {planned}")
     leftpad = [0] * key.batch if leftpad_k is None else leftpad_k.tolist()
-    for name, planned, values in (("cache_seqlens", parts[1], lengths), ("cache_leftpad", parts[2], leftpad)):
+    for name, planned, values in (
+        ("cache_seqlens", planned_lengths, lengths),
+        ("cache_leftpad", planned_leftpad, leftpad),
+    ):
         checks.require(planned == values, "plan", f"one updated for {name} {values}", f"one for {planned}")
 
 

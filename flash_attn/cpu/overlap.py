@@ -24,7 +24,7 @@ class _Term(NamedTuple):
 
 
 def check_written(written: dict, read: dict) -> None:
-    """Refuse tensors, by name, of which two elements share memory, or that share memory with another one of the call.
+    """Reject tensors, by name, of which two elements share memory, or that share memory with another one of the call.
 
     The values are tensors or None. Costs nothing where nothing is given to write to.
     """

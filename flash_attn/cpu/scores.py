@@ -69,23 +69,23 @@ class ScoreRule:
         return ScoreRule(self.scale, self.softcap, self.left, self.right, slopes)
 
     @property
-    def query_factor(self) -> float:
-        """The factor folded into q before the product with k."""
+    def query_scale(self) -> float:
+        """The scale that q is multiplied by before the product with k."""
         return self.scale / self.softcap if self.softcap else self.scale * LOG2E
 
     @property
-    def scale_over_query_factor(self) -> float:
-        """softmax scale / query_factor, exact also for a scale of zero."""
+    def scale_over_query_scale(self) -> float:
+        """softmax scale / query_scale, exact also for a scale of zero."""
         return self.softcap if self.softcap else LN2
 
-    def first_live_row(self, sq: int, sk: int) -> int:
-        """The rows before it see no key; every row from it on sees at least one."""
+    def first_unmasked_row(self, sq: int, sk: int) -> int:
+        """The rows before it are fully masked; every row from it on sees at least one key."""
         if sk == 0:
             return sq
         return 0 if self.right is None else min(sq, max(0, sq - sk - self.right))
 
-    def sees_everything(self, sq: int, sk: int) -> bool:
-        """Whether every row sees every key."""
+    def is_unmasked(self, sq: int, sk: int) -> bool:
+        """Whether the mask masks nothing: every row sees every key."""
         return (self.left is None or self.left >= sk - 1) and (self.right is None or self.right >= sq - 1)
 
     def is_square_causal(self, sq: int, sk: int) -> bool:
@@ -108,19 +108,19 @@ class ScoreRule:
         return derivative
 
     def bias_and_mask_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
-        """Add ALiBi and set invisible scores to -inf, in place; s: (batches, heads, rows, cols) of the tile."""
+        """Add ALiBi and set masked scores to -inf, in place; s: (batches, heads, rows, cols) of the tile."""
         lowest = tile.col0 - (tile.row1 - 1 + sk - sq)
         highest = tile.col1 - 1 - (tile.row0 + sk - sq)
-        left_edge = self.left is not None and lowest < -self.left
-        right_edge = self.right is not None and highest > self.right
-        if self.slopes is None and not left_edge and not right_edge:
+        masks_left = self.left is not None and lowest < -self.left
+        masks_right = self.right is not None and highest > self.right
+        if self.slopes is None and not masks_left and not masks_right:
             return
         rows = torch.arange(tile.row0, tile.row1)[:, None] + (sk - sq)
         distance = torch.arange(tile.col0, tile.col1)[None, :] - rows
         if self.slopes is not None:
             slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
             s.addcmul_(slopes, distance.abs().to(s.dtype), value=-LOG2E)
-        if right_edge:
+        if masks_right:
             s.masked_fill_(distance > self.right, -math.inf)
-        if left_edge:
+        if masks_left:
             s.masked_fill_(distance < -self.left, -math.inf)

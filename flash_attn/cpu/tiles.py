@@ -1,8 +1,8 @@
-"""How the work is cut: groups of (batch, K/V head) pairs, blocks of query rows, blocks of key columns.
+"""Tiling: ranges of (batch, K/V head) pairs, blocks of queries, blocks of keys.
 
 A tile of scores has at most about TILE_ELEMENTS elements whatever the problem, which bounds the temporary memory and
-keeps a tile in the processor's cache. The query heads that share a K/V head are stacked as rows of one matrix, so K and
-V are never repeated and their gradients are summed by the matrix product.
+keeps a tile in the processor's cache. The query heads of a group, which have one K/V head, are stacked as rows of one
+matrix, so K and V are never repeated and their gradients are summed by the matrix product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_COLS = 8192
 
 
 def blocks(start: int, stop: int, size: int) -> Iterator[tuple]:
-    """[start, stop) cut into consecutive (lo, hi) of at most `size`."""
+    """[start, stop) as consecutive blocks (lo, hi) of at most `size`."""
     for lo in range(start, stop, size):
         yield lo, min(lo + size, stop)
 
@@ -34,7 +34,7 @@ def tile_shape(sq: int, sk: int, group: int) -> tuple:
 
 
 @dataclass(frozen=True)
-class HeadChunk:
+class HeadRange:
     """Some batch entries and K/V heads that are computed together, and the layout of their matrices."""
 
     b0: int
@@ -56,14 +56,14 @@ class HeadChunk:
 
     def keys(self, x: torch.Tensor, lo: int, hi: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows [lo, hi) of k or v (b, sk, h_k, d) as (pairs, hi - lo, d) in the compute dtype, a new tensor."""
-        part = x[self.b0 : self.b1, lo:hi, self.kv0 : self.kv1].transpose(1, 2)
-        stacked = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        view = x[self.b0 : self.b1, lo:hi, self.kv0 : self.kv1].transpose(1, 2)
+        stacked = view.to(dtype, copy=True, memory_format=torch.contiguous_format)
         return stacked.view(self.pairs, hi - lo, x.shape[-1])
 
     def queries(self, x: torch.Tensor, row0: int, row1: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows [row0, row1) of a (b, sq, h, d) tensor as a new (pairs, group * rows, d) in the compute dtype."""
-        part = x[self.b0 : self.b1, row0:row1, self.heads].transpose(1, 2)
-        stacked = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        view = x[self.b0 : self.b1, row0:row1, self.heads].transpose(1, 2)
+        stacked = view.to(dtype, copy=True, memory_format=torch.contiguous_format)
         return stacked.view(self.pairs, self.group * (row1 - row0), x.shape[-1])
 
     def row_values(self, x: torch.Tensor, row0: int, row1: int) -> torch.Tensor:
@@ -72,29 +72,29 @@ class HeadChunk:
 
     def store_rows(self, target: torch.Tensor, row0: int, row1: int, x: torch.Tensor) -> None:
         """Write (pairs, group * rows, d) into rows [row0, row1) of a (b, sq, h, d) tensor."""
-        part = target[self.b0 : self.b1, row0:row1, self.heads].transpose(1, 2)
-        part.copy_(x.view(part.shape))
+        view = target[self.b0 : self.b1, row0:row1, self.heads].transpose(1, 2)
+        view.copy_(x.view(view.shape))
 
     def store_row_values(self, target: torch.Tensor, row0: int, row1: int, x: torch.Tensor) -> None:
         """Write (pairs, group * rows, 1) into rows [row0, row1) of a (b, h, sq) tensor."""
-        part = target[self.b0 : self.b1, self.heads, row0:row1]
-        part.copy_(x.view(part.shape))
+        view = target[self.b0 : self.b1, self.heads, row0:row1]
+        view.copy_(x.view(view.shape))
 
     def store_keys(self, target: torch.Tensor, lo: int, hi: int, x: torch.Tensor) -> None:
         """Write (pairs, hi - lo, d) into rows [lo, hi) of a (b, sk, h_k, d) tensor."""
-        part = target[self.b0 : self.b1, lo:hi, self.kv0 : self.kv1].transpose(1, 2)
-        part.copy_(x.view(part.shape))
+        view = target[self.b0 : self.b1, lo:hi, self.kv0 : self.kv1].transpose(1, 2)
+        view.copy_(x.view(view.shape))
 
     def by_head(self, s: torch.Tensor, rows: int) -> torch.Tensor:
         """A (pairs, group * rows, cols) tile seen as (batches, heads, rows, cols)."""
         return s.view(self.b1 - self.b0, (self.kv1 - self.kv0) * self.group, rows, s.shape[-1])
 
 
-def head_chunks(batch: int, kv_heads: int, group: int, rows: int, cols: int) -> Iterator[HeadChunk]:
+def head_ranges(batch: int, kv_heads: int, group: int, rows: int, cols: int) -> Iterator[HeadRange]:
     """Cover batch x kv_heads; whole batch entries go together when several fit into one tile budget."""
     pairs = max(1, TILE_ELEMENTS // (group * rows * cols))
     batch_step = max(1, pairs // kv_heads)
     kv_step = min(kv_heads, pairs)
     for b0, b1 in blocks(0, batch, batch_step):
         for kv0, kv1 in blocks(0, kv_heads, kv_step):
-            yield HeadChunk(b0, b1, kv0, kv1, group)
+            yield HeadRange(b0, b1, kv0, kv1, group)

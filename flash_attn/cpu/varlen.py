@@ -180,7 +180,7 @@ def varlen_fwd(
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k) -> int:
-    """The checks that forward and backward share; returns the number of sequences."""
+    """The checks that forward and backward have in common; returns the number of sequences."""
     checks.check_query(q, PACKED_AXES)
     checks.check_key_value(q, k, v, PACKED_AXES if block_table is None else PAGED_AXES)
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
@@ -250,8 +250,8 @@ def varlen_bwd(
         row_lse = softmax_lse[:, rows].unsqueeze(0)
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
-        live = rule.first_live_row(sequence.q1 - sequence.q0, sequence.k1 - sequence.k0)
-        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, live))
+        first_row = rule.first_unmasked_row(sequence.q1 - sequence.q0, sequence.k1 - sequence.k0)
+        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
         if sinks is not None:
             dsinks[0] += sink_gradient(sinks, row_lse, delta)
         attend_backward(
@@ -259,7 +259,7 @@ def varlen_bwd(
             *(x[cols].unsqueeze(0) for x in (k, v)),
             row_lse,
             delta,
-            *(grad[part].unsqueeze(0) for grad, part in zip(grads, (rows, cols, cols))),
+            *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
             rule.for_batch(i),
             None if dropout is None else dropout.for_batch(i),
         )

@@ -2,7 +2,10 @@
 arXiv:2212.10554), as functions and as a module. Differentiable with respect to the rotated tensor, not to cos and sin.
 """
 
+from __future__ import annotations
+
 import torch
+from torch import Tensor
 
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.rotary import apply_rotary
@@ -115,7 +118,16 @@ def _query_and_key(num_heads_q, joint):
     return parts
 
 
-def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
     """Rotate the first rotary_dim features of every head of x by the angles of its positions.
 
     Arguments:
@@ -153,7 +165,16 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 apply_rotary_emb_func = apply_rotary_emb
 
 
-def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
     """Rotate q and k of a packed tensor in place, and return it.
 
     Arguments:
@@ -183,7 +204,9 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
     return _rotate_packed(qkv, parts, ((cos, sin), key_tables), options)
 
 
-def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
     """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place, and return kv. Arguments: `apply_rotary_emb`."""
     _check_floats("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
@@ -206,7 +229,14 @@ class RotaryEmbedding(torch.nn.Module):
         device: of the buffers.
     """
 
-    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.base = float(base)
@@ -252,7 +282,14 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
-    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate q and k in place.
 
         Arguments:

@@ -1,6 +1,9 @@
 """`cross_entropy_loss` as a module."""
 
+from __future__ import annotations
+
 import torch
+from torch import Tensor
 
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
@@ -20,15 +23,15 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def __init__(
         self,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        logit_scale=1.0,
-        lse_square_scale=0.0,
-        inplace_backward=False,
-        process_group=None,
-        return_z_loss=False,
-    ):
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        return_z_loss: bool = False,
+    ) -> None:
         super().__init__()
         if reduction not in ("mean", "none", "sum"):
             raise NotImplementedError(f"reduction: expected 'mean', 'none' or 'sum', got {reduction!r}")
@@ -41,7 +44,9 @@ class CrossEntropyLoss(torch.nn.Module):
         self.process_group = process_group
         self.return_z_loss = return_z_loss
 
-    def forward(self, input, target, precomputed_lse=None):
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Arguments:
             input: (batch, classes), any floating point dtype; with process_group this process's part of the classes.

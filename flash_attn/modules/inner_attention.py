@@ -3,11 +3,14 @@
 Those by definition materialise the matrix of scores; they are for key_padding_mask, and for comparison.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flash_attn._types import WindowSize
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -16,7 +19,7 @@ from flash_attn.flash_attn_interface import (
 )
 
 
-def get_alibi_slopes(nheads):
+def get_alibi_slopes(nheads: int) -> list[float]:
     """The ALiBi slopes of Press, Smith and Lewis (2022, arXiv:2108.12409), a list of nheads floats.
 
     2^(-8 i / n) for i = 1 .. n if n is a power of two; else those of the next lower power, followed by every other one
@@ -72,16 +75,22 @@ class FlashSelfAttention(_FlashAttention):
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        window_size=(-1, -1),
-        alibi_slopes=None,
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        window_size: WindowSize = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
-    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
+    def forward(
+        self,
+        qkv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | Tensor | None = None,
+    ) -> Tensor:
         """
         Arguments:
             qkv: (batch, seqlen, 3, nheads, head_dim), or (total, 3, nheads, head_dim) with cu_seqlens.
@@ -102,18 +111,25 @@ class FlashCrossAttention(_FlashAttention):
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        alibi_slopes=None,
-        window_size=(-1, -1),
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        window_size: WindowSize = (-1, -1),
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
     def forward(
-        self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None
-    ):  # fmt: skip
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | Tensor | None = None,
+    ) -> Tensor:
         """
         Arguments:
             q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens.
@@ -141,13 +157,17 @@ def _require_given(**arguments):
 class CrossAttention(nn.Module):
     """Attention by its definition. Arguments: causal, softmax_scale and attention_dropout of `FlashSelfAttention`."""
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.causal = causal
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
 
-    def forward(self, q, kv, causal=None, key_padding_mask=None):
+    def forward(
+        self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
         """
         Arguments:
             q: (batch, seqlen_q, nheads, head_dim).
@@ -176,7 +196,7 @@ class CrossAttention(nn.Module):
 class SelfAttention(CrossAttention):
     """`CrossAttention` of packed projections."""
 
-    def forward(self, qkv, causal=None, key_padding_mask=None):
+    def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv: (batch, seqlen, 3, nheads, head_dim) -> (batch, seqlen, nheads, head_dim).
 
         causal: bool, instead of the module's, or None. key_padding_mask: bool (batch, seqlen), True where a key is

@@ -1,12 +1,16 @@
 """Multi-head attention with its projections (Vaswani et al., 2017, arXiv:1706.03762): self- and cross-attention,
 grouped queries, rotary embedding, and generation with a KV cache."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._types import WindowSize
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -22,6 +26,7 @@ from flash_attn.modules.inner_attention import (
     SelfAttention,
     get_alibi_slopes,
 )
+from flash_attn.utils.generation import InferenceParams
 
 __all__ = [
     "MHA",
@@ -42,7 +47,7 @@ __all__ = [
 class LinearResidual(nn.Linear):
     """A linear layer that also returns its input."""
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(input), input
 
 
@@ -95,30 +100,30 @@ class MHA(nn.Module):
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        num_heads_kv=None,
-        cross_attn=False,
-        qkv_proj_bias=True,
-        out_proj_bias=True,
-        dropout=0.0,
-        softmax_scale=None,
-        causal=False,
-        layer_idx=None,
-        dwconv=False,
-        rotary_emb_dim=0,
-        rotary_emb_base=10000.0,
-        rotary_emb_scale_base=None,
-        rotary_emb_interleaved=False,
-        use_alibi=False,
-        window_size=(-1, -1),
-        fused_bias_fc=False,
-        use_flash_attn=False,
-        return_residual=False,
-        checkpointing=False,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        cross_attn: bool = False,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        dwconv: bool = False,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: WindowSize = (-1, -1),
+        fused_bias_fc: bool = False,
+        use_flash_attn: bool = False,
+        return_residual: bool = False,
+        checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         _require(embed_dim % num_heads == 0, "embed_dim", f"a multiple of num_heads ({num_heads})", embed_dim)
@@ -160,7 +165,7 @@ class MHA(nn.Module):
         self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common)
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, head_dim), for `key_value_memory_dict`."""
         weight = self.out_proj.weight
         shape = (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
@@ -168,15 +173,15 @@ class MHA(nn.Module):
 
     def forward(
         self,
-        x,
-        x_kv=None,
-        key_padding_mask=None,
-        cu_seqlens=None,
-        max_seqlen=None,
-        mixer_subset=None,
-        inference_params=None,
-        **kwargs,
-    ):
+        x: Tensor,
+        x_kv: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | Tensor | None = None,
+        mixer_subset: Any = None,
+        inference_params: InferenceParams | None = None,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Arguments:
             x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens.

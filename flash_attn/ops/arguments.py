@@ -1,33 +1,17 @@
 """What the public functions make of their arguments before the operators see them; shapes are the backends' matter.
 
-A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is refused here raises with
-the argument's name, what was expected and what it was, the same for CPU and GPU.
+A number may come as a Python, NumPy or symbolic one or as a tensor of one element. Whatever is rejected here raises
+with the argument's name, what was expected and what it was, the same for CPU and GPU.
 """
 
 import operator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Sequences(NamedTuple):
-    """How rows belong to sequences: the arguments of varlen attention that dense attention does not have."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    seqused_k: Tensor = None
-    leftpad_k: Tensor = None
-    block_table: Tensor = None
-
-
-_BEYOND = 2**63
-_STRIDED = torch.strided
+_BELOW, _BEYOND = -(2**63), 2**63
+_STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
 _AN_INT_OR_TENSOR = "an int or an integer tensor"
-
-DENSE = Sequences(None, None, 0, 0)
 
 
 # ---- tensors ----
@@ -35,11 +19,13 @@ DENSE = Sequences(None, None, 0, 0)
 
 def attention_inputs(names, values):
     """The values, which must be tensors, as torch.autocast wants them."""
-    check_tensors(names, values)
+    has_float32 = False
     for value in values:
-        if value.dtype is torch.float32:
-            return autocast(values)
-    return values
+        if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
+            _reject_first(names, values)
+        if value.dtype is _FLOAT32:
+            has_float32 = True
+    return autocast(values) if has_float32 else values
 
 
 def autocast(inputs):
@@ -58,17 +44,17 @@ def check_tensors(names, values):
     """Tensors of numbers at addresses: not sparse, not nested."""
     for value in values:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
-            _refuse_the_first(names, values)
+            _reject_first(names, values)
 
 
 def check_optional_tensors(names, values):
     """The same where None stands for a tensor that is not given."""
     for value in values:
         if value is not None and (not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested):
-            _refuse_the_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
+            _reject_first(*zip(*[(name, value) for name, value in zip(names, values) if value is not None]))
 
 
-def _refuse_the_first(names, values):
+def _reject_first(names, values):
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
@@ -79,18 +65,20 @@ def _refuse_the_first(names, values):
 
 def check_sequences(sequences):
     """All tensors of varlen attention; the maximum lengths may be ints."""
-    check_tensors(("cu_seqlens_q", "cu_seqlens_k"), sequences[:2])
-    check_optional_tensors(("seqused_k", "leftpad_k", "block_table"), sequences[4:])
+    check_tensors(("cu_seqlens_q", "cu_seqlens_k"), (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
+    check_optional_tensors(
+        ("seqused_k", "leftpad_k", "block_table"), (sequences.seqused_k, sequences.leftpad_k, sequences.block_table)
+    )
 
 
 def check_constant(name, value):
     """An optional tensor that gets no gradient must not ask for one."""
     if value is not None:
         check_tensors((name,), (value,))
-        _refuse_gradient(name, value)
+        _reject_gradient(name, value)
 
 
-def _refuse_gradient(name, tensor):
+def _reject_gradient(name, tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: expected a value that requires no gradient, for it gets none, got a tensor that requires grad "
@@ -98,14 +86,16 @@ def _refuse_gradient(name, tensor):
         )
 
 
-def check_packed(name, x, count, shape, dims):
+def check_packed(name, x, count, varlen):
+    """x holds `count` tensors along its third axis from the right."""
     check_tensors((name,), (x,))
-    if x.dim() != dims or x.shape[-3] != count:
-        raise RuntimeError(f"{name}: expected shape {shape}, got {list(x.shape)}")
+    if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
+        rows = "total" if varlen else "batch, seqlen"
+        raise RuntimeError(f"{name}: expected shape ({rows}, {count}, heads, head_dim), got {list(x.shape)}")
 
 
 def check_cache(name, cache):
-    if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
+    if not (cache.is_contiguous() or cache.stride(-1) == 1 or cache.shape[-1] <= 1):
         stride = cache.stride(-1)
         raise RuntimeError(f"{name}: expected a contiguous last dimension (stride 1), got stride {stride}")
 
@@ -117,14 +107,15 @@ def check_kvcache_ranks(q, k_cache, k, block_table):
 
 
 def sinks(value):
-    """Sinks as the backends want them: half precision widened to float32, contiguous."""
+    """Sinks as the backends want them: half precision converted to float32, contiguous."""
     check_tensors(("sinks",), (value,))
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
 def head_dim(name, x):
     """The last size of x, which may have no dimensions: that is the backends' matter."""
-    size = x.size(-1) if x.dim() > 0 else 1
+    sizes = x.shape
+    size = sizes[-1] if sizes else 1
     if size == 0:
         raise RuntimeError(f"{name}: expected a head dim of at least 1, got 0")
     return size
@@ -148,7 +139,7 @@ def integer(name, value, least=None, expected="an int"):
             value = operator.index(value)
         except (TypeError, ValueError):
             raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
-    if not -_BEYOND < value < _BEYOND:
+    if not _BELOW < value < _BEYOND:
         raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
     if least is not None and value < least:
         raise RuntimeError(f"{name}: expected a value >= {least}, got {value}")
@@ -160,7 +151,7 @@ def number(name, value):
     if type(value) is float:
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
-        _refuse_gradient(name, value)
+        _reject_gradient(name, value)
         return float(value)
     if value is not None and not isinstance(value, (str, bytes, Tensor)):
         try:
@@ -197,7 +188,7 @@ def window(window_size):
     if type(pair) is not tuple or len(pair) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {shown(window_size)}")
     left, right = pair
-    if type(left) is int and type(right) is int and -_BEYOND < left < _BEYOND and -_BEYOND < right < _BEYOND:
+    if type(left) is int and type(right) is int and _BELOW < left < _BEYOND and _BELOW < right < _BEYOND:
         return pair
     try:
         return integer("window_size", left), integer("window_size", right)

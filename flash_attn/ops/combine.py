@@ -1,4 +1,4 @@
-"""Merging partial results of attention: the call, its gradient, the operators `flash_attn_core::combine{,_out}`.
+"""Combining partial results of attention: the call, its gradient, the operators `flash_attn_core::combine{,_out}`.
 
 With weights w_i = exp(lse_i - lse), out = sum_i w_i out_i and lse = log sum_i exp(lse_i) have the derivatives
 d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i = w_i.
@@ -8,7 +8,7 @@ import torch
 
 from flash_attn import backends
 from flash_attn.ops import arguments, context
-from flash_attn.ops.calls import _rows_contiguous
+from flash_attn.ops.calls import rows_contiguous
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -34,7 +34,7 @@ def _call(out_partial, lse_partial, out, out_dtype):
         context.check_writable(("out",), (given,))
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
-    out, lse = backends.of(out_partial, "out_partial").combine(_rows_contiguous(out_partial), lse_partial, out)
+    out, lse = backends.of(out_partial, "out_partial").combine(rows_contiguous(out_partial), lse_partial, out)
     if given is not None:
         context.written((given,))
     return out, lse
@@ -58,25 +58,26 @@ def _into_fake(out_partial, lse_partial, out):
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], *output)
+    out_partial, lse_partial, _ = inputs
+    ctx.save_for_backward(out_partial, lse_partial, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    """Gradients of out_partial and lse_partial; 0 for the parts that saw no key, whatever they hold."""
+    """Gradients of out_partial and lse_partial; 0 for the splits that mask a row fully, whatever they hold."""
     out_partial, lse_partial, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return None, None, None
     dtype = lse_partial.dtype
-    live = ~lse_partial.isinf()
-    exponent = torch.where(live, lse_partial - lse, 0.0)
-    weights = torch.where(live, exponent.exp(), 0.0)
+    valid = ~lse_partial.isinf()
+    exponent = torch.where(valid, lse_partial - lse, 0.0)
+    weights = torch.where(valid, exponent.exp(), 0.0)
     dpartial = dlse_partial = None
     if dout is not None:
         dout = dout.to(dtype)
         dpartial = (weights.unsqueeze(-1) * dout).to(out_partial.dtype)
-        parts = torch.where(live.unsqueeze(-1), out_partial.to(dtype), 0.0)
-        dlse_partial = weights * ((parts - out.to(dtype)) * dout).sum(-1)
+        partial = torch.where(valid.unsqueeze(-1), out_partial.to(dtype), 0.0)
+        dlse_partial = weights * ((partial - out.to(dtype)) * dout).sum(-1)
     if dlse is not None:
         from_lse = weights * dlse
         dlse_partial = from_lse if dlse_partial is None else dlse_partial + from_lse

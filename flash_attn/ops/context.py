@@ -12,6 +12,7 @@ from torch.utils._device import DeviceContext
 
 _is_compiling = torch.compiler.is_compiling
 is_tracing = torch._C._is_tracing
+transformed = torch._C._are_functorch_transforms_active  # a torch.func transform, whose tensors no backend can read
 _in_inference_mode = torch.is_inference_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -27,8 +28,10 @@ def survey(names, tensors):
     plain, requires_grad = True, False
     for x in tensors:
         if x is not None:
-            plain = plain and type(x) is Tensor
-            requires_grad = requires_grad or x.requires_grad
+            if type(x) is not Tensor:
+                plain = False
+            if x.requires_grad:
+                requires_grad = True
     needs_dispatch = (
         not plain
         or _is_compiling()
@@ -37,18 +40,13 @@ def survey(names, tensors):
         or (_function_modes() > 0 and _a_mode_watches())
     )
     if forward_ad._current_level >= 0:
-        refuse_tangents(names, tensors)
+        reject_tangents(names, tensors)
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
 def _a_mode_watches():
     """Whether a function mode is active that is not a default device, which only redirects factory functions."""
     return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
-
-
-def transformed():
-    """Whether a torch.func transform is active, whose tensors no backend can read."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def decomposes():
@@ -59,7 +57,7 @@ def decomposes():
 _NO_JVP = "flash_attn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)"
 
 
-def refuse_tangents(names, tensors):
+def reject_tangents(names, tensors):
     """Raise NotImplementedError for a tensor with a forward-mode tangent, which would be lost."""
     if forward_ad._current_level < 0:
         return
@@ -72,14 +70,14 @@ def refuse_tangents(names, tensors):
             raise NotImplementedError(f"{name}: expected a tensor without forward-mode tangent, got one: {_NO_JVP}")
 
 
-def refuse_forward_mode(operator):
+def reject_forward_mode(operator):
     """Raise NotImplementedError within forward-mode differentiation: an operator's implementation sees no tangents."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(f"{operator}: expected a call outside of forward-mode differentiation: {_NO_JVP}")
 
 
 def check_writable(names, tensors):
-    """Raise RuntimeError for one (some None) that torch's in-place operations refuse here, whatever its gradient."""
+    """Raise RuntimeError for one (some None) that torch's in-place operations reject here, whatever its gradient."""
     if _is_compiling() or _in_inference_mode():
         return
     for i, x in enumerate(tensors):

@@ -8,132 +8,113 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 import torch
 
 from flash_attn.ops import calls, context
-
-_FORWARD_SCHEMA = (
-    "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
-    "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, bool return_softmax, bool return_max_logit, bool batch_invariant=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_BACKWARD_SCHEMA = (
-    "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, Tensor rng_state, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, bool batch_invariant=False) -> Tensor[]"
-)
-_KVCACHE_SCHEMA = (
-    "(Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
-    "Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, float softmax_scale, bool causal, SymInt window_left, "
-    "SymInt window_right, float softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant) "
-    "-> (Tensor, Tensor)"
-)
-_PLAN_SCHEMA = (
-    "(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, SymInt seqlen_q, SymInt seqlen_new, "
-    "SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, bool causal, SymInt window_left, "
-    "SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
+from flash_attn.ops.attention_args import (
+    ATTENTION_INPUTS,
+    BACKWARD_INPUTS,
+    KVCACHE_INPUTS,
+    AttentionArgs,
+    AttentionBackwardArgs,
+    KvCacheArgs,
+    KvCachePlanArgs,
+    attention_gradients,
+    saved_for_backward,
+    schema,
 )
 
-# The arguments that may have gradients, by name.
-_INPUTS = ("q", "k", "v", "sinks")
-_BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")
-_KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "out")
-
-_library = torch.library.Library("flash_attn_core", "DEF")
+_NAMESPACE = "flash_attn_core"
+_library = torch.library.Library(_NAMESPACE, "DEF")
 _forward_op = _backward_op = None  # set by _register_attention
 
 
-def attention(*args):
+def attention(args: AttentionArgs):
     """`calls.forward`, differentiable in q, k, v and sinks, whatever is tracing or transforming the call."""
-    needs_dispatch, differentiating = context.survey(_INPUTS, (args[0], args[1], args[2], args[9]))
+    inputs = args.differentiable()
+    needs_dispatch, differentiating = context.survey(ATTENTION_INPUTS, inputs)
     if needs_dispatch:
         return _forward_op(*args)
     if context.transformed():
         return _TransformedAttention.apply(*args)
     if differentiating:
-        return _Attention.apply(*args)
-    return calls.forward(*args)
+        return _Attention.apply(args, *inputs)
+    return calls.forward(args)
 
 
-def kvcache_attention(*args):
+def kvcache_attention(args: KvCacheArgs):
     """`calls.kvcache_forward`; not differentiable: a backward through it raises an error."""
-    out, appends = args[12], args[3] is not None
-    needs_dispatch, differentiating = context.survey(_KVCACHE_INPUTS, (*args[:5], out))
+    out, appends = args.out, args.k is not None
+    needs_dispatch, differentiating = context.survey(KVCACHE_INPUTS, args.differentiable())
     if differentiating:
         if out is not None:
             raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
         if appends and not torch.compiler.is_compiling():
-            context.overwrite("k_cache", args[1])
-            context.overwrite("v_cache", args[2])
+            context.overwrite("k_cache", args.k_cache)
+            context.overwrite("v_cache", args.v_cache)
     if differentiating or needs_dispatch or context.transformed():
         new_out, lse = (_kvcache_append_op if appends else _kvcache_op)(*args)
         return (new_out if out is None else out), lse
-    return calls.kvcache_forward(*args)
+    return calls.kvcache_forward(args)
 
 
-def update_kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes):
+def update_kvcache_plan(args: KvCachePlanArgs):
     """`calls.kvcache_plan` in place."""
-    if context.survey(("cache_seqlens",), (cache_seqlens,))[0]:
-        _kvcache_plan_op(cache_seqlens, cache_leftpad, plan, *sizes)
+    if context.survey(("cache_seqlens",), (args.cache_seqlens,))[0]:
+        _kvcache_plan_op(*args)
     else:
-        calls.kvcache_plan(cache_seqlens, cache_leftpad, plan, *sizes)
+        calls.kvcache_plan(args)
 
 
-def _five_results(forward):
-    """The operator has a fixed number of results: a max_logit that is not wanted is empty."""
-
-    def padded(q, *args):
-        results = forward(q, *args)
-        return results if len(results) == 5 else (*results, results[1].new_empty(0))
-
-    return padded
-
-
-def _setup_context(ctx, inputs, output):
+def _save(ctx, args, output):
+    """What the backward needs of a forward."""
     out, lse, dmask, rng_state, *max_logit = output
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *key_layout, alibi_slopes, sinks = inputs[:10]
-    ctx.save_for_backward(q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
-    ctx.config = (*inputs[10:19], inputs[21])
-    ctx.key_layout = [
-        name for name, x in zip(("seqused_k", "leftpad_k", "block_table"), key_layout) if x is not None
-    ]  # fmt: skip
+    tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
+    ctx.save_for_backward(*tensors)
+    ctx.forward_only = args.forward_only()
     ctx.mark_non_differentiable(dmask, rng_state, *max_logit)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse, *_):
-    if ctx.key_layout:
-        raise NotImplementedError(f"{ctx.key_layout[0]}: expected None in training, got a tensor: it has no backward")
-    saved = ctx.saved_tensors
-    q, k, v, out = saved[:4]
+def _input_gradients(ctx, dout, dlse):
+    """The gradients of ATTENTION_INPUTS, None for those that are not given."""
+    if ctx.forward_only is not None:
+        raise NotImplementedError(f"{ctx.forward_only}: expected None in training, got a tensor: it has no backward")
     if dout is None and dlse is None:
-        return (None,) * 22
+        return (None,) * len(ATTENTION_INPUTS)
+    args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)
     if dout is None:
-        dout = torch.zeros_like(out)
-    grads = iter(_attention_backward(dout, dlse, *saved, *ctx.config))
-    dq, dk, dv, dsinks = (None if x is None else next(grads) for x in (q, k, v, saved[9]))
-    return (dq, dk, dv, *(None,) * 6, dsinks, *(None,) * 12)
+        args = args._replace(dout=torch.zeros_like(args.out))
+    grads = iter(_attention_backward(args))
+    return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
 
 
-def _attention_backward(*args):
-    if context.survey(_BACKWARD_INPUTS, args[:5])[0]:
+def _attention_backward(args: AttentionBackwardArgs):
+    if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
         return _AttentionBackward.apply(*args)
-    return calls.backward(*args)
+    return calls.backward(args)
+
+
+def _setup_context(ctx, inputs, output):
+    _save(ctx, AttentionArgs(*inputs), output)
+
+
+def _backward(ctx, dout, dlse, *_):
+    return attention_gradients(_input_gradients(ctx, dout, dlse))
 
 
 class _Attention(torch.autograd.Function):
     """The eager path: what the registered operator does, without its dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):
-        output = calls.forward(*args)
-        _setup_context(ctx, args, output)
+    def forward(ctx, args, *inputs):
+        """inputs: args.differentiable(), where autograd sees them."""
+        output = calls.forward(args)
+        _save(ctx, args, output)
         return output
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx, dout, dlse, *_):
+        return (None, *_input_gradients(ctx, dout, dlse))
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -141,18 +122,18 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return calls.forward(*args)
+        return calls.forward(AttentionArgs(*args))
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward under create_graph: gradients that refuse to be differentiated once more."""
+    """The backward under create_graph: gradients that cannot be differentiated once more."""
 
     @staticmethod
     def forward(*args):
-        return tuple(calls.backward(*args))
+        return tuple(calls.backward(AttentionBackwardArgs(*args)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -160,52 +141,78 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_double_backward(ctx, *grads)
+        _reject_double_backward(ctx, *grads)
 
 
-def _refuse_double_backward(ctx, *grads):
+def _reject_double_backward(ctx, *grads):
     raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
+
+
+def _takes(record, function):
+    """`function` of a record as an operator calls it: with the fields by position."""
+    return lambda *args: function(record(*args))
+
+
+def _five_results(forward):
+    """The operator has a fixed number of results: a max_logit that is not wanted is empty."""
+
+    def padded(args):
+        out, lse, *results = forward(args)
+        return (out, lse, *results) if args.return_max_logit else (out, lse, *results, lse.new_empty(0))
+
+    return _takes(AttentionArgs, padded)
+
+
+def _register(name, record, returns, function, fake, tags=()):
+    """The functional operator `name` over the fields of a record."""
+    # The compliant tag lets compilers trust the fake.
+    _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 def _register_attention():
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
-    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
-    _library.define(_FORWARD_SCHEMA, tags=tags)
-    _library.define(_BACKWARD_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl("fwd", _five_results(calls.forward), "CompositeExplicitAutograd")
-    _library.impl("bwd", calls.backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("flash_attn_core::fwd", _five_results(calls.forward_fake), lib=_library)
-    torch.library.register_fake("flash_attn_core::bwd", calls.backward_fake, lib=_library)
-    torch.library.register_autograd("flash_attn_core::fwd", _backward, setup_context=_setup_context, lib=_library)
-    torch.library.register_autograd("flash_attn_core::bwd", _refuse_double_backward, lib=_library)
-    _forward_op = torch.ops.flash_attn_core.fwd.default
-    _backward_op = torch.ops.flash_attn_core.bwd.default
+    _forward_op = _register(
+        "fwd", AttentionArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _five_results(calls.forward),
+        _five_results(calls.forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
+    )  # fmt: skip
+    _backward_op = _register(
+        "bwd", AttentionBackwardArgs, "Tensor[]", _takes(AttentionBackwardArgs, calls.backward),
+        _takes(AttentionBackwardArgs, calls.backward_fake),
+    )  # fmt: skip
+    torch.library.register_autograd(
+        f"{_NAMESPACE}::fwd", _backward, setup_context=_setup_context, lib=_library
+    )  # fmt: skip
+    torch.library.register_autograd(f"{_NAMESPACE}::bwd", _reject_double_backward, lib=_library)
 
 
-def _register_kvcache(name, caches):
-    """The operator over a KV cache; caches: those of its arguments that it writes beside out and plan."""
-    marks = ("(a!)", "(b!)") if caches else ("", "")
+def _register_writing(name, record, returns, function, fake, written):
+    """The operator `name` over the fields of a record that writes those of `written`: see `schema`."""
     op = torch.library.custom_op(
-        f"flash_attn_core::{name}",
-        calls.kvcache_operator,
-        mutates_args=(*caches, "out", "plan"),
-        schema=_KVCACHE_SCHEMA.format(*marks),
+        f"{_NAMESPACE}::{name}",
+        _takes(record, function),
+        mutates_args=tuple(written),
+        schema=schema(record, returns, written),
     )
-    op.register_fake(calls.kvcache_operator_fake)
-    return getattr(torch.ops.flash_attn_core, name).default
+    op.register_fake(_takes(record, fake))
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
-def _register_plan():
-    def update(*args):
-        calls.kvcache_plan(*args)
+def _register_kvcache(name, written):
+    functions = calls.kvcache_operator, calls.kvcache_operator_fake
+    return _register_writing(name, KvCacheArgs, "(Tensor, Tensor)", *functions, written)
 
-    op = torch.library.custom_op("flash_attn_core::kvcache_plan", update, mutates_args=("plan",), schema=_PLAN_SCHEMA)
-    op.register_fake(lambda *args: None)
-    return torch.ops.flash_attn_core.kvcache_plan.default
+
+def _fill_plan(args):
+    calls.kvcache_plan(args)  # an operator that writes its argument must not return it
 
 
 _register_attention()
-_kvcache_op = _register_kvcache("kvcache_fwd", ())
-_kvcache_append_op = _register_kvcache("kvcache_append_fwd", ("k_cache", "v_cache"))
-_kvcache_plan_op = _register_plan()
+_kvcache_op = _register_kvcache("kvcache_fwd", {"out": "c", "plan": "d"})
+_kvcache_append_op = _register_kvcache("kvcache_append_fwd", {"k_cache": "a", "v_cache": "b", "out": "c", "plan": "d"})
+_kvcache_plan_op = _register_writing(
+    "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
+)  # fmt: skip

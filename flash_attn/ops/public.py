@@ -12,8 +12,36 @@ from torch import Tensor
 
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import calls, context
+from flash_attn.ops.attention_args import DENSE, AttentionArgs, AttentionBackwardArgs, Sequences
 
 _NAMESPACE = "flash_attn"
+
+
+def _forward_args(
+    q, k, v, sequences, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    return AttentionArgs(
+        q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k,
+        seqused_k=sequences.seqused_k, leftpad_k=sequences.leftpad_k, block_table=sequences.block_table,
+        alibi_slopes=alibi_slopes, sinks=None, max_seqlen_q=sequences.max_seqlen_q,
+        max_seqlen_k=sequences.max_seqlen_k, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_left=window_left, window_right=window_right, softcap=softcap, deterministic=False,
+        return_softmax=return_softmax, return_max_logit=False, batch_invariant=is_batch_invariant(),
+    )  # fmt: skip
+
+
+def _backward_args(
+    dout, q, k, v, out, lse, sequences, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
+    alibi_slopes, deterministic, rng_state,
+):  # fmt: skip
+    return AttentionBackwardArgs(
+        dout=dout, dlse=None, q=q, k=k, v=v, out=out, lse=lse, rng_state=rng_state,
+        cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k, alibi_slopes=alibi_slopes,
+        sinks=None, max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k, dropout_p=dropout_p,
+        softmax_scale=softmax_scale, causal=causal, window_left=window_left, window_right=window_right,
+        softcap=softcap, deterministic=deterministic, batch_invariant=is_batch_invariant(),
+    )  # fmt: skip
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::_flash_attn_forward", mutates_args=())
@@ -31,10 +59,12 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense forward -> (out, lse (b, h, sq), S_dmask, rng_state int64 (2,)). Shapes as in `flash_attn_func`."""
-    context.refuse_forward_mode("_flash_attn_forward")
+    context.reject_forward_mode("_flash_attn_forward")
     return calls.forward(
-        q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, False, return_softmax, False, is_batch_invariant(),
+        _forward_args(
+            q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, return_softmax,
+        )
     )  # fmt: skip
 
 
@@ -44,8 +74,10 @@ def _(
     return_softmax,
 ):  # fmt: skip
     return calls.forward_fake(
-        q, k, v, None, None, None, None, None, alibi_slopes, None, 0, 0, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, False, return_softmax, False,
+        _forward_args(
+            q, k, v, DENSE, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, return_softmax,
+        )
     )  # fmt: skip
 
 
@@ -77,11 +109,15 @@ def _flash_attn_varlen_forward(
     zero_tensors and num_splits are accepted for compatibility: every output row is written in any case, and the
     number of splits does not change the result.
     """
-    context.refuse_forward_mode("_flash_attn_varlen_forward")
+    context.reject_forward_mode("_flash_attn_varlen_forward")
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )  # fmt: skip
     return calls.forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
-        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax, False, is_batch_invariant(),
+        _forward_args(
+            q, k, v, sequences, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, return_softmax,
+        )
     )  # fmt: skip
 
 
@@ -91,10 +127,14 @@ def _(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )  # fmt: skip
     return calls.forward_fake(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, None, max_seqlen_q,
-        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
-        return_softmax, False,
+        _forward_args(
+            q, k, v, sequences, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, return_softmax,
+        )
     )  # fmt: skip
 
 
@@ -120,12 +160,12 @@ def _flash_attn_backward(
     rng_state: Optional[Tensor] = None,
 ) -> Tensor:
     """Dense backward into the given dq, dk, dv, of any strides -> softmax_d (b, h, round_up(sq, 128))."""
-    context.refuse_forward_mode("_flash_attn_backward")
-    return calls.backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, alibi_slopes, 0, 0, dropout_p, softmax_scale,
-        causal, window_size_left, window_size_right, softcap, deterministic, rng_state,
-        batch_invariant=is_batch_invariant(),
+    context.reject_forward_mode("_flash_attn_backward")
+    args = _backward_args(
+        dout, q, k, v, out, softmax_lse, DENSE, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
+    return calls.backward_into(args, dq, dk, dv)
 
 
 @_flash_attn_backward.register_fake
@@ -163,12 +203,13 @@ def _flash_attn_varlen_backward(
 
     zero_tensors is accepted for compatibility: rows that belong to no sequence are written as 0 in any case.
     """
-    context.refuse_forward_mode("_flash_attn_varlen_backward")
-    return calls.backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
-        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic,
-        rng_state, batch_invariant=is_batch_invariant(),
+    context.reject_forward_mode("_flash_attn_varlen_backward")
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    args = _backward_args(
+        dout, q, k, v, out, softmax_lse, sequences, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
+    return calls.backward_into(args, dq, dk, dv)
 
 
 @_flash_attn_varlen_backward.register_fake

@@ -28,7 +28,7 @@ class InferenceParams:
     key_value_memory_dict: dict = field(default_factory=dict)
     lengths_per_sample: torch.Tensor | None = None
 
-    def reset(self, max_seqlen, max_batch_size):
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Begin a new generation with the same caches."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size

@@ -11,7 +11,7 @@ from flash_attn.dropout import (
     dropout_mask,
     dropout_streams,
     dropout_threshold,
-    keep_block,
+    keep_mask,
     keep_scale,
     philox4x32,
 )
@@ -101,7 +101,7 @@ def test_mask_follows_its_definition(seed, offset):
 def test_any_block_is_a_slice_of_the_whole(rows, cols):
     whole = dropout_mask(state(99, 3), 0.4, 4, 6, 100, 130)
     streams = dropout_streams(99, 3, range(1, 3), range(2, 6))
-    block = keep_block(streams, *rows, *cols, dropout_threshold(0.4))
+    block = keep_mask(streams, *rows, *cols, dropout_threshold(0.4))
     assert torch.equal(block, whole[1:3, 2:6, slice(*rows), slice(*cols)])
 
 
@@ -194,7 +194,7 @@ def test_both_columns_of_a_word_are_independent():
     """All bits of the uniforms: every 5-bit cell of (even, odd) is as full as it should be."""
     thresholds = [t << 27 for t in range(1, 16)]  # multiples of a 32nd, up to a half
     streams = dropout_streams(33, 0, range(1), range(2))
-    below = torch.stack([~keep_block(streams, 0, 512, 0, 2048, t) for t in (*thresholds, 2**31)])
+    below = torch.stack([~keep_mask(streams, 0, 512, 0, 2048, t) for t in (*thresholds, 2**31)])
     level = 16 - below.sum(0)  # 0 .. 15: the cell; 16: not below a half
     even, odd = level[..., 0::2].flatten(), level[..., 1::2].flatten()
     share = torch.tensor([1 / 32] * 16 + [0.5], dtype=torch.double)

@@ -64,8 +64,11 @@ constexpr int cudaErrorNotSupported = 801;
 namespace flash {
 enum class Dtype { kFp16, kBf16 };
 struct Flash_fwd_params {};
+namespace plan {
+struct FwdPlan {};
+}  // namespace plan
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 const char* kernel_build_info();
 }  // namespace flash
 """
@@ -208,7 +211,8 @@ def test_the_wgmma_family_is_stubbed_where_its_architecture_is_not_built():
         selected = kernel_manifest.select(files, ["64"], ["bf16"], archs)
         left_out = [f for f in files if f not in selected]
         text = kernel_manifest.manifest_source({}, "0" * 64, left_out)
-        stub = "cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>(const Flash_fwd_split_params&, cudaStream_t)"
+        parameters = "const Flash_fwd_split_params&, const plan::FwdPlan&, cudaStream_t"
+        stub = f"cudaError_t run_mha_fwd_wgmma_<Dtype::kBf16, 64>({parameters})"
         assert (stub in text) == ("90" not in archs)
         assert "run_mha_fwd_wgmma_<Dtype::kBf16, 192, 128>(" in text
         assert text.count("return cudaErrorNotSupported;") == len(left_out)
@@ -233,7 +237,8 @@ def stand_in(tmp_path, monkeypatch):
     for name, dtype in kernel_manifest.DTYPES.items():
         (instantiations / f"flash_fwd_hdim64_{name}_sm80.cu").write_text(
             f'#include "params/flash.h"\ntemplate <>\n'
-            f"int flash::run_mha_fwd_<flash::Dtype::{dtype}, 64>(const Flash_fwd_params&, void*) {{ return 0; }}\n"
+            f"int flash::run_mha_fwd_<flash::Dtype::{dtype}, 64>(const Flash_fwd_params&, const plan::FwdPlan&, void*) "
+            f"{{ return 0; }}\n"
         )
     cutlass = tmp_path / "cutlass" / "include" / "cutlass"
     cutlass.mkdir(parents=True)
@@ -280,8 +285,8 @@ def test_archive_of_a_subset_links_and_tells_what_it_holds(stand_in, tmp_path, c
     user = tmp_path / "user.cpp"
     user.write_text(
         '#include <cstdio>\n#include "params/flash.h"\nusing namespace flash;\nint main() {\n'
-        "  const int kernel = run_mha_fwd_<Dtype::kFp16, 64>({}, nullptr);\n"
-        "  const int stub = run_mha_fwd_<Dtype::kBf16, 64>({}, nullptr);\n"
+        "  const int kernel = run_mha_fwd_<Dtype::kFp16, 64>({}, {}, nullptr);\n"
+        "  const int stub = run_mha_fwd_<Dtype::kBf16, 64>({}, {}, nullptr);\n"
         '  std::printf("%d %d %s\\n", kernel, stub, kernel_build_info());\n}\n'
     )
     program = tmp_path / "user"
@@ -409,7 +414,7 @@ def compiler_dependencies(files):
 def test_the_digest_covers_what_the_compiler_reads():
     files = [*(f.path for f in kernel_manifest.kernel_files(CSRC)), *kernel_manifest.pass_files(CSRC)]
     covered = set(kernel_manifest.shared_sources(CSRC))
-    assert {CSRC / "plan" / name for name in ("grid.h", "kvcache.h", "tiles.h")} <= covered
+    assert {CSRC / "plan" / name for name in ("grid.h", "decode_plan.h", "tiles.h")} <= covered
     read = compiler_dependencies(files)
     assert CSRC / "plan" / "grid.h" in read
     assert read <= covered

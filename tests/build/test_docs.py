@@ -11,6 +11,7 @@ The convention, for docs/**/*.md, README.md, CONTRIBUTING.md, SECURITY.md and ex
 - relative links lead to files, and to headings or `<a id="...">` where they state one.
 docs/tuning/log is closed and keeps the names of its commits: of it only the links are checked.
 Names of other packages (OTHER_PACKAGES) and files of CUDA (EXTERNAL) are not checked.
+test_docs_facts.py checks the tables that count.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT_DOCUMENTS, *(ROOT / "e
 TUNING = ROOT / "docs" / "tuning"
 LOG = TUNING / "log"
 TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "triton")
+PAGES = ("how_it_works", "hopper", "design", "semantics", "build", "glossary")
 COLUMNS = ["version", "change", "predicted", "measured, worst", "verdict", "commit, GPU"]
 BASES = ("", "csrc/flash_attn", "csrc/flash_attn/kernels", "flash_attn")
 SOURCE_FOLDERS = ("csrc", "flash_attn", "tests", "benchmarks", "examples", "tools", ".ci")
@@ -42,6 +44,7 @@ IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*")
 CALL = re.compile(r"([A-Za-z_][\w:.]*)\(\)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PLACE = re.compile(r'<a id="([^"]+)"></a>')
+GENERATED_BLOCK = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 
 
 @cache
@@ -245,10 +248,14 @@ def test_each_finding_has_a_figure_and_a_link():
         assert re.search(r"\d → \d|\d\.\d{2}", LINK.sub("", rule)), f"finding {number} has no figure"
 
 
-@pytest.mark.parametrize("name", ["README", "findings", *TABLES, "log/README"])
-def test_lines_of_the_tuning_documents_are_short(name):
-    path = TUNING / f"{name}.md"
-    assert [line for line in prose(path.read_text(encoding="utf-8")) if len(line) > 120] == []
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "examples/minimal/README.md", *(f"docs/{name}.md" for name in PAGES)]
+    + [f"docs/tuning/{name}.md" for name in ("README", "findings", *TABLES, "log/README")],
+)
+def test_lines_of_prose_are_short(name):
+    text = GENERATED_BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    assert [line for line in prose(text) if len(line) > 120] == []
 
 
 @pytest.mark.parametrize("path", sorted(LOG.glob("*.md")), ids=lambda path: path.name)

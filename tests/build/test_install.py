@@ -309,7 +309,7 @@ def test_cpu_only_wheel(tree, knob):
         names = archive.namelist()
         identity = json.loads(archive.read("flash_attn/_build_info.json"))
         metadata = archive.read("flash_attn-2.8.3.dist-info/METADATA").decode()
-    assert "flash_attn/flash_attn_interface.py" in names
+    assert "flash_attn/flash_attn_interface.py" in names and "flash_attn/py.typed" in names
     assert not [n for n in names if n.endswith(".so") or n.endswith("removed.py")]
     assert not [n for n in names if n.split("/")[0] not in ("flash_attn", "flash_attn-2.8.3.dist-info")]
     assert identity["backends"] == ["cpu"]

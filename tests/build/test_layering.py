@@ -122,11 +122,11 @@ def test_environment_is_read_under_the_gil():
     readers = {
         p.relative_to(CSRC).as_posix(): len(re.findall(r"getenv", p.read_text(encoding="utf-8"))) for p in SOURCES
     }
-    assert {name: count for name, count in readers.items() if count} == {"api/run_fwd.h": 1}
+    assert {name: count for name, count in readers.items() if count} == {"api/environment.h": 2}
     binding = (CSRC / "flash_api.cpp").read_text(encoding="utf-8")
     assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
     guard = re.search(r"struct CallGuard \{(.*?)\};", binding, re.DOTALL).group(1)
-    assert guard.index("ForcedFamily") < guard.index("py::gil_scoped_release")
+    assert guard.index("CallEnvironment") < guard.index("py::gil_scoped_release")
     assert binding.count("py::call_guard<CallGuard>()") == binding.count("m.def(") - 1  # build_info needs none
 
 

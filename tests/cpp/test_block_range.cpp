@@ -307,7 +307,7 @@ void check_all_small_problems() {
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
                 check_unmasked_first(range, row, row_end, block_n);
                 check_orders(range, block_n);
-                const int apart = flash::max_unmasked_blocks(visibility.window, seqlen_k, block_m, block_n);
+                const int apart = flash::max_unmasked_blocks(visibility.window, block_m, block_n);
                 const bool is_short = row_end < row + block_m, is_open = left == kUnbounded || right == kUnbounded;
                 check::that(is_short || is_open || range.unmasked_end - range.unmasked_begin <= apart,
                             "most unmasked blocks", range.unmasked_begin, range.unmasked_end, apart, left, right);
@@ -338,7 +338,7 @@ void check_first_loads() {
     const int block_m = tile[0], block_n = tile[1];
     for (int left : {512, 1000, 1023, 2048, 4096}) {
       const Visibility visibility{kRows, kRows, Window{left, 0}};
-      const int apart = flash::max_unmasked_blocks(visibility.window, kRows, block_m, block_n);
+      const int apart = flash::max_unmasked_blocks(visibility.window, block_m, block_n);
       int previous = -1, changes = 0, m_blocks = 0;
       for (int row = left; row + block_m <= kRows; row += block_m, ++m_blocks) {
         flash::KvBlockOrder order{flash::block_range(visibility, row, row + block_m, block_n)};

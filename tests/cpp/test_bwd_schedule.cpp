@@ -56,26 +56,34 @@ void check_width() {
 
 // What was measured on an H200 (docs/tuning/bwd_sm90.md), and the limits of the kernel.
 void check_shared_dq() {
-  using flash::plan::BwdShape;
-  using flash::plan::prefers_dq_in_smem;
-  const BwdShape shape{false, true, 32, 32, 32, 512, 512, 64, 132};
+  using flash::plan::BwdProblem;
+  using flash::plan::Device;
+  BwdProblem shape;
+  shape.batch = shape.heads = shape.heads_k = 32;
+  shape.seqlen_q = shape.seqlen_k = 512;
+  shape.head_dim = shape.head_dim_v = 64;
+  Device device;
+  device.multiprocessors = 132;
+  const auto prefers_dq_in_smem = [&device](const BwdProblem& problem) {
+    return flash::plan::prefers_dq_in_smem(problem, device);
+  };
   auto changed = [&](auto change) {
-    BwdShape other = shape;
+    BwdProblem other = shape;
     change(other);
     return prefers_dq_in_smem(other);
   };
   check::that(prefers_dq_in_smem(shape), "short sequences");
-  check::that(changed([](BwdShape& s) { s.seqlen_k = 5000; }), "as many keys as there are");
-  check::that(changed([](BwdShape& s) { s.batch = 4, s.heads = s.heads_k = 33; }), "one head each");
-  check::that(!changed([](BwdShape& s) { s.seqlen_q = 513; }), "rows");
-  check::that(!changed([](BwdShape& s) { s.seqlen_q = 0; }), "no rows");
-  check::that(!changed([](BwdShape& s) { s.seqlen_k = 0; }), "no keys");
-  check::that(!changed([](BwdShape& s) { s.heads_k = 8; }), "groups");
-  check::that(!changed([](BwdShape& s) { s.head_dim = 65; }), "head dim");
-  check::that(!changed([](BwdShape& s) { s.is_varlen = true; }), "packed");
-  check::that(!changed([](BwdShape& s) { s.is_plain = false; }), "modifiers");
-  check::that(!changed([](BwdShape& s) { s.batch = 1; }), "idle multiprocessors");
-  check::that(!changed([](BwdShape& s) { s.batch = 1, s.heads = s.heads_k = 133; }), "a second round for one head");
+  check::that(changed([](BwdProblem& s) { s.seqlen_k = 5000; }), "as many keys as there are");
+  check::that(changed([](BwdProblem& s) { s.batch = 4, s.heads = s.heads_k = 33; }), "one head each");
+  check::that(!changed([](BwdProblem& s) { s.seqlen_q = 513; }), "rows");
+  check::that(!changed([](BwdProblem& s) { s.seqlen_q = 0; }), "no rows");
+  check::that(!changed([](BwdProblem& s) { s.seqlen_k = 0; }), "no keys");
+  check::that(!changed([](BwdProblem& s) { s.heads_k = 8; }), "groups");
+  check::that(!changed([](BwdProblem& s) { s.head_dim = 65; }), "head dim");
+  check::that(!changed([](BwdProblem& s) { s.is_varlen = true; }), "packed");
+  check::that(!changed([](BwdProblem& s) { s.has_dropout = true; }), "modifiers");
+  check::that(!changed([](BwdProblem& s) { s.batch = 1; }), "idle multiprocessors");
+  check::that(!changed([](BwdProblem& s) { s.batch = 1, s.heads = s.heads_k = 133; }), "a second round for one head");
 }
 
 void check_running() {

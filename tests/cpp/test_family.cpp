@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "plan/family.h"
+#include "plan/sm90_smem.h"
 #include "plan/tiles.h"
 
 namespace {
@@ -158,34 +159,21 @@ void check_backward_choice() {
   }
 }
 
-// K, V, stages of Q and dO, two dS, dQ in fp32 (where consumers have keys of their own), the statistics of the stages
-// and the words from which dropout draws; beside a dQ group K, V and dQ twice, and dK and dV. The sanitizers need some
-// of the rest.
+constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // of which the sanitizers need some
+
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
-  constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;
-  const bool stages_dq = tile.block_n == 128 || tile.head_dim_v > 0;
-  const bool has_dq_warpgroup = flash::plan::has_dq_warpgroup(tile);
-  const int dq_bytes = stages_dq ? (has_dq_warpgroup ? 2 : 1) * 4 * tile.block_m * tile.head_dim : 0;
-  const int key_rows = (has_dq_warpgroup ? 3 : 1) * tile.block_n;
-  const int bytes = 2 * (tile.head_dim + tile.value_dim()) * (key_rows + tile.stages * tile.block_m) +
-                    2 * 2 * tile.block_m * tile.block_n + dq_bytes +
-                    tile.stages * ((2 * 4 + 8) * tile.block_m + 2 * tile.block_n);
+  const int bytes = flash::plan::sm90_bwd_smem_bytes(tile, true, false, flash::Dtype::kBf16);
   check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);
   check::that((tile.block_n == 128 || tile.block_n == 64) && tile.block_m == 64, "two consumers", tile.head_dim);
 }
 
-// The same with dQ of all rows, and no bytes to spare for the sanitizers.
+// With dQ of all rows there are no bytes to spare for the sanitizers.
 void check_shared_dq_tile() {
-  constexpr flash::plan::Sm90BwdTile tile = flash::plan::kSm90SharedDqTile;
-  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 512;
-  const int bytes = 2 * tile.head_dim * (2 * tile.block_n + 2 * tile.stages * tile.block_m) +
-                    2 * 2 * tile.block_m * tile.block_n + 4 * flash::plan::kSharedDqRows * tile.head_dim +
-                    2 * 4 * tile.stages * tile.block_m;
-  check::that(bytes + kBarrierBytes <= kSmemBytes, "shared memory of the backward with dQ", bytes);
+  const int bytes = flash::plan::sm90_bwd_smem_bytes(flash::plan::kSm90SharedDqTile, false, true, flash::Dtype::kBf16);
+  check::that(bytes <= kSmemBytes, "shared memory of the backward with dQ", bytes);
 }
 
-void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
-  constexpr int kSmemBytes = 227 * 1024, kBarrierBytes = 1024;  // of a team
+void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim, flash::plan::FwdVariant variant) {
   check::that(tile.head_dim == head_dim, "the head dims of both families are the same", tile.head_dim, head_dim);
   check::that(tile.block_m % 64 == 0 && tile.block_m >= 128 && tile.block_m <= 192, "two or three consumers", head_dim,
               tile.block_m);
@@ -194,9 +182,8 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim) {
   check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
   check::that(tile.consumer_groups == 1 || (tile.consumer_groups == 2 && tile.block_m == 128),
               "the loading warps serve two teams", head_dim);
-  const int team_bytes = flash::plan::sm90_fwd_tensor_bytes(tile) + kBarrierBytes;
-  check::that(tile.consumer_groups * team_bytes <= kSmemBytes, "shared memory", head_dim, tile.consumer_groups,
-              team_bytes);
+  const int bytes = flash::plan::sm90_fwd_smem_bytes(tile, variant, flash::Dtype::kBf16);
+  check::that(bytes <= kSmemBytes, "shared memory", head_dim, tile.consumer_groups, bytes);
 }
 
 void check_value_dims() {
@@ -225,19 +212,19 @@ int main() {
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   check_shared_dq_tile();
-  for (const auto& tiles : flash::plan::kSm90FwdTiles) {
-    int index = flash::plan::kSm90FirstHeadDim;
-    for (const flash::plan::Sm90FwdTile& tile : tiles) check_tile(tile, flash::plan::kFwdTiles[0][index++].head_dim);
+  using flash::plan::FwdVariant;
+  for (FwdVariant variant : {FwdVariant::kPlain, FwdVariant::kShort, FwdVariant::kDropout, FwdVariant::kScoreMod,
+                             FwdVariant::kMasked, FwdVariant::kOneWave}) {
+    for (int i = flash::plan::kSm90FirstHeadDim; i < flash::plan::kNumHeadDims; ++i) {
+      const int head_dim = flash::plan::kFwdTiles[0][i].head_dim;
+      const auto tile = flash::plan::sm90_fwd_tile(head_dim, variant);
+      check_tile(tile, head_dim, variant);
+      if (!flash::plan::sm90_splits_kv(variant)) continue;
+      check::that(tile.block_m == 128 && tile.consumer_groups == 1, "one of the tiles that the plan counts", head_dim);
+      check::that(flash::plan::sm90_reads_pages(tile, variant), "any call may be of one wave", head_dim);
+    }
   }
-  int one_wave = flash::plan::kSm90FirstHeadDim;
-  for (const flash::plan::Sm90FwdTile& tile : flash::plan::kSm90OneWaveTiles) {
-    check_tile(tile, flash::plan::kFwdTiles[0][one_wave++].head_dim);
-    check::that(tile.block_m == 128 && tile.consumer_groups == 1,
-                "one of the tiles that the plan counts, with a multiprocessor", tile.head_dim);
-    check::that(flash::plan::sm90_reads_pages(tile, flash::plan::FwdVariant::kOneWave), "pages", tile.head_dim);
-  }
-  check_tile(flash::plan::kSm90MaskedTile, 128);
-  check_tile(flash::plan::kSm90ValueDimTile, 192);
+  check_tile(flash::plan::kSm90ValueDimTile, 192, FwdVariant::kPlain);
   check_backward_tile(flash::plan::kSm90BwdValueDimTile);
   check_value_dims();
   for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {

@@ -1,12 +1,12 @@
-// Sharing out of the work on a KV cache: every block of every tile is done once, cuts are where they may be, partial
-// results have slots of their own, and the host's bounds hold.
+// The line of work on a KV cache: every block of every tile is done once, cuts are where they may be, and partial
+// results have slots of their own.
 #include <algorithm>
 #include <random>
 #include <set>
 #include <vector>
 
 #include "check.h"
-#include "plan/kvcache.h"
+#include "core/kv_schedule.h"
 
 namespace {
 
@@ -29,6 +29,19 @@ bool may_cut(const SplitPoints& split_points, const Tile& tile, int offset) {
   }
 }
 
+// The kernel's way to find a segment where tiles are cut anywhere or nowhere, in both widths.
+void check_free_segment(const SplitPoints& split_points, const Tile& tile, int64_t share, int index,
+                        const BlockSpan& expected) {
+  if (split_points.rule != SplitRule::kAnywhere && split_points.rule != SplitRule::kWhole) return;
+  const BlockSpan wide = flash::free_block_span(split_points, tile.count, tile.begin, share, index);
+  check::that(wide.from == expected.from && wide.to == expected.to, "free cuts", wide.from, expected.from, tile.count);
+  if (tile.begin + tile.count >= flash::kMostShortPlaces) return;
+  const BlockSpan narrow =
+      flash::free_block_span(split_points, tile.count, static_cast<int>(tile.begin), static_cast<int>(share), index);
+  check::that(narrow.from == expected.from && narrow.to == expected.to, "in 32 bits", narrow.from, expected.from,
+              tile.count, tile.begin, share, index);
+}
+
 void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share, int thread_blocks,
                 std::set<int>& slots) {
   int done = 0, parts = 0;
@@ -36,10 +49,7 @@ void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share
   const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
     const BlockSpan segment = flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
-    if (split_points.rule == SplitRule::kAnywhere) {
-      const BlockSpan same = flash::free_block_span(split_points.value, tile.count, tile.begin, share, index);
-      check::that(same.from == segment.from && same.to == segment.to, "free cuts", same.from, segment.from, tile.count);
-    }
+    check_free_segment(split_points, tile, share, index, segment);
     if (segment.empty()) continue;
     ++parts;
     check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
@@ -108,6 +118,24 @@ void check_line(std::mt19937& random) {
   }
 }
 
+// Lines as long as 32 bits allow, and beyond: no product or sum passes the type (-fsanitize=undefined).
+void check_long_lines(std::mt19937& random) {
+  auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
+  for (int i = 0; i < 20000; ++i) {
+    const int64_t total = flash::kMostShortPlaces - 1 - below(i % 2 ? 3 : 1 << 29) + (i % 3 == 0 ? 1 << 30 : 0);
+    const int thread_blocks = 1 + static_cast<int>(below(1000));
+    const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(64));
+    const int64_t most = total < 0x7fffffff ? total : 0x7fffffff;
+    const int count = static_cast<int>(1 + below(most));
+    const Tile tile{0, count, below(total - count + 1)};
+    const SplitPoints split_points{i % 5 ? SplitRule::kAnywhere : SplitRule::kWhole, static_cast<int>(below(1 << 20))};
+    // A stretch that begins beyond the line is never asked for its segments.
+    const int index = static_cast<int>(below((total - 1) / share + 1));
+    check_free_segment(split_points, tile, share, index,
+                       flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index));
+  }
+}
+
 void check_lengths() {
   for (int capacity : {0, 1, 96}) {
     for (int added : {0, 1, 5}) {
@@ -125,82 +153,6 @@ void check_lengths() {
   }
 }
 
-constexpr flash::plan::KvDevice kDevices[] = {
-    {132, 228 * 1024, 227 * 1024}, {108, 164 * 1024, 163 * 1024}, {84, 100 * 1024, 99 * 1024}};
-
-void check_plans() {
-  using namespace flash::plan;
-  for (const KvDevice& device : kDevices) {
-    for (int head_dim : {8, 64, 128, 192, 256}) {
-      for (int size = 0; size < kKvSizes; ++size) {
-        const KvTile tile = kv_tile(head_dim, size);
-        const KvResidency residency = kv_residency(tile, device.smem_per_sm, device.smem_per_block);
-        const int bytes = kv_smem_bytes(tile, residency.stages);
-        check::that(residency.stages >= 1, "a stage fits", head_dim, size, device.smem_per_sm);
-        check::that(bytes <= device.smem_per_block, "shared memory of a block", bytes);
-        check::that(residency.blocks_per_sm * (bytes + kReservedSmemBytes) <= device.smem_per_sm, "of all blocks",
-                    bytes, residency.blocks_per_sm);
-        check::that(tile.step == kv_tile(head_dim, 0).step, "all sizes take the same steps", head_dim, size);
-        check::that(tile.blocks_per_sm * kv_threads(tile) * 255 <= 65536 * 2, "register file", head_dim, size);
-        check::that(kRunKeys % kv_block_n(tile) == 0, "runs are whole blocks", head_dim);
-      }
-      for (int64_t rows : {1, 16, 17, 32, 33, 1000}) {
-        const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
-        const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
-        check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
-        check::that(kv_size_exists(head_dim, kv_tile_size(head_dim, rows)), "the size has a kernel", head_dim, rows);
-      }
-    }
-  }
-}
-
-// Any number of splits: more than there are key blocks are as many as there are, and the plan is the same.
-void check_many_splits() {
-  using namespace flash::plan;
-  for (const KvDevice& device : kDevices) {
-    for (int capacity : {1, 64, 4096, 0x3fffffff}) {
-      const KvPlan expected = kv_plan({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
-      for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
-        const KvPlan plan = kv_plan({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
-        check::that(plan.split_points.rule == SplitRule::kParts && plan.split_points.value > 0, "parts",
-                    plan.split_points.value);
-        check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
-        for (int count : {1, 2, 3, 1000, 0x1000000}) {
-          for (int offset : {0, 1, 2, count - 1, count}) {
-            const int cut = plan.split_points.next(0, count, offset);
-            check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
-          }
-        }
-      }
-    }
-  }
-}
-
-// Sizes as large as their types: refused, or counted without overflow.
-void check_large_plans() {
-  using namespace flash::plan;
-  constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
-  for (int i = 0; i < 2 * 3 * 2 * 4 * 4 * 3; ++i) {
-    int rest = i;
-    auto one_of = [&rest](std::initializer_list<int> values) {
-      const int count = static_cast<int>(values.size()), chosen = rest % count;
-      rest /= count;
-      return values.begin()[chosen];
-    };
-    const bool batch_invariant = one_of({0, 1});
-    const int num_splits = one_of({0, 1, kMost}), capacity = one_of({0, kRows}), heads = one_of({0, 1, 1 << 20, kMost});
-    const int batch = one_of({0, 1, 1 << 11, kMost}), seqlen_q = one_of({0, 1, kRows});
-    const KvPlan plan =
-        kv_plan({batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant}, kDevices[0]);
-    const double tiles = static_cast<double>(plan.items) * std::max(heads, 1);
-    check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.items, heads);
-    if (plan.is_too_large) continue;
-    check::that(plan.thread_blocks >= 0 && plan.thread_blocks <= 1000, "thread blocks", plan.thread_blocks);
-    const int64_t words = kv_workspace_words(plan, 256);
-    check::that(0 <= words && words <= kMaxRunWorkspaceBytes / 4 + 1000 * 64 * 258, "workspace", words);
-  }
-}
-
 void check_rotary_rows() {
   using flash::kv_rotary_rows;
   check::that(kv_rotary_rows(40, 7, 2, true) == 42, "one position: the new keys");
@@ -211,82 +163,13 @@ void check_rotary_rows() {
   check::that(kv_rotary_rows(0x7fffffff, 0x3fffffff, 1, false) == int64_t{0x7fffffff} + 0x3fffffff, "64 bits");
 }
 
-// The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
-void check_allocation_does_not_matter() {
-  using namespace flash::plan;
-  for (int num_splits : {0, 1, 7}) {
-    for (int keys : {1, 300, 511, 5000}) {
-      int64_t expected = -1;
-      for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
-        const KvPlan plan = kv_plan({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
-        const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
-        const int64_t share = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
-        check::that(expected < 0 || share == expected, "share", share, expected, capacity);
-        expected = share;
-      }
-    }
-  }
-}
-
-// Equal lengths: no tile is cut where some nine tenths of the thread blocks can have whole tiles each.
-void check_whole_tiles() {
-  using namespace flash::plan;
-  struct Expected {
-    int batch, heads_k, thread_blocks;
-    bool is_cut;
-  };
-  for (const Expected& expected :
-       {Expected{16, 8, 264, true}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
-        Expected{128, 8, 256, false}, Expected{1, 8, 264, true}, Expected{10, 8, 264, true},
-        Expected{10, 15, 264, true}, Expected{40, 10, 264, true}}) {
-    for (int keys : {2048, 4096, 4100, 8192}) {
-      const KvPlan plan = kv_plan({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
-      const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
-      const int64_t tiles = expected.batch * expected.heads_k;
-      check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
-      const int64_t share = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
-      check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
-    }
-  }
-}
-
-// Equal lengths: thread blocks are launched in pairs only where stretches are halves of tiles up to some length.
-void check_pairs() {
-  using namespace flash::plan;
-  struct Expected {
-    int batch, heads_k;
-    bool in_clusters;
-    int most_keys;  // of which a tile is cut into halves
-  };
-  for (const Expected& expected :
-       {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},
-        Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
-    const KvPlan plan = kv_plan({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
-    check::that(plan.in_clusters == expected.in_clusters, "in pairs", expected.batch, expected.heads_k);
-    if (!plan.in_clusters) continue;
-    const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
-    for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
-      const int64_t count = ceil_div(keys, block_n), tiles = expected.batch * expected.heads_k;
-      check::that(2 * flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta) == count,
-                  "halves", keys);
-    }
-  }
-  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_clusters, "given splits");
-  check::that(!kv_plan({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
-}
-
 }  // namespace
 
 int main() {
   std::mt19937 random(7);
   for (int i = 0; i < 20000; ++i) check_line(random);
+  check_long_lines(random);
   check_lengths();
-  check_plans();
-  check_many_splits();
-  check_large_plans();
   check_rotary_rows();
-  check_allocation_does_not_matter();
-  check_whole_tiles();
-  check_pairs();
   return check::report();
 }

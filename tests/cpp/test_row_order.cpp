@@ -103,28 +103,6 @@ void check_tail() {
   check::that(num_short_tiles(most, 1, {kUnbounded, 0}, 64, false) == most / 64, "all rows");
 }
 
-// Unequal row blocks at every head dim, equal ones at some; none where the multiprocessors hold all tiles at a time.
-void check_draws() {
-  using flash::plan::m_blocks;
-  using flash::plan::sm90_dynamic_scheduler;
-  for (int head_dim : {40, 64, 96, 97, 128, 129, 192, 256}) {
-    const bool equal = head_dim == 97 || head_dim == 128;
-    check::that(sm90_dynamic_scheduler(head_dim, true, 133, 132), "unequal", head_dim);
-    check::that(sm90_dynamic_scheduler(head_dim, false, 133, 132) == equal, "equal", head_dim);
-    for (bool uneven : {false, true}) check::that(!sm90_dynamic_scheduler(head_dim, uneven, 132, 132), "few", head_dim);
-  }
-  for (const auto& tiles : flash::plan::kSm90FwdTiles) {
-    for (const flash::plan::Sm90FwdTile& tile : tiles) {
-      for (int rows : {0, 1, 127, 128, 129, 1000, 16384}) {
-        for (bool is_varlen : {false, true}) {
-          check::that(m_blocks(is_varlen, 3, rows, tile.block_m) <= m_blocks(is_varlen, 3, rows, 128),
-                      "no more tiles than of 128 rows", tile.block_m, rows);
-        }
-      }
-    }
-  }
-}
-
 void check_page_boxes() {
   using flash::plan::page_box_rows;
   for (int block_n : {64, 96, 128}) {
@@ -142,7 +120,6 @@ void check_page_boxes() {
 
 int main() {
   check_page_boxes();
-  check_draws();
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
       for (int band = 1; band <= heads; ++band) {

@@ -4,6 +4,7 @@
 
 namespace {
 
+using flash::Dtype;
 using flash::plan::FwdTile;
 
 constexpr int kSmallestSmemBytes = 99 * 1024;  // a thread block's limit on sm_86, sm_89 and sm_120
@@ -15,8 +16,8 @@ void check_tile(const FwdTile& tile) {
               tile.warps);
   check::that(tile.warps * 32 <= 1024, "threads", d, tile.warps);
   check::that(tile.blocks_per_sm >= 1, "blocks", d);
-  check::that(flash::plan::fwd_smem_bytes(tile) <= kSmallestSmemBytes, "shared memory", d,
-              flash::plan::fwd_smem_bytes(tile));
+  check::that(flash::plan::fwd_smem_bytes(tile, Dtype::kBf16) <= kSmallestSmemBytes, "shared memory", d,
+              flash::plan::fwd_smem_bytes(tile, Dtype::kBf16));
   check::that(tile.blocks_per_sm * tile.warps * 32 * 255 <= 65536 * 2, "register file", d, tile.blocks_per_sm);
   check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
 }
@@ -31,9 +32,10 @@ void check_backward_tile(const flash::plan::BwdTile& tile) {
   check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m);
   check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m);
   constexpr int kA100SmemBytes = 163 * 1024;
-  check::that(flash::plan::bwd_smem_bytes(tile, 1) <= (d <= 128 ? kSmallestSmemBytes : kA100SmemBytes),
-              "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1));
-  check::that(flash::plan::bwd_smem_bytes(tile, 2) * tile.blocks_per_sm <= 227 * 1024, "two stages fit sm_90", d);
+  check::that(flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (d <= 128 ? kSmallestSmemBytes : kA100SmemBytes),
+              "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16));
+  check::that(flash::plan::bwd_smem_bytes(tile, 2, Dtype::kBf16) * tile.blocks_per_sm <= 227 * 1024,
+              "two stages fit sm_90", d);
   check::that(128 % tile.block_m == 0, "softmax_d is padded to whole row blocks", d, tile.block_m);
 }
 

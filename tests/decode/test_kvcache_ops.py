@@ -39,7 +39,7 @@ def test_opcheck_kvcache(device, page_size, append, given):
 def test_opcheck_plan(device):
     problem = problem_of(device)
     plan = plan_for(problem)
-    opcheck(CORE.kvcache_plan.default, (problem.lengths, None, plan.tensor, *plan._arguments()))
+    opcheck(CORE.kvcache_plan.default, plan._args(problem.lengths, None, plan.tensor))
 
 
 @pytest.mark.parametrize("grad", (False, True))

@@ -7,7 +7,7 @@ import torch
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
 import flash_attn
-from flash_attn import KvCachePlan
+from flash_attn import KvCachePlan, backends
 
 LONG = (3000, 0, -1, 1, 511)
 CASES = (
@@ -128,6 +128,36 @@ def test_plan_of_other_lengths_is_refused(device):
     plan.update(problem.lengths)
     with pytest.raises(RuntimeError, match="^plan: expected one updated for cache_leftpad"):
         run(problem, plan=plan)
+
+
+@pytest.mark.devices("cuda")
+def test_explanation_of_a_call(device):
+    """The binding says how a call would run, with the memory that KvCachePlan reserves, and runs nothing."""
+    q = torch.randn(16, 1, 32, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(16, 8192, 8, 128, dtype=torch.bfloat16, device=device)
+    lengths = torch.full((16,), 5000, dtype=torch.int32, device=device)
+    out = torch.full_like(q, 7.0)
+
+    def explain(q, num_splits=0, invariant=False):
+        scores = (0.1, True, -1, -1, 0.0, False, num_splits, None, invariant)
+        written = out if q.shape == out.shape else None
+        optional = (lengths, None, None, None, None, None, None, written)
+        return backends.get(device).explain_kvcache(q, cache, cache, None, None, *optional, *scores)
+
+    for num_splits, invariant, split in (
+        (0, False, "anywhere"),
+        (1, False, "nowhere"),
+        (5, False, "equal splits"),
+        (0, True, "fixed splits"),
+    ):
+        plan = KvCachePlan(lengths, 1, 32, 8, 128, 8192, causal=True, num_splits=num_splits, batch_invariant=invariant)
+        fields = explain(q, num_splits, invariant)
+        assert fields["kernel"] == "split_kv" and fields["split"] == split
+        assert fields["schedule_bytes"] + fields["workspace_bytes"] == 4 * plan.tensor.numel()
+        assert fields["grid"] > 0 and fields["combines"] == (split != "nowhere")
+    assert explain(q.expand(16, 512, 32, 128).contiguous())["kernel"] in ("mma_sync", "wgmma")
+    assert explain(q[:, :0])["kernel"] == "none"
+    assert torch.equal(out, torch.full_like(q, 7.0))
 
 
 def test_name_and_documentation():

@@ -147,12 +147,13 @@ inline void whole_chunks(const at::Tensor& q) {
   if (q.size(-1) % 8 != 0) fail("q", "expected a head dim that is a multiple of 8, got ", q.size(-1));
 }
 
-inline void head_counts(const at::Tensor& q, const at::Tensor& k) {
-  const int64_t heads = q.size(-2), heads_k = k.size(-2);
+inline void head_counts(const char* name, int64_t heads, int64_t heads_k) {
   if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
-    fail("q", "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
+    fail(name, "expected a head count divisible by the K/V head count ", heads_k, ", got ", heads);
   }
 }
+
+inline void head_counts(const at::Tensor& q, const at::Tensor& k) { head_counts("q", q.size(-2), k.size(-2)); }
 
 // v follows k in all axes but the last.
 inline void value(const at::Tensor& v, const at::Tensor& k) {

@@ -9,12 +9,51 @@
 #include <vector>
 
 #include "api/allocate.h"
-#include "api/kvcache_checks.h"
+#include "api/checks.h"
 #include "api/launch_check.h"
 #include "api/overlap.h"
 #include "params/kvcache.h"
 
 namespace flash {
+
+namespace checks {
+
+inline void combine(const at::Tensor& partial, const at::Tensor& lse, const std::optional<at::Tensor>& out) {
+  auto known = [](at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat; };
+  const char* types = "expected dtype float16, bfloat16 or float32, got ";
+  if (partial.defined() && !partial.is_cuda()) {
+    fail("out_partial", "expected a CUDA tensor, got one on ", partial.device());
+  }
+  strided("out_partial", partial);
+  if (!known(partial.scalar_type())) fail("out_partial", types, dtype_name(partial.scalar_type()));
+  rank("out_partial", partial, 5, "splits, batch, seqlen, heads, head_dim");
+  last_stride("out_partial", partial);
+  if (lse.device() != partial.device()) {
+    fail("lse_partial", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ",
+         lse.device());
+  }
+  strided("lse_partial", lse);
+  dtype("lse_partial", lse, at::kFloat);
+  shape("lse_partial", lse, partial.sizes().slice(0, 4));
+  at_most("out_partial", partial.size(0), "splits");
+  at_most("out_partial", partial.size(4), "columns");
+  int64_t rows = 1;
+  for (int64_t axis = 1; axis < 4; ++axis) {
+    at_most("out_partial", partial.size(axis), "rows of all heads");
+    rows *= partial.size(axis);
+    at_most("out_partial", rows, "rows of all heads");
+  }
+  if (!out.has_value()) return;
+  if (out->device() != partial.device()) {
+    fail("out", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ", out->device());
+  }
+  strided("out", *out);
+  if (!known(out->scalar_type())) fail("out", types, dtype_name(out->scalar_type()));
+  shape("out", *out, partial.sizes().slice(1));
+  last_stride("out", *out);
+}
+
+}  // namespace checks
 
 inline CombineType combine_type(at::ScalarType type) {
   return type == at::kFloat ? CombineType::kFp32 : type == at::kHalf ? CombineType::kFp16 : CombineType::kBf16;

@@ -5,12 +5,17 @@
 #include <limits>
 
 #include "api/checks.h"
+#include "api/kvcache_call.h"
+#include "api/overlap.h"
 #include "core/kv_schedule.h"
 
 namespace flash {
 namespace checks {
 
-using OptionalTensor = std::optional<at::Tensor>;
+// The packed rows of a K/V head are counted in 32 bits. `name`: of the number of queries.
+inline void packed_rows(const char* name, int64_t seqlen_q, int64_t heads, int64_t heads_k) {
+  if (heads_k > 0) at_most(name, seqlen_q * (heads / heads_k), "rows for each K/V head");
+}
 
 // A tensor of q's device and dtype, of any shape in the axes that `expected` leaves open (-1).
 inline void like_query(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::vector<int64_t> expected,
@@ -31,7 +36,7 @@ inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   like_query("v_cache", v, q, k.sizes().vec(), axes);
   sizes("k_cache", k, paged ? "pages" : "sequences");
   head_counts(q, k);
-  if (k.size(2) > 0) at_most("q", q.size(1) * (q.size(2) / k.size(2)), "rows for each K/V head");
+  packed_rows("q", q.size(1), q.size(2), k.size(2));
 }
 
 // New rows come with lengths that say where they go.
@@ -106,39 +111,73 @@ inline void not_negative(const char* name, int64_t value) {
   }
 }
 
-inline void combine(const at::Tensor& partial, const at::Tensor& lse, const OptionalTensor& out) {
-  auto known = [](at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat; };
-  const char* types = "expected dtype float16, bfloat16 or float32, got ";
-  if (partial.defined() && !partial.is_cuda()) {
-    fail("out_partial", "expected a CUDA tensor, got one on ", partial.device());
+// The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
+inline void kvcache_overlap(const KvCacheCall& call) {
+  const bool appends = call.k.has_value() && call.k->numel() > 0;
+  if (!appends && !call.out.has_value() && !call.plan.has_value()) return;
+  const bool is_one_cache = appends && !call.rotary_cos.has_value() && overlap::same_view(call.k_cache, call.v_cache) &&
+                            overlap::same_view(*call.k, *call.v);
+  const OptionalTensor none, k = call.k_cache, v = call.v_cache;
+  const overlap::Operands read = {{"q", call.q},
+                                  {"k_cache", appends ? none : k},
+                                  {"v_cache", appends ? none : v},
+                                  {"k", call.k},
+                                  {"v", call.v},
+                                  {"cache_seqlens", call.seqlens},
+                                  {"rotary_cos", call.rotary_cos},
+                                  {"rotary_sin", call.rotary_sin},
+                                  {"cache_batch_idx", call.cache_batch_idx},
+                                  {"cache_leftpad", call.leftpad},
+                                  {"block_table", call.block_table},
+                                  {"alibi_slopes", call.alibi_slopes}};
+  overlap::check({{"out", call.out},
+                  {"plan", call.plan},
+                  {"k_cache", appends ? k : none},
+                  {"v_cache", appends && !is_one_cache ? v : none}},
+                 read);
+}
+
+// A call as a whole.
+inline void kvcache(const KvCacheCall& call) {
+  const at::Tensor& q = call.q;
+  query(q, 4, "batch, seqlen, heads, head_dim");
+  caches(q, call.k_cache, call.v_cache, call.is_paged());
+  numbers(0.0, call.softmax_scale, call.softcap);
+  num_splits(call.num_splits);
+  alibi(call.alibi_slopes, q, q.size(0));
+  output(call.out, q, q.sizes());
+  new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
+  cache_places(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
+  if (call.plan.has_value()) strided("plan", *call.plan);
+  rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores())));
+  kvcache_overlap(call);
+}
+
+// What a schedule is made of, but for the mask.
+struct ScheduleSizes {
+  int64_t batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits;
+};
+
+inline void kvcache_schedule(const at::Tensor& seqlens, const OptionalTensor& leftpad, const ScheduleSizes& sizes,
+                             const OptionalTensor& plan) {
+  strided("cache_seqlens", seqlens);
+  if (!seqlens.is_cuda()) fail("cache_seqlens", "expected a CUDA tensor, got one on ", seqlens.device());
+  not_negative("batch", sizes.batch);
+  not_negative("seqlen_q", sizes.seqlen_q);
+  not_negative("seqlen_new", sizes.seqlen_new);
+  not_negative("heads", sizes.heads);
+  not_negative("heads_k", sizes.heads_k);
+  not_negative("seqlen_cache", sizes.seqlen_cache);
+  num_splits(sizes.num_splits);
+  if (sizes.head_dim < 1 || sizes.head_dim > 256) {
+    fail("head_dim", "expected a value from 1 to 256, got ", sizes.head_dim);
   }
-  strided("out_partial", partial);
-  if (!known(partial.scalar_type())) fail("out_partial", types, dtype_name(partial.scalar_type()));
-  rank("out_partial", partial, 5, "splits, batch, seqlen, heads, head_dim");
-  last_stride("out_partial", partial);
-  if (lse.device() != partial.device()) {
-    fail("lse_partial", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ",
-         lse.device());
-  }
-  strided("lse_partial", lse);
-  dtype("lse_partial", lse, at::kFloat);
-  shape("lse_partial", lse, partial.sizes().slice(0, 4));
-  at_most("out_partial", partial.size(0), "splits");
-  at_most("out_partial", partial.size(4), "columns");
-  int64_t rows = 1;
-  for (int64_t axis = 1; axis < 4; ++axis) {
-    at_most("out_partial", partial.size(axis), "rows of all heads");
-    rows *= partial.size(axis);
-    at_most("out_partial", rows, "rows of all heads");
-  }
-  if (!out.has_value()) return;
-  if (out->device() != partial.device()) {
-    fail("out", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ", out->device());
-  }
-  strided("out", *out);
-  if (!known(out->scalar_type())) fail("out", types, dtype_name(out->scalar_type()));
-  shape("out", *out, partial.sizes().slice(1));
-  last_stride("out", *out);
+  head_counts("heads", sizes.heads, sizes.heads_k);
+  lengths("cache_seqlens", seqlens, seqlens, sizes.batch);
+  lengths("cache_leftpad", leftpad, seqlens, sizes.batch);
+  packed_rows("seqlen_q", sizes.seqlen_q, sizes.heads, sizes.heads_k);
+  if (plan.has_value()) strided("plan", *plan);
+  overlap::check({{"plan", plan}}, {{"cache_seqlens", seqlens}, {"cache_leftpad", leftpad}});
 }
 
 }  // namespace checks

@@ -10,6 +10,7 @@
 
 #include "api/checks.h"
 #include "params/flash.h"
+#include "plan/device.h"
 #include "plan/tiles.h"
 
 namespace flash {
@@ -42,6 +43,30 @@ inline const DeviceFacts& device_facts(int device) {
 
 inline int compute_capability(int device) { return device_facts(device).capability; }
 inline int multiprocessor_count(int device) { return device_facts(device).multiprocessors; }
+
+// The head dims of plan::kFwdTiles whose wgmma kernels kernel_build_info() lists.
+inline uint32_t built_wgmma_head_dims() {
+  const std::string info = kernel_build_info();
+  const auto list = [&info](const char* name) {
+    const size_t begin = info.find('[', info.find(name)) + 1;
+    return " " + info.substr(begin, info.find(']', begin) - begin) + ",";
+  };
+  uint32_t built = 0;
+  if (list("\"archs\"").find("\"90\"") == std::string::npos) return built;
+  const std::string head_dims = list("\"head_dims\"");
+  for (int i = 0; i < plan::kNumHeadDims; ++i) {
+    const std::string head_dim = " " + std::to_string(plan::kFwdTiles[0][i].head_dim) + ",";
+    if (head_dims.find(head_dim) != std::string::npos) built |= uint32_t{1} << i;
+  }
+  return built;
+}
+
+inline plan::Device device_of(int device) {
+  static const uint32_t wgmma_head_dims = built_wgmma_head_dims();
+  const DeviceFacts& facts = device_facts(device);
+  return {facts.capability, facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block,
+          wgmma_head_dims};
+}
 
 inline void check_device_supported(const at::Tensor& q) {
   const int64_t capability = compute_capability(q.device().index());

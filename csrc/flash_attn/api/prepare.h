@@ -7,13 +7,11 @@
 
 #include "api/allocate.h"
 #include "params/flash.h"
+#include "plan/fwd_plan.h"
 
 namespace flash {
 
-// 4-byte words of the segments and key ranges of a packed batch.
-inline int64_t varlen_words(const Flash_fwd_params& params) {
-  return params.is_varlen() ? 2 * (int64_t{params.b} + 3) + 2 * int64_t{params.b} : 0;
-}
+inline int64_t varlen_words(const Flash_fwd_params& params) { return plan::varlen_words(params.is_varlen(), params.b); }
 
 // Points the parameters of a packed batch to varlen_words() of memory.
 inline void set_params_varlen_workspace(Flash_fwd_params& params, int* words) {

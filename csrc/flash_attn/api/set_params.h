@@ -19,11 +19,17 @@ namespace flash {
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalGenerator = std::optional<at::Generator>;
 
-// The kernels move 16-byte chunks. Strides of axes of size 1 do not matter.
+inline Dtype dtype_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
+}
+
+// The kernels move 16-byte vectors. Strides of axes of size 1 do not matter.
 inline bool is_aligned(const at::Tensor& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
+  constexpr int64_t kVectorBytes = 16;
+  const int64_t elements = kVectorBytes / dtype_bytes(dtype_of(tensor));
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes != 0) return false;
   for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) % 8 != 0) return false;
+    if (tensor.size(axis) > 1 && tensor.stride(axis) % elements != 0) return false;
   }
   return tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
@@ -38,6 +44,15 @@ inline MatrixStrides matrix_strides(const at::Tensor& tensor) {
   strides.batch = tensor.dim() == 4 ? tensor.stride(0) : 0;
   strides.row = tensor.stride(-3);
   strides.head = tensor.stride(-2);
+  return strides;
+}
+
+// Of a new tensor with all axes of `like` but the last, which has head_dim columns.
+inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim) {
+  MatrixStrides strides;
+  strides.head = head_dim;
+  strides.row = strides.head * like.size(-2);
+  strides.batch = like.dim() == 4 ? strides.row * like.size(-3) : 0;
   return strides;
 }
 
@@ -63,12 +78,18 @@ inline float normal_float(double value) {
   return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
 }
 
+// Whether scores are more than scaled before the softmax, or by what is not positive.
+inline bool has_score_mod(const Scores& scores) {
+  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
+         !(normal_float(scores.softmax_scale) > 0.0f);
+}
+
 inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
   params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
-  params.has_score_mod = params.softcap > 0.0f || scores.alibi_slopes.has_value() || !(params.scale_softmax > 0.0f);
+  params.has_score_mod = has_score_mod(scores);
   params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
   params.window = make_window(scores);
   if (scores.alibi_slopes.has_value()) {
@@ -76,28 +97,6 @@ inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
     params.alibi_slopes_batch_stride = scores.alibi_slopes->dim() == 2 ? scores.alibi_slopes->stride(0) : 0;
   }
   if (scores.sinks.has_value()) params.sinks_ptr = scores.sinks->const_data_ptr<float>();
-}
-
-inline void set_params_tensors(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const at::Tensor& out, const at::Tensor& lse) {
-  params.q_ptr = q.const_data_ptr();
-  params.k_ptr = k.const_data_ptr();
-  params.v_ptr = v.const_data_ptr();
-  params.o_ptr = out.mutable_data_ptr();
-  params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
-  params.q_strides = matrix_strides(q);
-  params.k_strides = matrix_strides(k);
-  params.v_strides = matrix_strides(v);
-  params.o_strides = matrix_strides(out);
-  params.h = static_cast<int>(q.size(-2));
-  params.h_k = static_cast<int>(k.size(-2));
-  params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
-  params.d = static_cast<int>(q.size(-1));
-  params.d_v = static_cast<int>(v.size(-1));
-  params.seqlen_q = static_cast<int>(q.size(-3));
-  params.seqlen_k = static_cast<int>(k.size(-3));
-  params.device = q.device().index();
-  params.multiprocessors = multiprocessor_count(params.device);
 }
 
 // P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
@@ -108,6 +107,67 @@ inline void set_params_dropout(Flash_fwd_params& params, double p_dropout) {
   params.has_dropout = true;
   params.dropout.threshold = static_cast<uint32_t>(threshold);
   params.dropout.keep_scale = static_cast<float>(kRange / (kRange - threshold));
+}
+
+inline const int* int_or_null(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
+}
+
+// k: the pages, of which those of no rows hold no keys.
+inline PagedKv set_params_pages(const OptionalTensor& block_table, const at::Tensor& k) {
+  PagedKv paged;
+  if (!block_table.has_value()) return paged;
+  paged.block_table = int_or_null(block_table);
+  paged.block_table_stride = block_table->stride(0);
+  if (k.size(1) == 0) return paged;
+  paged.pages_per_sequence = static_cast<int>(block_table->size(1));
+  paged.num_pages = static_cast<int>(k.size(0));
+  paged.page_size = FastDiv(static_cast<int>(k.size(1)));
+  return paged;
+}
+
+// The operands that a forward reads.
+inline void set_params_qkv(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  params.q_ptr = q.const_data_ptr();
+  params.k_ptr = k.const_data_ptr();
+  params.v_ptr = v.const_data_ptr();
+  params.q_strides = matrix_strides(q);
+  params.k_strides = matrix_strides(k);
+  params.v_strides = matrix_strides(v);
+  params.h = static_cast<int>(q.size(-2));
+  params.h_k = static_cast<int>(k.size(-2));
+  params.h_h_k_ratio = params.h_k > 0 ? params.h / params.h_k : 1;
+  params.d = static_cast<int>(q.size(-1));
+  params.d_v = static_cast<int>(v.size(-1));
+  params.seqlen_q = static_cast<int>(q.size(-3));
+  params.seqlen_k = static_cast<int>(k.size(-3));
+}
+
+// What a call asks for, and its operands; of packed batches and pages the caller knows more.
+inline void set_params_fprop(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const Scores& scores, double p_dropout) {
+  set_params_qkv(params, q, k, v);
+  set_params_scores(params, scores);
+  set_params_dropout(params, p_dropout);
+}
+
+inline void set_params_out(Flash_fwd_params& params, const at::Tensor& out, const at::Tensor& lse) {
+  params.o_ptr = out.mutable_data_ptr();
+  params.o_strides = matrix_strides(out);
+  params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
+}
+
+// The gradients that a backward reads and writes.
+inline void set_params_dgrad(Flash_bwd_params& params, const at::Tensor& dout, const at::Tensor& dq,
+                             const at::Tensor& dk, const at::Tensor& dv) {
+  params.do_ptr = dout.const_data_ptr();
+  params.dq_ptr = dq.mutable_data_ptr();
+  params.dk_ptr = dk.mutable_data_ptr();
+  params.dv_ptr = dv.mutable_data_ptr();
+  params.do_strides = matrix_strides(dout);
+  params.dq_strides = matrix_strides(dq);
+  params.dk_strides = matrix_strides(dk);
+  params.dv_strides = matrix_strides(dv);
 }
 
 // A new state from the generator; the kernel writes it to rng_state.

@@ -9,6 +9,9 @@
 
 namespace flash {
 
+// Rows and keys are counted in 32 bits, with room for sums of two lengths.
+constexpr int kMaxLength = 0x3fffffff;
+
 // The value of an open side of a window.
 constexpr int kUnbounded = 0x7fffffff;
 
@@ -104,11 +107,12 @@ struct BlockRange {
   }
 };
 
-// The most key blocks that are whole behind a window for all rows of a row block; 1 if a side is open.
-FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int seqlen_k, int block_m, int block_n) {
+// The most key blocks that are whole behind a window for all rows of a row block; 1 if a side is open. Of the window
+// alone: shorter sequences have the same walk, and the number of keys is another one where they are packed.
+FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int block_m, int block_n) {
   if (window.left == kUnbounded || window.right == kUnbounded) return 1;
   const int64_t shown = int64_t{window.left} + window.right + 2 - block_m;  // to the first row and to the last
-  const int64_t blocks = (shown < seqlen_k ? shown : seqlen_k) / block_n;
+  const int64_t blocks = (shown < kMaxLength ? shown : kMaxLength) / block_n;
   return blocks > 1 ? static_cast<int>(blocks) : 1;
 }
 

@@ -52,6 +52,12 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int64_t offset, int count) {
   return offset < 0 ? 0 : offset > count ? count : static_cast<int>(offset);
 }
 
+// In 32 bits a maximum and a minimum take an instruction each.
+FLASH_HOST_DEVICE constexpr int clamp_offset(int offset, int count) {
+  const int from_zero = offset > 0 ? offset : 0;
+  return from_zero < count ? from_zero : count;
+}
+
 // What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
 FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
                                                  int64_t tile_begin, int64_t share, int index) {
@@ -61,13 +67,16 @@ FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points
   return segment;
 }
 
-// block_span() where tiles of at most `whole_up_to` blocks stay whole and others are cut anywhere.
-FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(int whole_up_to, int count, int64_t tile_begin, int64_t share,
-                                                      int index) {
-  BlockSpan segment;
-  segment.from = clamp_offset(index * share - tile_begin, count);
-  segment.to = clamp_offset((index + 1) * share - tile_begin, count);
-  if (count > whole_up_to) return segment;
+// block_span() of a tile that is cut anywhere or nowhere. Place: int64_t, or int in a line of fewer than
+// kMostShortPlaces places, which takes half of the instructions.
+constexpr int kMostShortPlaces = 1 << 30;
+
+template <class Place>
+FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(const SplitPoints& split_points, int count, Place tile_begin,
+                                                      Place share, int index) {
+  const Place first = index * share - tile_begin;
+  const BlockSpan segment{clamp_offset(first, count), clamp_offset(first + share, count)};
+  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return segment;
   return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
 }
 
@@ -87,6 +96,33 @@ FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
 FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
   const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
   return share > min_blocks_per_cta ? share : min_blocks_per_cta;
+}
+
+// The combine of tiles that were cut anywhere. A warp reads so many parts of a row at once; where a tile has more of
+// them, all warps of a thread block add up parts of one row, else each has a row of its own. Sizes by reference: a
+// kernel reads its parameters where it uses them.
+constexpr int kCombineLoads = 8;
+constexpr int kCombineWarps = 4;
+
+FLASH_HOST_DEVICE constexpr int kv_combine_rows(const bool& one_row) { return one_row ? 1 : kCombineWarps; }
+
+// Thread blocks of a tile, or of a place where one may have been cut.
+FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bool& one_row) {
+  return (slot_rows + kv_combine_rows(one_row) - 1) / kv_combine_rows(one_row);
+}
+
+// Few tiles: those of a dense batch have their thread blocks each; else each place where a stretch begins has.
+FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& heads_k, const int& thread_blocks) {
+  return static_cast<int64_t>(items) * heads_k < thread_blocks;
+}
+
+// Thread blocks of the combine.
+constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
+                                  int slot_rows, bool one_row) {
+  const int64_t tiles = static_cast<int64_t>(items) * heads_k;
+  if (rule == SplitRule::kChunks) return tiles;
+  const bool by_tile = !is_varlen && kv_has_few_tiles(items, heads_k, thread_blocks);
+  return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
 // A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.

@@ -2,6 +2,6 @@
 
 template <>
 cudaError_t flash::run_mha_bwd_wgmma_<flash::Dtype::kBf16, 192, 128>(const Flash_bwd_params& params,
-                                                                     cudaStream_t stream) {
-  return run_mha_bwd_sm90<Dtype::kBf16, 192, 128>(params, stream);
+                                                                     const plan::BwdPlan& plan, cudaStream_t stream) {
+  return sm90::run_mha_bwd<Dtype::kBf16, 192, 128>(params, plan, stream);
 }

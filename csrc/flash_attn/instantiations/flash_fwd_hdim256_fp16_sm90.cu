@@ -2,6 +2,6 @@
 
 template <>
 cudaError_t flash::run_mha_fwd_wgmma_<flash::Dtype::kFp16, 256>(const Flash_fwd_split_params& params,
-                                                                cudaStream_t stream) {
-  return run_mha_fwd_sm90<Dtype::kFp16, 256>(params, stream);
+                                                                const plan::FwdPlan& plan, cudaStream_t stream) {
+  return sm90::run_mha_fwd<Dtype::kFp16, 256>(params, plan, stream);
 }

@@ -9,17 +9,18 @@
 #include "core/fast_div.h"
 #include "core/host_device.h"
 #include "core/softcap_series.h"
+#include "params/dtype.h"
 
 namespace flash {
 
-// Rows and keys are counted in 32 bits, with room for sums of two lengths.
-constexpr int kMaxLength = 0x3fffffff;
+namespace plan {
+struct FwdPlan;  // plan/fwd_plan.h
+struct BwdPlan;  // plan/bwd_plan.h
+}  // namespace plan
 
 // How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
 // to 2^8 are as exact as those up to 1.
 constexpr float kRescaleThresholdLog2 = 8.0f;
-
-enum class Dtype { kFp16, kBf16 };
 
 // Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
 struct MatrixStrides {
@@ -67,11 +68,14 @@ struct Varlen {
   int* key_ranges = nullptr;
 };
 
-struct Flash_fwd_params {
+struct Qkv_params {
   const void* __restrict__ q_ptr = nullptr;  // (b, seqlen_q, h, d) or (total_q, h, d)
   const void* __restrict__ k_ptr = nullptr;  // (b, seqlen_k, h_k, d), (total_k, h_k, d) or (pages, page_size, h_k, d)
   const void* __restrict__ v_ptr = nullptr;  // as K
-  void* __restrict__ o_ptr = nullptr;        // as Q
+};
+
+struct Flash_fwd_params : Qkv_params {
+  void* __restrict__ o_ptr = nullptr;             // as Q
   float* __restrict__ softmax_lse_ptr = nullptr;  // (b, h, seqlen_q) or (h, total_q)
   float* __restrict__ max_logit_ptr = nullptr;    // (h), -inf before the launch; null: not wanted
   void* __restrict__ p_ptr = nullptr;             // S_dmask (b, h, p_rows, p_cols) or null
@@ -124,8 +128,6 @@ struct KvSplits {
 
 struct Flash_fwd_split_params : Flash_fwd_params {
   KvSplits splits;
-  bool follows_prepare = false;  // run_prepare() was the last launch of the stream
-  bool is_one_wave = false;      // of row tiles, for the variants that have a kernel for it
 };
 
 // The backward reads the forward's description: O and LSE may come from another call.
@@ -152,31 +154,28 @@ struct Flash_bwd_params : Flash_fwd_params {
 // (kernels/common/pdl.h).
 cudaError_t run_prepare(const Flash_fwd_params& params, cudaStream_t stream);
 
-// One explicit specialisation per file of instantiations/. Launches on `stream` of the current device, which must be
-// params.device; returns the launch status. All head dims are the same.
+// One explicit specialisation per file of instantiations/. Launches what the plan says on `stream` of the current
+// device, which must be params.device; returns the launch status. cudaErrorNotSupported: not in this build.
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_fwd_(const Flash_fwd_params& params, cudaStream_t stream);
+cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
-// The same by the wgmma family, for GPUs of compute capability 9.0; 64 serves lesser head dims too.
-// cudaErrorNotSupported: it does not serve this call, or is not in this build; nothing was launched. Q and K have up to
-// kHeadDim columns, V and O up to kHeadDimV; where that is another, without dropout and has_score_mod. More than one
-// share of the keys: its results are those of the shares.
+// The same by the wgmma family, for GPUs of compute capability 9.0. Q and K have up to kHeadDim columns, V and O up to
+// kHeadDimV. More than one split of the keys: its results are those of the splits.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, cudaStream_t stream);
+cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 // Output and LSE from the results of all shares.
 template <Dtype kDtype>
 cudaError_t run_fwd_combine_(const Flash_fwd_split_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd_(const Flash_bwd_params& params, cudaStream_t stream);
+cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
-// The same by the wgmma family, for head dims of plan::sm90_bwd_tile(); the dQ tiles are that family's too, or none
-// where plan::prefers_dq_in_smem().
+// The same by the wgmma family, for head dims of plan::sm90_bwd_tile().
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, cudaStream_t stream);
+cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
-// softmax_d; run_mha_bwd_ launches it once it knows that its own kernels fit the GPU.
+// softmax_d, ahead of the kernels of run_mha_bwd_.
 template <Dtype kDtype>
 cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
 

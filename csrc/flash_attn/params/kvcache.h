@@ -40,6 +40,7 @@ struct Flash_kvcache_params : Flash_fwd_params {
   bool o_vectors = false;    // rows of o may be written in 8-byte pieces
   int kv_bytes = 16;         // in pieces of how many bytes k and v may be read: 16, 4 or 2
   bool new_vectors = false;  // new rows and caches may be read and written in 16-byte pieces
+  bool is_plain = false;     // by the kernel without what decoding rarely needs (kernels/decode/config.h)
 
   int tile_size = 0;  // plan::kKvTiles; what follows is that tile's
   int tile_rows = 0, block_n = 0, padded_dim = 0;
@@ -50,9 +51,8 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int run_blocks = kUnbounded;  // key blocks that are summed before they are merged, at fixed places
   int max_runs = 0;             // slots of a tile when cuts.rule is kChunks
   int slot_rows = 0;
-  bool merges = false;  // some tile may be cut
-  bool in_clusters =
-      false;  // thread blocks are launched in pairs, as far as the kernel can (kernels/decode/cluster_pair.h)
+  bool merges = false;            // some tile may be cut
+  bool in_clusters = false;       // thread blocks are launched in pairs (kernels/decode/cluster_pair.h)
   bool combines_one_row = false;  // by a thread block of the merge
   const SchedHeader* __restrict__ schedule =
       nullptr;                     // a plan's header and records; null: every thread block finds its own

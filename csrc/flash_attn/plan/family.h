@@ -36,35 +36,49 @@ struct FamilyQuery {
   bool batch_invariant = false;  // only options and head dims may choose
 };
 
-// can_split_kv: whether the wgmma family may share the keys of a row tile out.
-constexpr FamilyQuery family_query(const FwdShape& shape, int capability, bool may_use_decode, bool can_split_kv) {
-  const int rows = static_cast<int>(shape.rows()), last = rows > 0 ? rows - 1 : 0;
-  constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int keys = static_cast<int>(shape.keys() < kMostKeys ? shape.keys() : kMostKeys);
-  const Visibility sequence{rows, keys, shape.window};
-  FamilyQuery query{};
-  query.capability = capability;
-  query.head_dim = shape.head_dim;
-  query.row_tiles = shape.blocks(128);
-  query.multiprocessors = shape.multiprocessors;
-  query.may_use_decode = may_use_decode;
-  query.decode_rows = shape.heads_k > 0 ? rows * (shape.heads / shape.heads_k) : 0;
-  query.decode_tiles = shape.batch * shape.heads_k * kv_row_tiles(shape.head_dim, query.decode_rows);
-  query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
-  const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
-  query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
-  if (can_split_kv) {
-    query.split_kv_tiles = shape.blocks(128);
-    query.split_kv_rows = shape.all_rows();
-  }
-  query.batch_invariant = shape.batch_invariant;
-  return query;
-}
-
 // The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
 constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
+
+// The kernels of the KV cache have no dropout, no sinks and no max_logit, and count packed rows in 32 bits.
+constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
+  const int64_t rows = (problem.is_varlen ? 1 : problem.batch) * problem.seqlen_q;
+  return !problem.has_dropout && !problem.has_sinks && !problem.returns_max_logit &&
+         rows * problem.group() <= kMaxLength;
+}
+
+// Dropout takes the keys as they are.
+constexpr bool may_split_kv(const FwdProblem& problem) {
+  const FwdVariant variant = problem.has_score_mod() ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
+  const Sm90FwdTile tile = sm90_fwd_tile(wgmma_head_dim(problem.max_head_dim()), variant);
+  const bool reads_keys = !problem.is_paged || sm90_reads_pages(tile, variant);
+  return !problem.has_dropout && reads_keys && problem.all_rows() <= kMaxLength;
+}
+
+constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
+  const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
+  constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
+  const int keys = static_cast<int>(problem.keys() < kMostKeys ? problem.keys() : kMostKeys);
+  const Visibility sequence{rows, keys, problem.window};
+  FamilyQuery query{};
+  query.capability = device.capability;
+  query.head_dim = problem.max_head_dim();
+  query.row_tiles = problem.blocks(128);
+  query.multiprocessors = device.multiprocessors;
+  query.may_use_decode = may_use_decode_kernels(problem);
+  query.decode_rows = problem.heads_k > 0 ? rows * problem.group() : 0;
+  query.decode_tiles = problem.batch * problem.heads_k * kv_row_tiles(query.head_dim, query.decode_rows);
+  query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
+  const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
+  query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
+  if (may_split_kv(problem)) {
+    query.split_kv_tiles = query.row_tiles;
+    query.split_kv_rows = problem.all_rows();
+  }
+  query.batch_invariant = problem.batch_invariant;
+  return query;
+}
 
 constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 

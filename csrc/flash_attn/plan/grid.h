@@ -6,6 +6,8 @@
 
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
+#include "plan/device.h"
+#include "plan/problem.h"
 #include "plan/tiles.h"
 
 namespace flash {
@@ -18,34 +20,6 @@ constexpr int64_t m_blocks(bool is_varlen, int batch, int rows, int block) {
   return is_varlen ? varlen_slot_count(rows, batch, block)
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
-
-// A forward, as far as the choice of its kernels depends on it. Packed sequences count as so many of their mean length:
-// a dense batch and the same sequences packed are one shape, and take kernels with the same bits.
-struct FwdShape {
-  bool is_varlen;
-  int64_t batch, heads, heads_k;
-  int head_dim;
-  int64_t seqlen_q, seqlen_k;  // of a sequence; of all sequences of a packed batch
-  Window window;
-  int multiprocessors;
-  int64_t page_rows = -1;        // of all pages; -1: K and V are not paged
-  bool batch_invariant = false;  // only options and head dims may choose a kernel
-
-  constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
-  constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
-  // The maximum lengths that a caller of the packed functions names and the width of a block table may be loose, and
-  // change no bit of a result.
-  constexpr int64_t keys() const {
-    const int64_t own = is_varlen ? seqlen_k / sequences() : seqlen_k, paged = page_rows / sequences();
-    return page_rows < 0 ? own : is_varlen || paged < own ? paged : own;
-  }
-  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }  // as the LSE has
-  // Blocks of so many rows, of all sequences and heads.
-  constexpr int64_t blocks(int rows_of_block) const {
-    return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
-  }
-  constexpr bool masked_right() const { return window.right != kUnbounded; }
-};
 
 // Whether half as many rows per thread block are faster: where whole blocks leave multiprocessors idle, and under a
 // causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning/fwd_sm80.md).
@@ -70,29 +44,23 @@ constexpr int page_box_rows(int page_size, int block_n) {
 // semaphore, instead of one head after the other in equal shares (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
-// Whether a launch of the wgmma family hands out row blocks by a semaphore. `uneven`: they see unequal numbers of keys;
-// `tiles`: of 128 rows, of all heads and shares of the keys. Where the multiprocessors hold all of these at a time,
-// they hold all tiles of the family too, which have no fewer rows.
-constexpr bool sm90_dynamic_scheduler(int head_dim, bool uneven, int64_t tiles, int multiprocessors) {
-  return tiles > multiprocessors && (uneven || sm90_dynamic_scheduler_for_equal_tiles(head_dim));
-}
-
 // Whether the mma.sync family takes its short tiles; `block_m`: rows of the others.
-constexpr bool takes_short_tile(const FwdShape& shape, int block_m) {
-  if (shape.batch_invariant) return false;
-  return shape.blocks(block_m) <= shape.multiprocessors || (shape.masked_right() && shape.rows() <= kShortRows);
+constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device, int block_m) {
+  if (problem.batch_invariant) return false;
+  return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
 }
 
 // Whether the wgmma family does. Not where equal short tiles, without a second team, are of two waves and the others
 // of one.
-constexpr bool sm90_takes_short_tile(const FwdShape& shape, const Sm90FwdTile& plain, const Sm90FwdTile& short_tile) {
-  if (shape.batch_invariant) return false;
-  const bool may_be_even = !shape.masked_right() && short_tile.consumer_groups == 1;
-  if (may_be_even && shape.blocks(plain.block_m) <= shape.multiprocessors &&
-      shape.blocks(short_tile.block_m) > shape.multiprocessors) {
+constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
+                                     const Sm90FwdTile& short_tile) {
+  if (problem.batch_invariant) return false;
+  const bool may_be_even = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (may_be_even && problem.blocks(plain.block_m) <= device.multiprocessors &&
+      problem.blocks(short_tile.block_m) > device.multiprocessors) {
     return false;
   }
-  return sm90_prefers_short_tile(plain.head_dim, shape.rows(), shape.masked_right());
+  return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
 }
 
 // Heads of the backward's grid, each with the same number of blocks of keys: the sequences of a packed batch share the
@@ -128,27 +96,17 @@ constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t b
   return width < 1 ? 1 : static_cast<int>(width);
 }
 
-// A backward, as far as the choice of the kernel depends on it.
-struct BwdShape {
-  bool is_varlen;
-  bool is_plain;  // without dropout and score modifiers
-  int64_t batch, heads, heads_k, seqlen_q, seqlen_k;
-  int head_dim;
-  int multiprocessors;
-  bool batch_invariant = false;
-};
-
 // Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
 // enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
 // after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or
 // the sign of a zero may differ from what memory adds up: batch-invariant calls have one way.
-constexpr bool prefers_dq_in_smem(const BwdShape& shape) {
-  if (shape.batch_invariant || shape.is_varlen || !shape.is_plain || shape.heads != shape.heads_k) return false;
-  if (shape.seqlen_q == 0 || shape.seqlen_q > kSharedDqRows || shape.seqlen_k == 0) return false;
-  if (sm90_bwd_tile(shape.head_dim, shape.head_dim).head_dim != kSm90SharedDqTile.head_dim) return false;
-  const int64_t heads = shape.batch * shape.heads, multiprocessors = shape.multiprocessors;
+constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& device) {
+  if (problem.batch_invariant || problem.is_varlen || !problem.is_plain()) return false;
+  if (problem.heads != problem.heads_k || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
+  if (problem.seqlen_q > kSharedDqRows || problem.max_head_dim() > kSm90SharedDqTile.head_dim) return false;
+  const int64_t heads = problem.batch * problem.heads, multiprocessors = device.multiprocessors;
   if (heads > kMaxGridBlocks) return false;
-  const int64_t key_blocks = (shape.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
+  const int64_t key_blocks = (problem.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
   const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
   const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
   return 2 * rounds * key_blocks <= 3 * waves;

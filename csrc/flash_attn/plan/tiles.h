@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "params/dtype.h"
+
 namespace flash {
 namespace plan {
 
@@ -69,7 +71,7 @@ constexpr int head_dim_index(int head_dim) {
 // The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A sweep compiles one file with a tile of
 // its own.
 constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
-#if defined(FLASH_ATTN_SWEEP_WARPS) && !defined(FLASH_ATTN_SWEEP_BWD)
+#if defined(FLASH_ATTN_SWEEP_WARPS)
   if (variant == FwdVariant::kPlain) {
     return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
                    FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
@@ -78,8 +80,15 @@ constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
   return kFwdTiles[static_cast<int>(variant)][head_dim_index(head_dim)];
 }
 
-// Q, K, V; O is staged in the place of Q. 16-bit elements.
-constexpr int fwd_smem_bytes(const FwdTile& tile) { return 2 * tile.head_dim * (tile.block_m + 2 * tile.block_n); }
+// Whether there is a kernel of short row blocks: where they are shorter.
+constexpr bool mma_sync_has_short(int head_dim) {
+  return fwd_tile(head_dim, FwdVariant::kShort).block_m < fwd_tile(head_dim, FwdVariant::kPlain).block_m;
+}
+
+// Q, K, V; O is staged in the place of Q.
+constexpr int fwd_smem_bytes(const FwdTile& tile, Dtype dtype) {
+  return dtype_bytes(dtype) * tile.head_dim * (tile.block_m + 2 * tile.block_n);
+}
 
 // wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
 struct Sm90FwdTile {
@@ -150,19 +159,6 @@ constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
-#if defined(FLASH_ATTN_SWEEP_KV_STAGES)
-  if (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked) {
-    return Sm90FwdTile{head_dim,
-                       FLASH_ATTN_SWEEP_M,
-                       FLASH_ATTN_SWEEP_N,
-                       FLASH_ATTN_SWEEP_KV_STAGES,
-                       FLASH_ATTN_SWEEP_Q_STAGES,
-                       FLASH_ATTN_SWEEP_OVERLAPS,
-                       FLASH_ATTN_SWEEP_TEAMS,
-                       0,
-                       FLASH_ATTN_SWEEP_O_COLS};
-  }
-#endif
   if (variant == FwdVariant::kMasked) {
     if (head_dim_index(head_dim) == head_dim_index(kSm90MaskedTile.head_dim)) return kSm90MaskedTile;
     variant = FwdVariant::kPlain;
@@ -185,10 +181,41 @@ constexpr bool sm90_splits_masked(int head_dim) {
   return plain.block_n != masked.block_n;
 }
 
-// Q, K, V and O of one team. 16-bit elements.
-constexpr int sm90_fwd_tensor_bytes(const Sm90FwdTile& tile) {
-  return 2 * tile.head_dim * (tile.q_stages * tile.block_m + tile.kv_stages * tile.block_n) +
-         2 * tile.value_dim() * tile.kv_stages * tile.block_n + 2 * tile.o_cols * tile.block_m;
+// What the kernels of a variant are, as sm90::FwdConfig and the plan have to know it.
+
+// Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is faster,
+// though its loops have the same instructions (docs/tuning/fwd_sm90.md).
+constexpr bool sm90_needs_no_mask(int head_dim, FwdVariant variant) {
+  return variant == FwdVariant::kPlain && sm90_splits_masked(head_dim);
+}
+
+// The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
+// nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
+// 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
+constexpr bool sm90_fetches_late(int head_dim, FwdVariant variant) {
+  return !sm90_needs_no_mask(head_dim, variant) &&
+         (variant == FwdVariant::kPlain || variant == FwdVariant::kMasked || variant == FwdVariant::kDropout);
+}
+
+// Serves calls whose keys are split. Without score modifiers a variant of its own does, so that the kernels of whole
+// row blocks keep their instructions.
+constexpr bool sm90_splits_kv(FwdVariant variant) {
+  return modifies_scores(variant) || variant == FwdVariant::kOneWave;
+}
+
+// Variants that would be another one's kernel over again do not exist.
+constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
+  const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+  const Sm90FwdTile own = sm90_fwd_tile(head_dim, variant);
+  if (variant == FwdVariant::kShort) {
+    return own.consumer_groups != plain.consumer_groups || own.block_m != plain.block_m;
+  }
+  return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
+}
+
+// A producer warpgroup and one for each 64 rows of each team.
+constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
+  return 128 * (tile.consumer_groups * (tile.block_m / 64) + 1);
 }
 
 struct BwdTile {
@@ -208,25 +235,17 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
-constexpr BwdTile bwd_tile(int head_dim) {
-#if defined(FLASH_ATTN_SWEEP_BWD)
-  if (head_dim == FLASH_ATTN_SWEEP_BWD) {
-    return BwdTile{head_dim,
-                   FLASH_ATTN_SWEEP_M,
-                   FLASH_ATTN_SWEEP_N,
-                   FLASH_ATTN_SWEEP_WARPS,
-                   FLASH_ATTN_SWEEP_SDP,
-                   FLASH_ATTN_SWEEP_DKV,
-                   FLASH_ATTN_SWEEP_DQ,
-                   FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
-  }
-#endif
-  return kBwdTiles[head_dim_index(head_dim)];
+constexpr BwdTile bwd_tile(int head_dim) { return kBwdTiles[head_dim_index(head_dim)]; }
+
+// The generator of dropout and the bits it leaves do not fit the registers of three thread blocks.
+constexpr int bwd_blocks_per_sm(const BwdTile& tile, bool has_dropout) {
+  return has_dropout && tile.blocks_per_sm > 2 ? 2 : tile.blocks_per_sm;
 }
 
-// K, V, stages x (Q, dO), P and dS. 16-bit elements.
-constexpr int bwd_smem_bytes(const BwdTile& tile, int stages) {
-  return 2 * (tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n);
+// K, V, stages x (Q, dO), P and dS.
+constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
+  const int elements = tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n;
+  return dtype_bytes(dtype) * elements;
 }
 
 // wgmma family: one producer warpgroup and two consumer warpgroups, at head dim 64 one more for dQ; one thread block
@@ -243,6 +262,12 @@ struct Sm90BwdTile {
 
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+
+// A producer warpgroup, two consumers, and the one of dQ.
+constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
+
+// Warps that compute a step's dQ: with all its columns, or each consumer with half of them.
+constexpr int sm90_dq_warps(const Sm90BwdTile& tile) { return tile.block_n == 128 ? 4 : 8; }
 
 constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
@@ -326,6 +351,9 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
   return size;
 }
 
+// The kernels that may be launched in pairs of thread blocks: larger tiles are bound by their arithmetic.
+constexpr bool kv_may_pair(bool is_plain, int size) { return is_plain && size == 0; }
+
 // Tiles of the packed rows of one sequence and K/V head.
 constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
   const int tile_rows = kv_tile(head_dim, kv_tile_size(head_dim, rows)).rows();
@@ -344,11 +372,14 @@ constexpr int kKvParts = 8;
 static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
 constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
 
-// K and V of one step of all groups. 16-bit elements.
-constexpr int kv_stage_bytes(const KvTile& tile) { return kv_block_n(tile) * tile.head_dim * 2 * 2; }
+constexpr int kKvElementBytes = dtype_bytes(Dtype::kBf16);
+static_assert(kKvElementBytes == dtype_bytes(Dtype::kFp16), "both types have one plan");
+
+// K and V of one step of all groups.
+constexpr int kv_stage_bytes(const KvTile& tile) { return 2 * kv_block_n(tile) * tile.head_dim * kKvElementBytes; }
 
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {
-  return tile.rows() * tile.head_dim * 2 + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
+  return tile.rows() * tile.head_dim * kKvElementBytes + kKvStatBytes + kKvScratchBytes + kKvPartBytes +
          stages * kv_stage_bytes(tile);
 }
 

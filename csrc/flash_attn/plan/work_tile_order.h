@@ -44,6 +44,9 @@ constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& wind
   return window.left != kUnbounded && !fetches_late && blocks < kFewTiles ? 0 : blocks;
 }
 
+// Sequences of a packed batch whose row blocks are sorted by the keys that they see: one for each lane of a warp.
+constexpr int kSortedSequences = 32;
+
 // How many of the last row blocks of each head, which see the fewest keys, are handed out behind those of all heads, so
 // that the multiprocessors are done at about the same time.
 constexpr int num_tail_tiles(int tiles_of_head, int short_tiles) {

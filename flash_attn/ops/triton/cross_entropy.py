@@ -10,9 +10,12 @@ that nothing of the logits' size is kept besides the logits. A vocabulary that i
 2019, arXiv:1909.08053) exchanges two numbers per row.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flash_attn.ops import arguments
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, once_differentiable, power_of_two
@@ -30,16 +33,16 @@ class _Loss(NamedTuple):
 
 
 def cross_entropy_loss(
-    logits,
-    labels,
-    precomputed_lse=None,
-    label_smoothing=0.0,
-    logit_scale=1.0,
-    lse_square_scale=0.0,
-    ignore_index=-100,
-    inplace_backward=False,
-    process_group=None,
-):
+    logits: Tensor,
+    labels: Tensor,
+    precomputed_lse: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of every row, with a gradient for the logits. Sums are taken in float32 (float64 for float64).
 
     Arguments:
@@ -80,9 +83,17 @@ class CrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, logits, labels, precomputed_lse=None, smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
-        ignore_index=-100, inplace_backward=False, process_group=None,
-    ):  # fmt: skip
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        precomputed_lse: Tensor | None = None,
+        smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        ignore_index: int = -100,
+        inplace_backward: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor]:
         rank, world = 0, 1
         if process_group is not None:
             rank = torch.distributed.get_rank(process_group)
@@ -102,7 +113,7 @@ class CrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("cross_entropy_loss")
-    def backward(ctx, dlosses, dz_losses):
+    def backward(ctx: Any, dlosses: Tensor, dz_losses: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
         if not kernel_serves(logits):
             dlogits = _compose_backward(dlosses, logits, labels, lse, ctx.rule)

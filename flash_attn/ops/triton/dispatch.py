@@ -46,14 +46,14 @@ def once_differentiable(name):
                 grads = backward(ctx, *grad_outputs)
             if not torch.is_grad_enabled():
                 return grads
-            return _Refusal.apply(name, torch.ones((), requires_grad=True), *grads)
+            return _Rejection.apply(name, torch.ones((), requires_grad=True), *grads)
 
         return run
 
     return decorate
 
 
-class _Refusal(torch.autograd.Function):
+class _Rejection(torch.autograd.Function):
     """Gradients as they are, with a backward that raises. `origin` requires a gradient, so that they do."""
 
     @staticmethod

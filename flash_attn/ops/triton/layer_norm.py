@@ -7,11 +7,15 @@ PyTorch elsewhere. Importing this module needs neither triton nor a GPU.
     out = sum / sqrt(mean(sum^2) + eps) * weight + bias                     RMS norm
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from flash_attn._types import TensorOrTuple
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import kernel_serves
 from flash_attn.ops.triton.layer_norm_launch import MAX_COLUMNS, FusedNorm
@@ -30,25 +34,25 @@ class NormOptions(NamedTuple):
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> TensorOrTuple:
     """Normalise dropout(rowscale * x) + dropout(x1) + residual over the last dimension.
 
     Sums are taken in float32 (float64 for float64 x). The gradients of weights and biases are bitwise reproducible.
@@ -105,24 +109,24 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> TensorOrTuple:
     """`layer_norm_fn` with is_rms_norm=True."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
@@ -131,17 +135,17 @@ def rms_norm_fn(
 
 
 def layer_norm_linear_fn(
-    x,
-    norm_weight,
-    norm_bias,
-    linear_weight,
-    linear_bias,
-    residual=None,
-    eps=1e-6,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-):
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> TensorOrTuple:
     """A norm followed by a linear layer.
 
     Arguments:
@@ -170,7 +174,15 @@ class RMSNorm(torch.nn.Module):
         device, dtype: of the weight.
     """
 
-    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -179,10 +191,12 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> TensorOrTuple:
         """x, residual: (..., hidden_size) -> out, or (out, sum) with prenorm; see `layer_norm_fn`."""
         return rms_norm_fn(
             x,
@@ -198,22 +212,22 @@ class RMSNorm(torch.nn.Module):
 
 
 def layer_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> TensorOrTuple:
     """`layer_norm_fn` in plain PyTorch in the dtypes of the inputs (float32 with upcast), with the dropout masks given,
     bool like x, True where kept; drawn anew where they are None. For tests."""
     tensors = (x, weight, bias, residual, x1, weight1, bias1)
@@ -223,22 +237,22 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> TensorOrTuple:
     """`layer_norm_ref` for the RMS norm."""
     tensors = (x, weight, bias, residual, x1, weight1, bias1)
     return _reference(

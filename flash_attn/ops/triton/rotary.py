@@ -3,23 +3,26 @@
 Importing this module needs neither triton nor a GPU.
 """
 
+from __future__ import annotations
+
 import torch
+from torch import Tensor
 
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, power_of_two
 
 
 def apply_rotary(
-    x,
-    cos,
-    sin,
-    seqlen_offsets=0,
-    cu_seqlens=None,
-    max_seqlen=None,
-    interleaved=False,
-    inplace=False,
-    conjugate=False,
-):
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
     """Rotate the first rotary_dim features of every head by the angle of its row's position.
 
     Where x requires a gradient, by PyTorch operations; `flash_attn.layers.rotary` has the kernel's gradient.
@@ -63,7 +66,15 @@ def apply_rotary(
     return torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
 
 
-def rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate):
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+) -> Tensor:
     """The rotated features (..., rotary_dim) of x by differentiable PyTorch operations; arguments of `apply_rotary`."""
     half = cos.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)

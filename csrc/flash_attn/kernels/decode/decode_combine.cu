@@ -5,10 +5,9 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
-#include "kernels/decode/cta_work.h"
+#include "kernels/decode/cut_tile.h"
 #include "kernels/decode/output.h"
 #include "params/kvcache.h"
-#include "plan/kvcache.h"
 
 namespace flash {
 namespace {
@@ -16,113 +15,9 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
-constexpr int kWarps = kThreads / 32;
-constexpr int kBatchedLoads = plan::kCombinedParts;
-
-// A tile of which several partial results exist.
-struct SplitTile {
-  KvQueries queries;
-  int head = 0;
-  int first_row = 0;  // packed
-  int rows = 0;       // 0: nothing to merge
-  BlockRange range;
-  int64_t tile_begin = 0, share = 1;
-  int64_t tile = 0;         // index of the tile, of its runs' slots
-  int first = 0, last = 0;  // thread blocks, or runs, that left a partial result; some thread blocks may have none
-};
-
-// Where thread block `index` left its part of the tile; -1: it has none.
-__device__ int slot_of_part(const Flash_kvcache_params& params, const SplitTile& tile, int index) {
-  const BlockSpan segment =
-      block_span(params.split_points, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
-  return segment.empty() ? -1 : kv_slot(index, segment);
-}
-
-__device__ void set_item(const Flash_kvcache_params& params, int item, SplitTile& tile) {
-  KvItem at;
-  if (params.is_varlen()) {
-    at = packed_item(params, item);
-  } else {
-    at = {kv_request(params, item / params.row_tiles), item % params.row_tiles};
-  }
-  tile.queries = kv_queries<true>(params, at.request.index);
-  tile.range = kv_range(params, tile.queries, at.row_tile, at.request.seqlen_k);
-  tile.first_row = at.row_tile * params.tile_rows;
-}
-
-__device__ int tile_rows(const Flash_kvcache_params& params, const SplitTile& tile) {
-  return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
-}
-
-// The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
-__device__ void find_parts(const Flash_kvcache_params& params, int first, SplitTile& tile) {
-  const int count = kv_count(tile.range);
-  const int64_t last = (tile.tile_begin + count - 1) / tile.share;
-  tile.first = first;
-  tile.last = static_cast<int>(min(last, static_cast<int64_t>(params.thread_blocks) - 1));
-  const BlockSpan segment =
-      block_span(params.split_points, tile.range.begin, count, tile.tile_begin, tile.share, first);
-  const bool has_pair = params.in_clusters && kv_is_cluster_half(segment, count, tile.share, first);
-  if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
-}
-
-// The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
-__device__ SplitTile tile_split_before(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  SplitTile tile;
-  CtaWork start = find_cta_work(params, index, scratch);
-  if (start.item >= kv_items(params)) return tile;
-  set_item(params, start.item, tile);
-  const int count = kv_count(tile.range);
-  if (start.share == 0) start = cta_work_of_one(params, index, static_cast<int64_t>(params.h_k) * count);
-  if (start.item >= kv_items(params)) return tile;
-  const KvPlace place = kv_state(start, index, count);
-  tile.share = start.share;
-  tile.tile_begin = place.tile_begin;
-  tile.head = place.head;
-  const bool first_inside = index * start.share > place.tile_begin && (index - 1) * start.share <= place.tile_begin;
-  if (place.head < params.h_k && first_inside) find_parts(params, index - 1, tile);
-  return tile;
-}
-
-// Tile `index` of all; the threads add up the work before it.
-__device__ SplitTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
-  SplitTile tile;
-  const int items = kv_items(params), item = index / params.h_k;
-  set_item(params, item, tile);
-  const int count = kv_count(tile.range);
-  tile.head = index - item * params.h_k;
-  int64_t total = static_cast<int64_t>(params.h_k) * count, item_begin = 0;
-  if (items > 1) {
-    const KvItems own(items, threadIdx.x, kThreads);
-    int64_t before = 0, work = 0;
-    for (int i = own.begin; i < own.end; ++i) {
-      if (i == item) before = work;
-      work += kv_item_work(params, i);
-    }
-    const int64_t end = block_prefix_sum(work, scratch, total);
-    if (own.begin <= item && item < own.end) scratch[kWarps] = end - work + before;
-    __syncthreads();
-    item_begin = scratch[kWarps];
-  }
-  tile.share = params.schedule != nullptr ? max(params.schedule->share, int64_t{1})
-                                          : blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
-  tile.tile_begin = item_begin + static_cast<int64_t>(tile.head) * count;
-  const int64_t first = tile.tile_begin / tile.share;
-  if (first < params.thread_blocks) find_parts(params, static_cast<int>(first), tile);
-  return tile;
-}
-
-__device__ SplitTile tile_of_runs(const Flash_kvcache_params& params, int64_t index) {
-  SplitTile tile;
-  set_item(params, static_cast<int>(index / params.h_k), tile);
-  tile.tile = index;
-  tile.head = static_cast<int>(index % params.h_k);
-  if (tile.range.count() <= 0) return tile;
-  tile.first = tile.range.begin / params.run_blocks;
-  tile.last = (tile.range.end - 1) / params.run_blocks;
-  if (tile.last > tile.first) tile.rows = tile_rows(params, tile);
-  return tile;
-}
+constexpr int kWarps = kCombineWarps;
+static_assert(kThreads == 32 * kWarps);
+constexpr int kBatchedLoads = kCombineLoads;
 
 // A row of a partial result, spread over the lanes of a warp, kQuads float4 to a lane.
 template <int kQuads>
@@ -351,18 +246,14 @@ struct RowPlace {
   }
 };
 
-// Rows of a tile for each thread block. Where a tile has more parts than a warp reads at once, all warps share a row.
-__host__ __device__ int rows_per_block(const Flash_kvcache_params& params) {
-  return params.combines_one_row ? 1 : kWarps;
+__device__ int rows_per_block(const Flash_kvcache_params& params) { return kv_combine_rows(params.combines_one_row); }
+
+__device__ int blocks_per_tile(const Flash_kvcache_params& params) {
+  return kv_combine_blocks(params.slot_rows, params.combines_one_row);
 }
 
-__host__ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
-  return (params.slot_rows + rows_per_block(params) - 1) / rows_per_block(params);
-}
-
-// Few tiles of a dense batch: each has its thread blocks; else each place where a stretch begins.
-__host__ __device__ bool combines_by_tile(const Flash_kvcache_params& params) {
-  return !params.is_varlen() && static_cast<int64_t>(params.items) * params.h_k < params.thread_blocks;
+__device__ bool combines_by_tile(const Flash_kvcache_params& params) {
+  return !params.is_varlen() && kv_has_few_tiles(params.items, params.h_k, params.thread_blocks);
 }
 
 // All warps have a share of one row; on return the first one has the sum.
@@ -435,14 +326,14 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
-  const int64_t tiles = static_cast<int64_t>(params.items) * params.h_k;
+  const int64_t blocks = kv_combine_grid(params.split_points.rule, params.is_varlen(), params.items, params.h_k,
+                                         params.thread_blocks, params.slot_rows, params.combines_one_row);
   if (params.split_points.rule == SplitRule::kChunks) {
-    return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, tiles, kThreads, 0, params, params.device,
+    return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device,
                             stream, configured_devices);
   }
-  const int64_t places = combines_by_tile(params) ? tiles : params.thread_blocks - 1;
-  return launch_dependent(decode_combine_kernel<Element, kQuads>, places * blocks_per_tile(params), kThreads,
-                          kSmemBytes, params, params.device, stream, configured_devices);
+  return launch_dependent(decode_combine_kernel<Element, kQuads>, blocks, kThreads, kSmemBytes, params, params.device,
+                          stream, configured_devices);
 }
 
 template <class Element>

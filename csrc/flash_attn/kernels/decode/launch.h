@@ -11,7 +11,6 @@ template <class Config>
 cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
-  params.in_clusters = params.in_clusters && Config::kMayCluster;
   if (params.in_clusters) {
     const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_clusters);
     if (status != cudaSuccess) return status;
@@ -21,20 +20,9 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
                           params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
 }
 
-inline bool is_plain(const Flash_kvcache_params& params, int head_dim, int step) {
-  const bool whole_steps = params.paged.block_table == nullptr ||
-                           (params.paged.page_size.divisor % step == 0 && params.leftpad_k == nullptr);
-  const double line = static_cast<double>(params.items) * params.h_k * (params.capacity / params.block_n + 1);
-  const bool free_cuts =
-      params.split_points.rule == SplitRule::kAnywhere || params.split_points.rule == SplitRule::kWhole;
-  return !params.is_varlen() && !params.has_score_mod && params.rotary.cos_ptr == nullptr && params.d == head_dim &&
-         params.q_vectors && params.kv_bytes == 16 && whole_steps && free_cuts && params.run_blocks == kUnbounded &&
-         line < kMostPlainPlaces;
-}
-
 template <Dtype kDtype, int kHeadDim, int kSize>
 cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream_t stream) {
-  if (is_plain(params, kHeadDim, plan::kv_tile(kHeadDim, kSize).step)) {
+  if (params.is_plain) {
     return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
   }
   return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kAll>>(params, stream);

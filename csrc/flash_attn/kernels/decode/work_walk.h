@@ -25,9 +25,7 @@ struct alignas(16) WorkPart {
   __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
 };
 
-// kPlain: of a dense batch whose line is shorter than kMostPlainPlaces, and tiles are cut anywhere or nowhere.
-constexpr int kMostPlainPlaces = 1 << 30;
-
+// kPlain: of a dense batch whose line has fewer than kMostShortPlaces places, and tiles are cut anywhere or nowhere.
 template <bool kPlain>
 struct WorkWalk {
   using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
@@ -78,11 +76,7 @@ struct WorkWalk {
  private:
   __device__ __forceinline__ BlockSpan find_segment() const {
     if constexpr (kPlain) {
-      // As block_span() says.
-      const int count = part.count(), first = index * share - tile_begin;
-      const BlockSpan segment{min(max(first, 0), count), min(max(first + share, 0), count)};
-      if (params.split_points.rule == SplitRule::kAnywhere && count > params.split_points.value) return segment;
-      return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+      return free_block_span(params.split_points, part.count(), tile_begin, share, index);
     } else {
       return block_span(params.split_points, part.first_block, part.count(), tile_begin, share, index);
     }

@@ -23,9 +23,7 @@ struct BwdConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.warps;
-  // Dropout: random bits and keep masks do not fit into the registers that three thread blocks per SM leave.
-  static constexpr int kBlocksPerSm =
-      kVariant == BwdVariant::kDropout && kTile.blocks_per_sm > 2 ? 2 : kTile.blocks_per_sm;
+  static constexpr int kBlocksPerSm = plan::bwd_blocks_per_sm(kTile, kVariant == BwdVariant::kDropout);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
 
   template <int kWarpsM>

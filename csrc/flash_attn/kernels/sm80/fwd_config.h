@@ -38,7 +38,7 @@ struct FwdConfig {
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;   // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;  // elements, each of K and V
-  static constexpr int kSmemBytes = plan::fwd_smem_bytes(kTile);
+  static constexpr int kSmemBytes = plan::fwd_smem_bytes(kTile, kDtype);
   static_assert(kSmemBytes == static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv), "plan and kernel agree");
 };
 

@@ -20,9 +20,10 @@ enum class BwdVariant { kPlain, kGeneral };
 // shared memory, by a thread block that computes all n_blocks of a head.
 enum class DqLocation { kGlobal, kShared };
 
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation = DqLocation::kGlobal,
+template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation = DqLocation::kGlobal,
           int kHeadDimV_ = kHeadDim_>
 struct BwdConfig {
+  static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
@@ -49,7 +50,7 @@ struct BwdConfig {
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = kConsumers + (kHasDqWarpgroup ? 256 : 128);
+  static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 240;
   static constexpr int kDqWarpgroupRegisters = 104;
@@ -69,7 +70,7 @@ struct BwdConfig {
   // dQ = dS K, both from shared memory: all columns by one warpgroup, or half of them by each consumer in kDqSlices.
   static constexpr int kDqSlices = !kSplitsKeys && kHeadDim % 256 == 0 ? 2 : 1;
   static constexpr int kDqCols = (kHasWholeDq ? kHeadDim : kHeadDim / 2) / kDqSlices;  // of a slice
-  static constexpr int kDqWarps = kHasWholeDq ? 4 : kConsumerWarps;
+  static constexpr int kDqWarps = plan::sm90_dq_warps(kTile);
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
   // A tile is a sequence of swizzle atoms of 64 (or 32) columns, one per TMA box. The columns of dK and dV that a

@@ -1,10 +1,9 @@
-// Tensor maps, grids and launches of the wgmma backward.
+// Tensor maps and launches of the wgmma backward.
 #pragma once
 
-#include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/sm90/bwd_kernel.h"
-#include "plan/grid.h"
+#include "plan/bwd_plan.h"
 
 namespace flash {
 namespace sm90 {
@@ -42,66 +41,64 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   return cudaSuccess;
 }
 
-// softmax_d, and the kernel that computes all gradients of whole heads.
-template <class Config, Dtype kDtype>
-cudaError_t run_flash_bwd_heads(BwdLaunch& launch, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  const Flash_bwd_params& params = launch.params;
-  cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
-  if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
-  if (status != cudaSuccess) return status;
-  launch.grid.heads_k = FastDiv(params.h_k);
-  launch.grid.blocks = std::min<int64_t>(static_cast<int64_t>(params.b) * params.h_k, params.multiprocessors);
-  return flash::launch(flash_bwd_heads_kernel<Config>, launch.grid.blocks, Config::kThreads,
-                       static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
+template <class Config>
+constexpr int checked_smem_bytes() {
+  constexpr int kBytes = static_cast<int>(sizeof(BwdStorage<Config>));
+  static_assert(kBytes == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kVariant != BwdVariant::kPlain,
+                                                    Config::kDqInSmem, Config::kDtype),
+                "plan and kernel agree on the shared memory");
+  return kBytes;
 }
 
 template <class Config>
-cudaError_t run_flash_bwd(BwdLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
+                          cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const Flash_bwd_params& params = launch.params;
-  const int64_t rows = params.is_varlen() && params.b > 0 ? params.seqlen_q / params.b : params.seqlen_q;
-  const int running = plan::running_key_blocks(params.dq_semaphore_ptr != nullptr, params.window.right != kUnbounded,
-                                               rows / Config::kBlockM, Config::kBlockN);
-  launch.grid = plan::bwd_grid(params.is_varlen(), params.b, params.h_k, params.seqlen_k, Config::kBlockN,
-                               params.multiprocessors, running);
-  const bool is_dynamic = launch.grid.blocks > params.multiprocessors;
-  launch.tile_count_semaphore = is_dynamic ? params.tile_count_semaphore : nullptr;
-  if (launch.grid.blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
-  const int64_t thread_blocks = is_dynamic ? params.multiprocessors : launch.grid.blocks;
-  return flash::launch(flash_bwd_kernel<Config>, thread_blocks, Config::kThreads,
-                       static_cast<int>(sizeof(BwdStorage<Config>)), launch, params.device, stream, configured_devices);
-}
-
-template <class Config>
-cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  const int64_t blocks = params.h * plan::m_blocks(params.is_varlen(), params.b, params.seqlen_q, Config::kBlockM);
-  return flash::launch(flash_bwd_convert_dq_kernel<Config>, blocks, 32 * Config::kDqWarps,
-                       Config::kSmemQ * static_cast<int>(sizeof(typename Config::Element)), params, params.device,
+  return flash::launch(kernel, plan.grid, Config::kThreads, checked_smem_bytes<Config>(), launch, launch.params.device,
                        stream, configured_devices);
 }
 
-}  // namespace sm90
-
-// cudaErrorNotSupported: not for this family, nothing was launched.
-template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd_sm90(const Flash_bwd_params& params, cudaStream_t stream) {
-  using Plain = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqLocation::kGlobal, kHeadDimV>;
-  using General = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kGeneral, sm90::DqLocation::kGlobal, kHeadDimV>;
-  if (params.seqlen_q == 0 || params.seqlen_k == 0) return cudaErrorNotSupported;
-  sm90::BwdLaunch launch{};
-  launch.params = params;
-  if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
-    using Short = sm90::BwdConfig<kDtype, kHeadDim, sm90::BwdVariant::kPlain, sm90::DqLocation::kShared>;
-    if (params.dq_accum_ptr == nullptr) return sm90::run_flash_bwd_heads<Short, kDtype>(launch, stream);
-  }
-  cudaError_t status = sm90::make_tensor_maps<Plain>(launch, kDtype);
-  if (status == cudaSuccess) status = run_softmax_d_<kDtype>(params, stream);
-  if (status != cudaSuccess) return status;
-  status = params.has_dropout || params.has_score_mod ? sm90::run_flash_bwd<General>(launch, stream)
-                                                      : sm90::run_flash_bwd<Plain>(launch, stream);
-  return status == cudaSuccess ? sm90::run_flash_bwd_convert_dq<Plain>(params, stream) : status;
+template <class Config>
+cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  return flash::launch(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, 32 * Config::kDqWarps, plan.dq_smem_bytes,
+                       params, params.device, stream, configured_devices);
 }
 
+// softmax_d; then the kernel that computes all gradients of whole heads, or the one that adds to dQ in global memory,
+// and dQ's conversion.
+template <class Config>
+cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  BwdLaunch launch{};
+  launch.params = params;
+  launch.grid = plan.order;
+  launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
+  cudaError_t status = make_tensor_maps<Config>(launch, Config::kDtype);
+  if (status == cudaSuccess) status = run_softmax_d_<Config::kDtype>(params, stream);
+  if (status != cudaSuccess) return status;
+  if constexpr (Config::kDqInSmem) {
+    return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
+  } else {
+    status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
+    using Plain =
+        BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, Config::kHeadDimV>;
+    return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(params, plan, stream) : status;
+  }
+}
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
+    using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>;
+    if (plan.dq_in_smem) return run_flash_bwd<Shared>(params, plan, stream);
+  }
+  if (plan.variant == plan::BwdVariant::kGeneral) {
+    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kGeneral, DqLocation::kGlobal, kHeadDimV>>(
+        params, plan, stream);
+  }
+  return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, kHeadDimV>>(params, plan,
+                                                                                                        stream);
+}
+
+}  // namespace sm90
 }  // namespace flash

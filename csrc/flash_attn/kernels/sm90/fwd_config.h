@@ -31,22 +31,14 @@ struct FwdConfig {
                 "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the place of Q");
   static_assert(!kTile.overlaps || kQStages == 2, "the next Q is there while this one is in use");
-  // Serves calls without a mask only, whose warpgroups see all keys. Without the code for blocks that pass it is
-  // faster, though its loops have the same instructions (docs/tuning/fwd_sm90.md).
-  static constexpr bool kNoMask =
-      kVariant == FwdVariant::kPlain && !kHasValueDim && plan::sm90_splits_masked(kHeadDim_);
+  static constexpr bool kNoMask = !kHasValueDim && plan::sm90_needs_no_mask(kHeadDim_, kVariant);
   // S of the next tile's first block is started right behind the last P V of this one, before its output is stored.
   static constexpr bool kIssueNextQkEarly =
       kVariant == FwdVariant::kMasked ||
       (plan::sm90_splits_masked(kHeadDim_) &&
        (kVariant == FwdVariant::kShort || kVariant == FwdVariant::kOneWave || plan::modifies_scores(kVariant)));
   static_assert(!kIssueNextQkEarly || (kQStages == 2 && !kTile.overlaps), "the next Q is there before O has left");
-  // The next row block is drawn when the loads of this one end, so that none waits behind a long one while others have
-  // nothing to do; pages are loaded without it. Kernels of short rows would only pay, those with score modifiers are
-  // 1.5 % slower, and where all keys are seen row blocks are equal (docs/tuning/fwd_sm90.md).
-  static constexpr bool kFetchNextTileLate =
-      !kNoMask &&
-      (kVariant == FwdVariant::kPlain || kVariant == FwdVariant::kMasked || kVariant == FwdVariant::kDropout);
+  static constexpr bool kFetchNextTileLate = plan::sm90_fetches_late(kHeadDim_, kVariant);
   // Row blocks that follow each other behind a window load the same keys first (KvBlockOrder::align_unmasked()).
   static constexpr bool kAlignUnmasked = kFetchNextTileLate;
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0, "wgmma multiplies 64 rows by 16 keys");
@@ -55,7 +47,7 @@ struct FwdConfig {
   static constexpr int kConsumerGroups = kTile.consumer_groups;
   static constexpr int kWarpGroups = kBlockM / 64;  // of a team
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
-  static constexpr int kThreads = 128 * (kConsumerGroups * kWarpGroups + 1);
+  static constexpr int kThreads = plan::sm90_fwd_threads(kTile);
   static constexpr int kProducerRegisters = kConsumerGroups * kWarpGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerGroups * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
@@ -77,9 +69,7 @@ struct FwdConfig {
   // Under a softcap a bound of all scores comes before their maxima. Narrower heads lose by it
   // (docs/tuning/fwd_sm90.md).
   static constexpr bool kCheckBoundByNorm = kModifiers == Modifiers::kSoftcap && kHeadDim > 96;
-  // Serves calls whose keys are shared out. Without score modifiers a variant does, so that the kernels of whole row
-  // blocks keep their instructions.
-  static constexpr bool kSplitKv = kHasScoreMod || kVariant == FwdVariant::kOneWave;
+  static constexpr bool kSplitKv = plan::sm90_splits_kv(kVariant);
   // Edges find the limits of their rows in registers, and their blocks one from the other. Elsewhere ptxas spills for
   // it, or has other interior loops, which are slower (docs/tuning/fwd_sm90.md).
   static constexpr bool kMaskBoundsInRegs = !kHasScoreMod && !kHasValueDim && kHeadDim <= 128;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/sequence.h"
+#include "plan/work_tile_order.h"
 
 namespace flash {
 namespace sm90 {
@@ -10,7 +11,7 @@ namespace sm90 {
 // last ones to be handed out are short. Held by a warp, whose lanes know a sequence each, so that nothing is read
 // again.
 struct VarlenOrder {
-  static constexpr int kSequences = 32;
+  static constexpr int kSequences = plan::kSortedSequences;
   static constexpr unsigned kAllLanes = 0xffffffffu;
 
   const Flash_fwd_params& params;

@@ -65,19 +65,19 @@ constexpr int kTensorMapAxes = 5;
 
 inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& source, Dtype dtype, TensorMapBox box) {
   static const EncodeTensorMap encode = find_tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  constexpr int64_t kBytes = 2, kAny = 0x7fffffff;
-  const int64_t row_bytes = source.strides.row * kBytes;
+  if (encode == nullptr) return cudaErrorSymbolNotFound;
+  constexpr int64_t kAny = 0x7fffffff;
+  const int64_t bytes = dtype_bytes(dtype), row_bytes = source.strides.row * bytes;
   // The stride of an axis of length 1 is never used; 16 satisfies the encoder whatever the tensor's is.
-  auto stride_of = [](int64_t bytes, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? bytes : 16); };
+  auto stride_of = [](int64_t stride, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? stride : 16); };
   const cuuint64_t lengths[kTensorMapAxes] = {
       static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
       static_cast<cuuint64_t>(source.heads), static_cast<cuuint64_t>(source.is_packed ? kAny : source.batch),
       static_cast<cuuint64_t>(source.is_packed ? kAny : 1)};
   const cuuint64_t strides[kTensorMapAxes - 1] = {
       stride_of(row_bytes, source.is_packed ? kPackedRows : source.rows),
-      stride_of(source.strides.head * kBytes, source.heads),
-      source.is_packed ? static_cast<cuuint64_t>(row_bytes) : stride_of(source.strides.batch * kBytes, source.batch),
+      stride_of(source.strides.head * bytes, source.heads),
+      source.is_packed ? static_cast<cuuint64_t>(row_bytes) : stride_of(source.strides.batch * bytes, source.batch),
       source.is_packed ? static_cast<cuuint64_t>((int64_t{1} << 34) - row_bytes) : 16};
   const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
                                                   1, 1, 1};
@@ -87,7 +87,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
              kTensorMapAxes, const_cast<void*>(source.data), lengths, strides, box_lengths, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, box.cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() asked first
 }
 
 // Coordinates of the rows of a sequence in a tensor map.

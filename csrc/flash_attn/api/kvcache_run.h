@@ -1,0 +1,60 @@
+// The launches of a call against a KV cache, as its plan says: new rows, then the attention.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "api/allocate.h"
+#include "api/kvcache_params.h"
+#include "api/launch_check.h"
+#include "api/run_fwd.h"
+#include "core/static_switch.h"
+#include "params/kvcache.h"
+#include "plan/decode_plan.h"
+
+namespace flash {
+
+// Many query rows: by the forward's kernels, which take the cache for packed sequences or pages.
+inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvcache_params& params,
+                                   const at::Tensor& q) {
+  Flash_fwd_params forward = params;
+  forward.seqlen_k = params.capacity;
+  const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
+  at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
+  forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
+  int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
+  forward.varlen.key_ranges = cached_keys;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
+  at::Tensor rotated;
+  if (plan.rotates) {
+    rotated = new_empty(q, q.sizes(), q.scalar_type());
+    forward.q_ptr = rotated.const_data_ptr();
+    forward.q_strides = matrix_strides(rotated);
+    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf,
+                             [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
+                 "kvcache_rotate_kernel", q);
+  }
+  launch_forward(forward, plan.forward, q);
+}
+
+inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
+  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+    return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+  });
+}
+
+inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  if (plan.appends) {
+    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf, [&] { return run_kvcache_append_<kDtype>(params, stream); }),
+                 "kvcache_append_kernel", q);
+  }
+  switch (plan.kernel) {
+    case plan::DecodeKernel::kNone: return;
+    case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, q);
+    case plan::DecodeKernel::kSplitKv: check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q);
+  }
+}
+
+}  // namespace flash

@@ -1,0 +1,72 @@
+// Tensors in the form that kernels take: aligned, and of one head dim where a plan says so.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "api/allocate.h"
+#include "api/set_params.h"
+
+namespace flash {
+
+// Columns of zeros behind those of the tensor; 0: as it is.
+inline at::Tensor pad_head_dim(const at::Tensor& tensor, int64_t head_dim) {
+  const int64_t own = tensor.size(-1);
+  if (head_dim == 0 || own == head_dim) return tensor;
+  at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.back() = head_dim;
+  at::Tensor padded = new_empty(tensor, shape, tensor.scalar_type());
+  padded.narrow(-1, 0, own).copy_(tensor);
+  padded.narrow(-1, own, head_dim - own).zero_();
+  return padded;
+}
+
+// The memory layout of aligned(), without its memory.
+inline at::Tensor aligned_layout(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || is_aligned(tensor)) return tensor;
+  return at::empty(tensor.sizes(), tensor.options().device(at::kMeta));
+}
+
+// And of pad_head_dim().
+inline at::Tensor padded_layout(const at::Tensor& tensor, int64_t head_dim) {
+  if (head_dim == 0 || tensor.size(-1) == head_dim) return tensor;
+  at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.back() = head_dim;
+  return at::empty(shape, tensor.options().device(at::kMeta));
+}
+
+// Where a result of `head_dim` columns is computed: in the caller's tensor if the kernels can write it, else in a new
+// one, from which finish() makes the result.
+class Output {
+ public:
+  // pad: columns that the kernels write; 0: as many as the result has. `neighbor`: of the result's dtype and device.
+  Output(const OptionalTensor& given, const at::Tensor& like, at::IntArrayRef shape, int64_t pad)
+      : given_(given), head_dim_(shape.back()) {
+    const int64_t computed_dim = pad == 0 ? head_dim_ : pad;
+    const bool direct = given.has_value() && head_dim_ == computed_dim && is_aligned(*given);
+    if (direct) {
+      computed = *given;
+      return;
+    }
+    at::DimVector computed_shape(shape.begin(), shape.end());
+    computed_shape.back() = computed_dim;
+    computed = new_empty(like, computed_shape, like.scalar_type());
+  }
+
+  at::Tensor finish() const {
+    if (given_.has_value() && computed.is_same(*given_)) return computed;
+    const bool is_padded = computed.size(-1) != head_dim_;
+    const at::Tensor columns = is_padded ? computed.narrow(-1, 0, head_dim_) : computed;
+    if (!given_.has_value()) return is_padded ? columns.contiguous() : columns;
+    given_->copy_(columns);
+    return *given_;
+  }
+
+  at::Tensor computed;
+
+ private:
+  const OptionalTensor& given_;
+  int64_t head_dim_;
+};
+
+}  // namespace flash

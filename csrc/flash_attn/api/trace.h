@@ -1,0 +1,16 @@
+// FLASH_ATTN_TRACE=1: a line to stderr for each attention that is launched, of its plan.
+#pragma once
+
+#include <cstdio>
+
+#include "api/environment.h"
+#include "plan/explain.h"
+
+namespace flash {
+
+template <class... Plans>
+void trace(const Plans&... plans) {
+  if (CallEnvironment::is_traced()) std::fprintf(stderr, "flash_attn: %s\n", one_line(plan::explain(plans...)).c_str());
+}
+
+}  // namespace flash

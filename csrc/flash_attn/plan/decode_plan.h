@@ -1,0 +1,272 @@
+// How attention against a KV cache runs: problem and device -> plan. Kernel, tile, variant, the split of the key blocks
+// over the thread blocks, the combine, the passes ahead of it and the memory of all follow from what the host knows;
+// lengths are only read on the device. Plain C++17.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "core/kv_schedule.h"
+#include "plan/device.h"
+#include "plan/fwd_plan.h"
+#include "plan/grid.h"
+#include "plan/tiles.h"
+
+namespace flash {
+namespace plan {
+
+constexpr int kReservedSmemBytes = 1024;  // what the driver takes of each thread block's shared memory
+
+struct KvResidency {
+  int blocks_per_sm;
+  int stages;  // buffers of each ring
+};
+
+// As many thread blocks per multiprocessor as the registers were compiled for, if each still gets two buffers.
+constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem_per_block) {
+  for (int blocks = tile.blocks_per_sm; blocks > 0; --blocks) {
+    const int share = smem_per_sm / blocks - kReservedSmemBytes;
+    const int limit = share < smem_per_block ? share : smem_per_block;
+    const int stages = (limit - kv_smem_bytes(tile, 0)) / kv_stage_bytes(tile);
+    if (stages >= 2 || blocks == 1) return {blocks, stages < kMaxKvStages ? stages : kMaxKvStages};
+  }
+  return {1, 0};
+}
+
+// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, and
+// no place where keys are cut may depend on it.
+struct DecodeOptions {
+  int seqlen_new = 0;  // rows that the call appends to each sequence
+  Window window;
+  bool has_score_mod = false;
+  bool has_rotary = false;
+  bool has_leftpad = false;
+  int page_size = 0;         // 0: the cache is not paged
+  bool q_vectors = true;     // rows of q may be read in 16-byte vectors
+  int kv_vector_bytes = 16;  // in vectors of how many bytes keys and values may be read
+  // What the call is to the forward's kernels; none: they cannot read q and the cache, or write out, where they lie.
+  std::optional<FwdProblem> forward;
+  const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
+};
+
+// What a call knows on the host.
+struct DecodeProblem {
+  int batch = 0;
+  int seqlen_q = 0;
+  int heads = 0;
+  int heads_k = 0;
+  int head_dim = 0;
+  int capacity = 0;    // rows that the cache holds per sequence
+  int num_splits = 0;  // 0: the line of work is split evenly; n: at most n splits per sequence
+  bool batch_invariant = false;
+  bool is_packed = false;  // a packed forward: seqlen_q is then the sum of the queries of all sequences
+  int packed_keys = 0;     // of a packed sequence in the mean
+  DecodeOptions options = {};
+
+  constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
+  // Packed rows of one K/V head and sequence, of a packed batch in the mean.
+  constexpr int64_t all_rows() const { return static_cast<int64_t>(seqlen_q) * group(); }
+  constexpr int64_t rows() const {
+    const int64_t sequences = is_packed && batch > 0 ? batch : 1;
+    return (all_rows() + sequences - 1) / sequences;
+  }
+};
+
+// What attends.
+enum class DecodeKernel {
+  kNone,     // there are no queries
+  kSplitKv,  // the kernels of the KV cache
+  kForward   // the forward's, of the family in `forward`
+};
+
+struct DecodePlan {
+  // ---- the schedule: by the sizes alone ----
+  int tile_size;      // index into kKvTiles
+  int stages;         // 0: the device has too little shared memory
+  int row_tiles;      // tiles of one K/V head and sequence of a dense batch
+  int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
+  bool is_too_large;  // more than kMaxKvTiles: nothing below is set
+  int thread_blocks;
+  bool combines_one_row;       // by a thread block of the combine, whose warps add up parts each
+  int64_t min_blocks_per_cta;  // key blocks of a thread block
+  SplitPoints split_points;
+  int run_blocks;           // batch-invariant: key blocks that are summed before they are merged; else unbounded
+  int max_runs;             // of one tile, when cuts.rule is kChunks
+  int slot_rows;            // rows of a partial result
+  int64_t slots;            // partial results that the workspace holds
+  bool combines;            // some tile of the fullest cache may be cut
+  int64_t combine_blocks;   // thread blocks of the combine
+  int64_t schedule_words;   // header and a record for each thread block, of 4 bytes
+  int64_t workspace_words;  // partial results behind them
+
+  // ---- the launches: by the options too ----
+  DecodeKernel kernel;
+  FwdPlan forward;   // kForward
+  bool appends;      // a pass writes the new rows into the cache
+  bool rotates;      // kForward: a pass rotates the queries
+  bool is_plain;     // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
+  bool in_clusters;  // kSplitKv: thread blocks are launched as clusters of two (kernels/decode/cluster_pair.h)
+};
+
+// A thread block should have this many bytes of K and V to read, else the combine costs more than the split saves; half
+// as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
+// bandwidth.
+constexpr int64_t kMinCtaBytes = 128 * 1024;
+constexpr int kRunKeys = 512;
+constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
+constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
+
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Key blocks of a tile over a full cache; one without keys takes a place too.
+constexpr int64_t kv_most_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
+
+constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
+  return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
+}
+
+// Thread blocks among which the line of work is split: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no cut and no combine.
+constexpr int64_t splitting_ctas(int64_t tiles, int64_t resident) {
+  const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
+  return whole * 10 >= resident * 9 ? whole : resident;
+}
+
+// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them
+// (kv_is_cluster_half()): shares are rounded up, so that with somewhat more thread blocks than two for each tile they
+// still are halves of tiles of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter
+// ones, pairs do not pay.
+constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
+  return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
+}
+
+// Tiles and their rows.
+constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
+  const int64_t rows = problem.rows();
+  plan.tile_size = kv_tile_size(problem.head_dim, rows);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  plan.stages = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block).stages;
+  plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows));
+  plan.items = problem.is_packed ? varlen_slot_count(static_cast<int>(problem.all_rows()), problem.batch, tile.rows())
+                                 : static_cast<int64_t>(problem.batch) * plan.row_tiles;
+  plan.slot_rows = static_cast<int>(rows < tile.rows() && !problem.is_packed ? rows : tile.rows());
+  plan.is_too_large = plan.items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
+}
+
+// How many thread blocks there are, and where they may cut a tile. `even`: split evenly, wherever that cuts.
+constexpr void plan_splits(const DecodeProblem& problem, const Device& device, bool even, DecodePlan& plan) {
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const int block_n = kv_block_n(tile);
+  // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
+  const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
+  plan.min_blocks_per_cta = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
+  const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
+  const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
+  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t sharing = even ? splitting_ctas(tiles, resident) : resident;
+  const int64_t useful = ceil_div(most_blocks, plan.min_blocks_per_cta);
+  plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
+  // Decides in which order more than kCombineLoads parts are added up: by the mean, as a dense batch would.
+  const int64_t mean_blocks =
+      tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
+  const int64_t parts = ceil_div(mean_blocks, plan.min_blocks_per_cta);
+  plan.combines_one_row = tiles * kCombineLoads < (parts < sharing ? parts : sharing);
+  plan.in_clusters = even && kv_in_clusters(tiles, plan.thread_blocks);
+  plan.run_blocks = kUnbounded;
+  plan.split_points = even ? SplitPoints{SplitRule::kAnywhere, static_cast<int>(2 * plan.min_blocks_per_cta)}
+                      : problem.num_splits == 1 ? SplitPoints{SplitRule::kWhole, 0}
+                                                : SplitPoints{SplitRule::kParts, problem.num_splits};
+  plan.slots = plan.split_points.rule == SplitRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
+}
+
+// Batch-invariant: a tile is cut between all its runs, or not at all where it has one, where the call asks for no
+// split, or where the partial results of all runs would take too much memory.
+constexpr void plan_runs(const DecodeProblem& problem, DecodePlan& plan) {
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
+  plan.run_blocks = kRunKeys / kv_block_n(tile);
+  plan.max_runs = static_cast<int>(ceil_div(problem.capacity, kRunKeys));
+  const int64_t slots = tiles * plan.max_runs;
+  const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
+  const bool fits = slot_bytes == 0 || slots <= kMaxRunWorkspaceBytes / slot_bytes;
+  const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
+  plan.split_points = cut ? SplitPoints{SplitRule::kChunks, plan.run_blocks} : SplitPoints{SplitRule::kWhole, 0};
+  plan.slots = cut ? slots : plan.thread_blocks;
+}
+
+// Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
+constexpr bool kv_may_split(const SplitPoints& split_points, int64_t most_blocks) {
+  switch (split_points.rule) {
+    case SplitRule::kWhole: return false;
+    case SplitRule::kAnywhere: return most_blocks > split_points.value;
+    default: return most_blocks > 1;
+  }
+}
+
+// The combine and the memory of partial results.
+constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  plan.combines = kv_may_split(plan.split_points, kv_most_blocks(problem.capacity, kv_block_n(tile)));
+  plan.schedule_words = static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
+  plan.workspace_words = plan.slots * kv_slot_floats(tile, plan.slot_rows);
+  if (!plan.combines) return;
+  plan.combine_blocks = kv_combine_grid(plan.split_points.rule, problem.is_packed, static_cast<int>(plan.items),
+                                        problem.heads_k, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
+}
+
+// Whether the kernel without what decoding rarely needs serves the call.
+constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan) {
+  const DecodeOptions& options = problem.options;
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const bool whole_steps = options.page_size == 0 || (options.page_size % tile.step == 0 && !options.has_leftpad);
+  const bool free_cuts = plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kWhole;
+  const int64_t most_places = plan.items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
+  return !problem.is_packed && !options.has_score_mod && !options.has_rotary && problem.head_dim == tile.head_dim &&
+         options.q_vectors && options.kv_vector_bytes == 16 && whole_steps && free_cuts &&
+         plan.run_blocks == kUnbounded && most_places < kMostShortPlaces;
+}
+
+// The plan of a forward over the cache. Tiles of 16 packed rows are what the kernels of the KV cache are made for; of
+// more rows only where tiles of rows would leave multiprocessors idle.
+inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
+  const bool is_free = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
+  const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
+  if (is_free && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
+    return plan_fwd(*problem.options.forward, device, problem.options.forced_family);
+  }
+  FwdPlan plan;
+  plan.family = Family::kDecode;
+  return plan;
+}
+
+// Which kernels run.
+inline void plan_launches(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
+  const DecodeOptions& options = problem.options;
+  const bool has_queries = problem.batch > 0 && problem.seqlen_q > 0 && problem.heads > 0;
+  plan.appends = problem.batch > 0 && options.seqlen_new > 0 && problem.heads_k > 0;
+  plan.kernel = has_queries ? DecodeKernel::kSplitKv : DecodeKernel::kNone;
+  plan.forward.family = Family::kDecode;
+  if (has_queries) plan.forward = plan_over_cache(problem, device);
+  if (plan.forward.family != Family::kDecode) plan.kernel = DecodeKernel::kForward;
+  plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
+  plan.is_plain = kv_is_plain(problem, plan);
+  const bool has_clusters = device.capability >= 90;
+  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_pair(plan.is_plain, plan.tile_size);
+}
+
+inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device) {
+  DecodePlan plan{};
+  plan_tiles(problem, device, plan);
+  if (plan.is_too_large) return plan;
+  const bool even = problem.num_splits == 0 && !problem.batch_invariant;
+  plan_splits(problem, device, even, plan);
+  if (problem.batch_invariant) plan_runs(problem, plan);
+  plan_combine(problem, plan);
+  plan_launches(problem, device, plan);
+  return plan;
+}
+
+}  // namespace plan
+}  // namespace flash

@@ -1,0 +1,156 @@
+// Plans as names and values, for flash_attn.explain() and FLASH_ATTN_TRACE. Plain C++17.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "plan/bwd_plan.h"
+#include "plan/decode_plan.h"
+#include "plan/explanation.h"
+#include "plan/fwd_plan.h"
+
+namespace flash {
+namespace plan {
+
+inline std::string family_name(Family family) {
+  switch (family) {
+    case Family::kMmaSync: return "mma_sync";
+    case Family::kWgmma: return "wgmma";
+    case Family::kDecode: return "split_kv";
+  }
+  return "";
+}
+
+inline std::string variant_name(FwdVariant variant) {
+  switch (variant) {
+    case FwdVariant::kPlain: return "plain";
+    case FwdVariant::kShort: return "short";
+    case FwdVariant::kDropout: return "dropout";
+    case FwdVariant::kScoreMod: return "score_mod";
+    case FwdVariant::kMasked: return "masked";
+    case FwdVariant::kOneWave: return "one_wave";
+    case FwdVariant::kSoftcap: return "softcap";
+    case FwdVariant::kAlibi: return "alibi";
+  }
+  return "";
+}
+
+inline std::string variant_name(BwdVariant variant) {
+  switch (variant) {
+    case BwdVariant::kPlain: return "plain";
+    case BwdVariant::kDropout: return "dropout";
+    case BwdVariant::kGeneral: return "general";
+  }
+  return "";
+}
+
+// What every plan has.
+template <class Plan>
+Explanation common_fields(const char* direction, const Plan& plan) {
+  Explanation result;
+  result["direction"] = std::string(direction);
+  result["kernel"] = family_name(plan.family);
+  result["variant"] = variant_name(plan.variant);
+  result["dtype"] = std::string(dtype_name(plan.dtype));
+  result["head_dim"] = int64_t{plan.head_dim};
+  result["head_dim_v"] = int64_t{plan.head_dim_v};
+  result["pad_head_dim"] = int64_t{plan.pad_head_dim};
+  return result;
+}
+
+// Of the families of the forward.
+inline void explain_launch(const FwdPlan& plan, Explanation& result) {
+  result["block_m"] = int64_t{plan.block_m};
+  result["block_n"] = int64_t{plan.block_n};
+  result["stages"] = int64_t{plan.kv_stages};
+  result["warps"] = int64_t{plan.threads / 32};
+  result["consumer_groups"] = int64_t{plan.consumer_groups};
+  result["grid"] = plan.grid;
+  result["smem_bytes"] = int64_t{plan.smem_bytes};
+  result["num_work_tiles"] = plan.num_work_tiles;
+  result["num_splits"] = int64_t{plan.num_splits};
+  result["band_heads"] = int64_t{plan.band_heads};
+  result["num_tail_tiles"] = int64_t{plan.num_tail_tiles};
+  result["sort_varlen_tiles"] = plan.sort_varlen_tiles;
+  result["dynamic_scheduler"] = plan.is_dynamic;
+  result["pdl"] = plan.pdl;
+  result["workspace_bytes"] = plan.workspace_bytes;
+}
+
+inline Explanation explain(const FwdPlan& plan) {
+  Explanation result = common_fields("forward", plan);
+  if (plan.family != Family::kDecode) explain_launch(plan, result);
+  return result;
+}
+
+inline Explanation explain(const BwdPlan& plan) {
+  Explanation result = common_fields("backward", plan);
+  result["block_m"] = int64_t{plan.block_m};
+  result["block_n"] = int64_t{plan.block_n};
+  result["stages"] = int64_t{plan.stages};
+  result["warps"] = int64_t{plan.threads / 32};
+  result["grid"] = plan.grid;
+  result["smem_bytes"] = int64_t{plan.smem_bytes};
+  result["num_work_tiles"] = plan.order.blocks;
+  result["dq_in_smem"] = plan.dq_in_smem;
+  result["deterministic"] = plan.deterministic;
+  result["dynamic_scheduler"] = plan.is_dynamic;
+  result["workspace_bytes"] = plan.workspace_bytes;
+  return result;
+}
+
+inline const char* cut_rule_name(SplitRule rule) {
+  switch (rule) {
+    case SplitRule::kAnywhere: return "anywhere";
+    case SplitRule::kParts: return "equal splits";
+    case SplitRule::kChunks: return "fixed splits";
+    default: return "nowhere";
+  }
+}
+
+// The kernels of the KV cache alone: tile, grid, split of the keys and combine.
+inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, Explanation& result) {
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  result["variant"] = std::string(plan.is_plain ? "plain" : "all features");
+  result["head_dim"] = int64_t{tile.head_dim};
+  result["block_m"] = int64_t{tile.rows()};  // packed rows (query token, query head) of a K/V head
+  result["block_n"] = int64_t{kv_block_n(tile)};
+  result["warps"] = int64_t{kv_threads(tile) / 32};
+  result["stages"] = int64_t{plan.stages};
+  result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
+  result["grid"] = int64_t{plan.thread_blocks};
+  result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
+  result["num_work_tiles"] = plan.items * problem.heads_k;
+  result["least_blocks"] = plan.min_blocks_per_cta;  // key blocks of a thread block, unless the work is less
+  result["split"] = std::string(cut_rule_name(plan.split_points.rule));
+  if (plan.split_points.rule == SplitRule::kParts) result["num_splits"] = int64_t{plan.split_points.value};
+  if (plan.split_points.rule == SplitRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.split_points.value};
+  if (plan.run_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.run_blocks};
+  result["combines"] = plan.combines;
+  if (plan.combines) result["combine_grid"] = plan.combine_blocks;
+}
+
+// A call without queries names the kernel "none".
+inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan) {
+  Explanation result;
+  result["direction"] = std::string("kvcache");
+  result["kernel"] = plan.kernel == DecodeKernel::kNone ? "none" : family_name(plan.forward.family);
+  result["appends"] = plan.appends;
+  result["rotates"] = plan.rotates;
+  result["schedule_bytes"] = 4 * plan.schedule_words;
+  result["workspace_bytes"] = 4 * plan.workspace_words;
+  if (plan.kernel == DecodeKernel::kSplitKv) explain_split(problem, plan, result);
+  if (plan.kernel == DecodeKernel::kForward) explain_launch(plan.forward, result);
+  return result;
+}
+
+// A forward by the kernels of the KV cache.
+inline Explanation explain(const FwdPlan& plan, const DecodeProblem& problem, const DecodePlan& decode) {
+  Explanation result = explain(plan);
+  explain_split(problem, decode, result);
+  result["workspace_bytes"] = 4 * (decode.combines ? decode.workspace_words : 0);
+  return result;
+}
+
+}  // namespace plan
+}  // namespace flash

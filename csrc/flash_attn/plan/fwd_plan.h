@@ -1,0 +1,201 @@
+// The plan of a forward: which kernel runs it, on which grid, in which order. Everything that is decided about a call
+// is decided here, once, from sizes and facts of the GPU; launches only switch on it. Plain C++17.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/family.h"
+#include "plan/sm90_smem.h"
+#include "plan/work_tile_order.h"
+
+namespace flash {
+namespace plan {
+
+struct FwdPlan {
+  Family family = Family::kMmaSync;
+  FwdVariant variant = FwdVariant::kPlain;
+  Dtype dtype = Dtype::kBf16;
+  int head_dim = 0, head_dim_v = 0;  // of the kernel
+  int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of it; 0: they stay as they are
+
+  int block_m = 0, block_n = 0;  // rows of a work tile, keys of a step
+  int kv_stages = 1, q_stages = 1;
+  int consumer_groups = 1;  // of warps with work tiles of their own, on one multiprocessor
+  int threads = 0;
+  int smem_bytes = 0;
+  int64_t grid = 0;            // thread blocks
+  int64_t num_work_tiles = 0;  // row blocks times splits
+  int num_splits = 1;          // of the keys of each row block; more than one are combined by a launch of their own
+  int64_t partial_rows = 0;    // rows of the partial results of a split, of all heads
+
+  WorkTileOrder order;     // of the row blocks, where thread blocks stay and take several
+  int band_heads = 1;      // heads whose keys are kept in the L2 cache together
+  int short_tiles = 0;     // of each head that see few keys, at most
+  int num_tail_tiles = 0;  // of each head that come last of all
+  bool sort_varlen_tiles = false;
+  int unmasked_blocks = 1;  // max_unmasked_blocks()
+  bool is_dynamic = false;  // work tiles are handed out by a semaphore
+  bool pdl = false;         // the launch may overlap the kernel before it
+  int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
+  int64_t workspace_bytes = 0;
+
+  constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
+};
+
+// Work tiles are numbered by ints, with room for what all thread blocks take beyond the last one.
+constexpr int64_t kMaxWorkTiles = 1 << 30;
+
+// 4-byte words of the segments and key ranges of a packed batch.
+constexpr int64_t varlen_words(bool is_varlen, int64_t batch) { return is_varlen ? 2 * (batch + 3) + 2 * batch : 0; }
+
+constexpr bool has_wgmma_kernels(const Device& device, int head_dim) {
+  return device.wgmma_head_dims >> head_dim_index(head_dim) & 1;
+}
+
+// Softcap alone and ALiBi alone have kernels of their own.
+constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
+  const bool only_one = problem.has_softcap != problem.has_alibi && problem.has_positive_scale;
+  if (!only_one || problem.has_dropout) return FwdVariant::kScoreMod;
+  return problem.has_softcap ? FwdVariant::kSoftcap : FwdVariant::kAlibi;
+}
+
+inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
+                               int head_dim) {
+  if (problem.has_score_mod()) return score_mod_variant(problem);
+  if (problem.has_dropout) return FwdVariant::kDropout;
+  if (choice.num_splits > 1 || choice.is_one_wave) return FwdVariant::kOneWave;
+  if (sm90_has_variant(head_dim, FwdVariant::kShort)) {
+    const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
+    const Sm90FwdTile short_tile = sm90_fwd_tile(head_dim, FwdVariant::kShort);
+    const bool plain_reads = sm90_reads_pages(plain, FwdVariant::kPlain);
+    const bool short_reads = sm90_reads_pages(short_tile, FwdVariant::kShort);
+    const bool takes_short = problem.is_paged && plain_reads != short_reads
+                                 ? short_reads
+                                 : sm90_takes_short_tile(problem, device, plain, short_tile);
+    if (takes_short) return FwdVariant::kShort;
+  }
+  const bool has_masked = sm90_has_variant(head_dim, FwdVariant::kMasked);
+  return has_masked && problem.is_masked() ? FwdVariant::kMasked : FwdVariant::kPlain;
+}
+
+// In which order thread blocks take the row blocks of all heads, and whether by a semaphore.
+inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Device& device) {
+  const int64_t all_heads = problem.heads * (problem.is_varlen ? 1 : problem.batch);
+  const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
+  if (row_tiles == 0) return;
+  const int64_t tiles_of_head = row_tiles / all_heads;
+  // Query heads of one K/V head share its keys and values.
+  const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
+  const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
+  const bool in_bands = problem.is_uneven() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
+  const int consumer_groups = device.multiprocessors * plan.consumer_groups;
+  plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
+  plan.sort_varlen_tiles = problem.is_varlen && problem.is_uneven() && problem.batch <= kSortedSequences;
+  int64_t short_tiles = 0;
+  if (!problem.is_varlen) {
+    const bool fetches_late = sm90_fetches_late(plan.head_dim, plan.variant) && !problem.is_paged;
+    short_tiles = num_short_tiles(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
+                                  problem.window, plan.block_m, fetches_late);
+  } else if (plan.sort_varlen_tiles && problem.window.left == kUnbounded) {
+    short_tiles = tiles_of_head;  // the last ones, whatever the lengths
+  }
+  const int of_head = static_cast<int>(tiles_of_head);
+  plan.short_tiles = plan.num_splits > 1 ? 0 : static_cast<int>(short_tiles);
+  plan.num_tail_tiles = num_tail_tiles(of_head, plan.short_tiles);
+  plan.order = WorkTileOrder(static_cast<int>(all_heads), of_head, plan.band_heads, plan.num_tail_tiles);
+  plan.unmasked_blocks = max_unmasked_blocks(problem.window, plan.block_m, plan.block_n);
+  plan.is_dynamic = in_bands && plan.num_work_tiles > consumer_groups;
+}
+
+inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, const FamilyChoice& choice) {
+  FwdPlan plan;
+  plan.family = Family::kWgmma;
+  plan.dtype = problem.dtype;
+  plan.num_splits = choice.num_splits;
+  const bool by_pair = is_value_dim_pair(problem.head_dim, problem.head_dim_v) && !problem.has_score_mod() &&
+                       !problem.has_dropout && choice.num_splits == 1;
+  const int head_dim = wgmma_head_dim(fwd_tile(problem.max_head_dim(), FwdVariant::kPlain).head_dim);
+  if (!by_pair) plan.variant = sm90_variant(problem, device, choice, head_dim);
+  const Sm90FwdTile tile = by_pair ? kSm90ValueDimTile : sm90_fwd_tile(head_dim, plan.variant);
+  plan.head_dim = tile.head_dim;
+  plan.head_dim_v = tile.value_dim();
+  plan.block_m = tile.block_m;
+  plan.block_n = tile.block_n;
+  plan.kv_stages = tile.kv_stages;
+  plan.q_stages = tile.q_stages;
+  plan.consumer_groups = tile.consumer_groups;
+  plan.threads = sm90_fwd_threads(tile);
+  plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
+  const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                                         static_cast<int>(problem.seqlen_q), tile.block_m);
+  plan.num_work_tiles = tiles_of_head * problem.heads * (problem.is_varlen ? 1 : problem.batch) * plan.num_splits;
+  if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // not served
+  plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
+  set_tile_order(plan, problem, device);
+  plan.pdl = plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
+  if (problem.is_paged && problem.seqlen_k > 0 && problem.fits_page_maps) {
+    plan.page_box_rows = page_box_rows(problem.page_size, tile.block_n);
+  }
+  if (plan.num_splits > 1) plan.partial_rows = problem.all_rows();
+  const int64_t partial_floats = plan.num_splits * plan.partial_rows * (problem.head_dim_v + 1);
+  plan.workspace_bytes = 4 * (partial_floats + varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic);
+  return plan;
+}
+
+// Whether the kernel of a plan of the wgmma family serves the call. V of its own head dim has to consist of whole
+// 16-byte vectors.
+inline bool wgmma_takes(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
+  if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
+  if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
+  const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
+  return (!problem.is_paged || sm90_reads_pages(tile, plan.variant)) && plan.num_work_tiles <= kMaxWorkTiles;
+}
+
+inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device) {
+  FwdPlan plan;
+  plan.dtype = problem.dtype;
+  const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
+  if (problem.has_dropout) {
+    plan.variant = FwdVariant::kDropout;
+  } else if (mma_sync_has_short(problem.head_dim) && takes_short_tile(problem, device, plain.block_m)) {
+    plan.variant = FwdVariant::kShort;
+  }
+  const FwdTile tile = fwd_tile(problem.head_dim, plan.variant);
+  plan.head_dim = plan.head_dim_v = tile.head_dim;
+  plan.block_m = tile.block_m;
+  plan.block_n = tile.block_n;
+  plan.threads = 32 * tile.warps;
+  plan.smem_bytes = fwd_smem_bytes(tile, problem.dtype);
+  plan.grid = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                       static_cast<int>(problem.seqlen_q), tile.block_m);
+  plan.num_work_tiles = plan.grid;
+  plan.pdl = true;
+  plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);
+  return plan;
+}
+
+// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_family()). Where no kernel takes V of its own head dim, it
+// is the plan of the padded call.
+inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const char* forced) {
+  const FamilyChoice choice = choose_family(family_query(problem, device), forced);
+  if (choice.family == Family::kWgmma) {
+    const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
+    if (wgmma_takes(problem, device, plan)) return plan;
+  }
+  if (problem.head_dim != problem.head_dim_v) {
+    FwdProblem padded = problem;
+    padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());
+    FwdPlan plan = plan_fwd(padded, device, forced);
+    plan.pad_head_dim = padded.head_dim;
+    return plan;
+  }
+  if (choice.family != Family::kDecode) return plan_fwd_mma_sync(problem, device);
+  FwdPlan plan;  // plan/decode_plan.h has the rest
+  plan.family = Family::kDecode;
+  plan.dtype = problem.dtype;
+  plan.head_dim = plan.head_dim_v = fwd_tile(problem.head_dim, FwdVariant::kPlain).head_dim;
+  return plan;
+}
+
+}  // namespace plan
+}  // namespace flash

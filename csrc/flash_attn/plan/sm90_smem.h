@@ -1,0 +1,86 @@
+// Shared memory of the wgmma kernels, field by field as their storage structs have it; the launches assert that both
+// agree. Plain C++17.
+#pragma once
+
+#include <cstdint>
+
+#include "core/block_range.h"
+#include "core/dropout_mask.h"
+#include "core/softcap_series.h"
+#include "core/trip_count.h"
+#include "plan/tiles.h"
+
+namespace flash {
+namespace plan {
+
+constexpr int kBarrierBytes = 8;
+constexpr int kSwizzleBytes = 1024;    // what tiles are aligned to, so that the swizzle depends on the offset alone
+constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), which only device code can see
+
+// The layout of a struct: fields one after the other.
+class SmemLayout {
+ public:
+  constexpr SmemLayout& add(int64_t bytes, int alignment) {
+    bytes_ = aligned(alignment) + bytes;
+    return *this;
+  }
+  constexpr int size(int alignment) const { return static_cast<int>(aligned(alignment)); }
+
+ private:
+  constexpr int64_t aligned(int alignment) const { return (bytes_ + alignment - 1) / alignment * alignment; }
+
+  int64_t bytes_ = 0;
+};
+
+constexpr int slot_bytes(int bytes) { return (bytes + 15) / 16 * 16; }
+
+// sizeof(sm90::FwdStorage) for each team.
+constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, Dtype dtype) {
+  const int element = dtype_bytes(dtype), groups = tile.block_m / 64;
+  const bool draws = variant == FwdVariant::kDropout;
+  const int fine_words = tile.block_n / 8, col_vectors = (fine_words + fine_words / 2 + 3) / 4;
+  const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
+  SmemLayout storage;
+  storage.add(element * tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
+      .add(element * tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
+      .add(element * tile.kv_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
+      .add(element * groups * (tile.o_cols > 0 ? 64 * tile.o_cols : 1), tile.o_cols > 0 ? kSwizzleBytes : 8)
+      .add(16 * (draws ? tile.kv_stages * 4 * col_vectors : 4), 16)
+      .add(kBarrierBytes * barriers, kBarrierBytes)
+      .add(2 * slot_bytes(kWorkTileBytes), 16)
+      .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)
+      .add(2 * groups * slot_bytes(sizeof(WarpgroupTripCount)), 16)
+      .add(2 * 4, 4)
+      .add(sizeof(ShortSoftcapSeries), 4);
+  return tile.consumer_groups * storage.size(kSwizzleBytes);
+}
+
+// sizeof(sm90::BwdStorage).
+constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype) {
+  const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
+  const bool has_group = has_dq_warpgroup(tile), splits_keys = n == 128;
+  const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
+  const bool dq_in_slices = !splits_keys && tile.head_dim % 256 == 0;
+  const int64_t staged_dq = dq_in_slices ? 0 : int64_t{has_group ? 2 : 1} * m * tile.head_dim;
+  const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
+  const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
+  const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 6 * tile.stages + 2 * 2 + 1;
+  SmemLayout storage;
+  storage.add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
+      .add(element * kv_stages * n * tile.value_dim(), kSwizzleBytes)
+      .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
+      .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
+      .add(element * 2 * m * n, kSwizzleBytes)
+      .add(4 * (dq_floats > 0 ? dq_floats : 1), kSwizzleBytes)
+      .add(element * gradients, kSwizzleBytes)
+      .add(4 * tile.stages * m, 16)
+      .add(4 * tile.stages * m, 16)
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
+      .add(kBarrierBytes * barriers, kBarrierBytes)
+      .add(2 * 4, 4);
+  return storage.size(kSwizzleBytes);
+}
+
+}  // namespace plan
+}  // namespace flash

@@ -1,0 +1,53 @@
+"""From the arguments of a public attention function to its results: all forms, dense and varlen, packed or not."""
+
+import torch
+
+from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.ops import arguments, library
+from flash_attn.ops.attention_args import DENSE, AttentionArgs
+
+_NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
+
+
+def attend(
+    inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False,
+):  # fmt: skip
+    """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns."""
+    names = _NAMES[len(inputs) - 1]
+    varlen = sequences is not DENSE
+    if len(inputs) < 3:
+        arguments.check_packed(names[-1], inputs[-1], 4 - len(inputs), varlen)
+    inputs = arguments.attention_inputs(names, inputs)
+    if varlen:
+        arguments.check_sequences(sequences)
+    head_dim = arguments.head_dim(names[0], inputs[0])
+    scale = arguments.scale(softmax_scale, head_dim)
+    left, right = arguments.window(window_size)
+    if alibi_slopes is not None:
+        arguments.check_constant("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
+    dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
+    causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
+    want_dmask = dropout_p > 0 and bool(return_attn_probs)
+    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
+    if padded:
+        value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
+        inputs = tuple(
+            torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
+        )  # fmt: skip
+    max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
+    q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
+    args = AttentionArgs(
+        q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
+        sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
+        softcap, deterministic, want_dmask, bool(return_max_logit),
+        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
+    )  # fmt: skip
+    out, lse, dmask, _, *max_logit = library.attention(args)
+    if padded:
+        out = out[..., :value_dim].contiguous()
+    if not return_max_logit:
+        return (out, lse, dmask) if return_attn_probs else out
+    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)

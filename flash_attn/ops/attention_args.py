@@ -1,0 +1,202 @@
+"""The arguments of the operators as typed records, from which all that depends on their order derives.
+
+Each record names the parameters of an operator in the order of its schema and is a tuple of them, so that an operator
+takes one as it is: op(*args). The schema, what the forward saves for the backward and the positions of the gradients
+follow from the fields; nothing else counts positions.
+Annotations stay objects (no postponed evaluation): the schemas are made of them.
+"""
+
+from typing import NamedTuple, Optional, Union
+
+from torch import Tensor
+
+
+class Sequences(NamedTuple):
+    """How rows belong to sequences: the arguments of varlen attention that dense attention does not have."""
+
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    max_seqlen_q: Union[int, Tensor]
+    max_seqlen_k: Union[int, Tensor]
+    seqused_k: Optional[Tensor] = None
+    leftpad_k: Optional[Tensor] = None
+    block_table: Optional[Tensor] = None
+
+
+DENSE = Sequences(None, None, 0, 0)
+
+
+class AttentionArgs(NamedTuple):
+    """Of the forward, `flash_attn_core::fwd`. Dense and varlen attention both take it: cu_seqlens_q None means dense.
+
+    So do packed inputs: (qkv, None, None) with qkv (..., 3, nheads, head_dim), or (q, kv, None) with kv
+    (..., 2, nheads_k, head_dim).
+    """
+
+    q: Tensor
+    k: Optional[Tensor]
+    v: Optional[Tensor]
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    seqused_k: Optional[Tensor]
+    leftpad_k: Optional[Tensor]
+    block_table: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
+    sinks: Optional[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    deterministic: bool
+    return_softmax: bool
+    return_max_logit: bool
+    batch_invariant: bool = False
+
+    def differentiable(self):
+        """The values of ATTENTION_INPUTS."""
+        return self.q, self.k, self.v, self.sinks
+
+    def forward_only(self) -> Optional[str]:
+        """The first argument given that has no backward, by name."""
+        if self.seqused_k is None and self.leftpad_k is None and self.block_table is None:
+            return None
+        return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
+
+
+ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
+FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
+
+
+class AttentionBackwardArgs(NamedTuple):
+    """Of the backward, `flash_attn_core::bwd`: gradients of the results, what the forward saved, its options."""
+
+    dout: Tensor
+    dlse: Optional[Tensor]
+    q: Tensor
+    k: Optional[Tensor]
+    v: Optional[Tensor]
+    out: Tensor
+    lse: Tensor
+    rng_state: Tensor
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
+    sinks: Optional[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    deterministic: bool
+    batch_invariant: bool = False
+
+    def differentiable(self):
+        """The values of BACKWARD_INPUTS."""
+        return self.dout, self.dlse, self.q, self.k, self.v
+
+
+BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
+
+
+def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
+    """(tensors, options) that a forward saves: with dout and dlse before them they make AttentionBackwardArgs."""
+    tensors = (
+        args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
+        args.sinks,
+    )  # fmt: skip
+    options = (
+        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
+        args.window_right, args.softcap, args.deterministic, args.batch_invariant,
+    )  # fmt: skip
+    return tensors, options
+
+
+class KvCacheArgs(NamedTuple):
+    """Of attention over a KV cache, `flash_attn_core::kvcache_fwd`, and with new keys `::kvcache_append_fwd`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Optional[Tensor]
+    v: Optional[Tensor]
+    rotary_cos: Optional[Tensor]
+    rotary_sin: Optional[Tensor]
+    cache_seqlens: Optional[Tensor]
+    cache_batch_idx: Optional[Tensor]
+    cache_leftpad: Optional[Tensor]
+    block_table: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
+    out: Optional[Tensor]
+    plan: Optional[Tensor]
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    rotary_interleaved: bool
+    num_splits: int
+    batch_invariant: bool
+
+    def differentiable(self):
+        """The values of KVCACHE_INPUTS."""
+        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.out
+
+
+KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "out")  # the fields that may ask for a gradient; none gets one
+
+
+class KvCachePlanArgs(NamedTuple):
+    """Of the schedule of calls over a KV cache, `flash_attn_core::kvcache_plan`, which fills plan."""
+
+    cache_seqlens: Tensor
+    cache_leftpad: Optional[Tensor]
+    plan: Tensor
+    batch: int
+    seqlen_q: int
+    seqlen_new: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    seqlen_cache: int
+    causal: bool
+    window_left: int
+    window_right: int
+    num_splits: int
+    batch_invariant: bool
+
+    def sizes(self):
+        """All but the tensors."""
+        return self[self._fields.index("batch") :]
+
+
+_SCHEMA_TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", int: "SymInt", float: "float", bool: "bool"}
+
+
+def schema(record, returns, written=None):
+    """The schema "(type name, ...) -> returns" of an operator over the fields of a record.
+
+    written: the fields that it writes, each with the letter of its alias set.
+    """
+    written = written or {}
+    return f"({', '.join(_parameter(record, name, written) for name in record._fields)}) -> {returns}"
+
+
+def _parameter(record, name, written):
+    kind = _SCHEMA_TYPES[record.__annotations__[name]]
+    if name in written:
+        kind = kind.replace("Tensor", f"Tensor({written[name]}!)")
+    default = f"={record._field_defaults[name]}" if name in record._field_defaults else ""
+    return f"{kind} {name}{default}"
+
+
+def attention_gradients(values):
+    """A gradient for every field of AttentionArgs: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
+    given = dict(zip(ATTENTION_INPUTS, values))
+    return tuple(given.get(name) for name in AttentionArgs._fields)

@@ -1,0 +1,153 @@
+"""The records of the operators' arguments: schemas, what the forward saves and the places of gradients follow.
+
+A record of the names of its own fields stands in for tensors: each value then shows where it came from.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn
+from flash_attn.ops.attention_args import (
+    ATTENTION_INPUTS,
+    BACKWARD_INPUTS,
+    FORWARD_ONLY,
+    KVCACHE_INPUTS,
+    AttentionArgs,
+    AttentionBackwardArgs,
+    KvCacheArgs,
+    KvCachePlanArgs,
+    attention_gradients,
+    saved_for_backward,
+    schema,
+)
+
+OPERATORS = {
+    "fwd": AttentionArgs,
+    "bwd": AttentionBackwardArgs,
+    "kvcache_fwd": KvCacheArgs,
+    "kvcache_append_fwd": KvCacheArgs,
+    "kvcache_plan": KvCachePlanArgs,
+}
+
+
+def names(record):
+    return record(*record._fields)
+
+
+def operator_schema(name):
+    return getattr(torch.ops.flash_attn_core, name).default._schema
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_take_the_record_by_position(name):
+    record, arguments = OPERATORS[name], operator_schema(name).arguments
+    assert tuple(argument.name for argument in arguments) == record._fields
+    assert {a.name: a.default_value for a in arguments if a.has_default_value()} == record._field_defaults
+
+
+def test_schemas_are_those_of_before():
+    """Exported programs hold these: a change of one makes them unreadable."""
+    assert str(operator_schema("fwd")) == (
+        "flash_attn_core::fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+        "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, "
+        "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, "
+        "SymInt window_left, SymInt window_right, float softcap, bool deterministic, bool return_softmax, "
+        "bool return_max_logit, bool batch_invariant=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+    assert str(operator_schema("bwd")) == (
+        "flash_attn_core::bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, "
+        "Tensor rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
+        "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, "
+        "SymInt window_left, SymInt window_right, float softcap, bool deterministic, bool batch_invariant=False) "
+        "-> Tensor[]"
+    )
+    assert str(operator_schema("kvcache_append_fwd")) == (
+        "flash_attn_core::kvcache_append_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
+        "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, "
+        "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, "
+        "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant) -> (Tensor, Tensor)"
+    )
+    assert str(operator_schema("kvcache_plan")) == (
+        "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "
+        "SymInt seqlen_q, SymInt seqlen_new, SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, "
+        "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
+    )
+
+
+def test_only_the_written_fields_are_marked():
+    text = schema(KvCacheArgs, "Tensor", written={"out": "c"})
+    assert "Tensor(c!)? out" in text and text.count("!") == 1
+    assert schema(KvCacheArgs, "Tensor").count("!") == 0
+
+
+def test_differentiable_values_are_those_named():
+    assert names(AttentionArgs).differentiable() == ATTENTION_INPUTS
+    assert names(AttentionBackwardArgs).differentiable() == BACKWARD_INPUTS
+    assert names(KvCacheArgs).differentiable() == KVCACHE_INPUTS
+
+
+def test_the_backward_takes_each_argument_of_its_forward():
+    tensors, options = saved_for_backward(names(AttentionArgs), "out", "lse", "rng_state")
+    assert AttentionBackwardArgs("dout", "dlse", *tensors, *options) == names(AttentionBackwardArgs)
+    kinds = AttentionBackwardArgs.__annotations__
+    assert all(kinds[name] in (int, float, bool) for name in options)
+    assert not any(kinds[name] in (int, float, bool) for name in tensors)
+
+
+def test_gradients_stand_at_their_arguments():
+    given = dict(zip(AttentionArgs._fields, attention_gradients(("dq", "dk", "dv", "dsinks"))))
+    assert {name: x for name, x in given.items() if x is not None} == {
+        "q": "dq",
+        "k": "dk",
+        "v": "dv",
+        "sinks": "dsinks",
+    }
+    assert tuple(given) == AttentionArgs._fields
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_arguments_without_backward_are_named(name):
+    args = AttentionArgs(*(None,) * len(AttentionArgs._fields))
+    assert args.forward_only() is None
+    assert args._replace(**{name: 1}).forward_only() == name
+
+
+def test_sizes_of_a_plan_are_all_but_its_tensors():
+    sizes = names(KvCachePlanArgs).sizes()
+    assert sizes == tuple(n for n in KvCachePlanArgs._fields if KvCachePlanArgs.__annotations__[n] in (int, bool))
+
+
+def numbered_positions(source):
+    """Lines that take an argument by its number, or count arguments: args[9], inputs[1:4], (None,) * 21.
+
+    The first of `inputs` is no argument of an operator but the first of (q, k, v), (q, kv) or (qkv,).
+    """
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            index = node.slice
+            ends = (index.lower, index.upper) if isinstance(index, ast.Slice) else (index,)
+            counted = node.value.id in ("args", "inputs", "rest", "saved")
+            if counted and any(isinstance(end, ast.Constant) and end.value not in (None, 0) for end in ends):
+                lines.append(node.lineno)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.left, ast.Tuple):
+            if isinstance(node.right, ast.Constant):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_numbered_positions_are_found():
+    assert numbered_positions("a = args[9]\nb = inputs[1:4]\nc = (None,) * 21\nd = args.q[0]\ne = args[name]") == [
+        1,
+        2,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((Path(flash_attn.__file__).parent / "ops").glob("*.py")), ids=lambda p: p.name)
+def test_no_argument_is_known_by_its_number(path):
+    assert numbered_positions(path.read_text(encoding="utf-8")) == []

@@ -1,0 +1,197 @@
+"""Tables of the documents that count: names, places of a change, tiles, clocks, barriers, figures of the install.
+
+All are computed again from the sources or stored results. What the documents name is checked by test_docs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+
+import pytest
+from test_docs import CODE_SPAN, ROOT, cells, has_results
+from test_layering import LAYERS
+
+CHANGES = ("A mask rule", "A score modifier with its gradient", "A dtype", "A head dim", "An architecture", "A variant")
+KERNELS = ROOT / "csrc" / "flash_attn" / "kernels"
+TILES = ROOT / "csrc" / "flash_attn" / "plan" / "tiles.h"
+
+
+def document(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def rows_below(text, heading):
+    """The cells of the first table below a heading or a line of text, its head left out."""
+    lines = text[text.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = lines[first : first + next((i for i, line in enumerate(lines[first:]) if not line.startswith("|")), None)]
+    return [cells(line) for line in table[2:]]
+
+
+def spans(cell):
+    return CODE_SPAN.findall(cell)
+
+
+def words_of(path):
+    return set(re.findall(r"\w+", (ROOT / path).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("theirs, here, files", rows_below(document("docs/design.md"), "## Names of FlashAttention-2"))
+def test_names_of_flash_attention_2_stand_where_the_table_says(theirs, here, files):
+    found = {path: words_of(path) for path in spans(files)}
+    names = spans(here)
+    assert theirs and names and found
+    assert [name for name in names if not any(name in words for words in found.values())] == []
+    assert [path for path, words in found.items() if not words & set(names)] == []
+
+
+def test_the_layers_are_those_that_are_held():
+    names = [spans(row[0])[0].rstrip("/") for row in rows_below(document("docs/design.md"), "## Layers")]
+    assert names == list(LAYERS)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "An argument"])
+def test_changes_are_lists_of_few_places(change):
+    rows = rows_below(document("docs/design.md"), f"\n### {change}\n")
+    places = [path for row in rows for path in spans(row[0])]
+    assert 2 <= len(places) <= 12 and len(set(places)) == len(places)
+    assert [path for path in places if not (ROOT / path).exists()] == []
+    assert [path for path in places if path.endswith("/") != (ROOT / path).is_dir()] == []
+
+
+def test_the_readme_is_short():
+    text = document("README.md")
+    assert len(text.splitlines()) <= 150
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    wanted = ["What it is not", "What it runs on", "Install", "Use", "In other libraries", "Features", "Speed", "Links"]
+    assert headings == wanted
+
+
+def test_the_readme_has_a_column_for_each_peer_in_every_row():
+    head, *rows = [
+        cells(line) for line in document("README.md").split("## Features")[1].splitlines() if line[:2] == "| "
+    ]
+    assert [name for name in head if "FlashAttention" in name] == [
+        "FlashAttention-2 2.8.3", "FlashAttention-3", "FlashAttention-4",
+    ]  # fmt: skip
+    rows = rows[: next(i for i, row in enumerate(rows) if len(row) != len(head))]
+    assert len(rows) > 20 and all(all(row) for row in rows)
+
+
+def test_figures_of_the_install_hold_for_the_builds_that_are_there():
+    minutes, gigabytes, megabytes = map(
+        float,
+        re.search(
+            r"about (\d+) minutes.*?up to ([\d.]+) GB.*?make (\d+) MB", document("README.md"), re.DOTALL
+        ).groups(),
+    )
+    reports = [json.loads(path.read_text()) for path in (ROOT / "build" / "kernels").glob("*/build_report.json")]
+    whole = [r for r in reports if len(r["info"]["archs"]) == 1 and len(r["info"]["head_dims"]) > 5 and r["files"]]
+    whole = [r for r in whole if len(r["info"]["dtypes"]) == 2]
+    if not whole:
+        pytest.skip("no archive of one architecture, with all head dims and dtypes, has been built here")
+    for report in whole:
+        assert report["archive_bytes"] <= 1e6 * megabytes
+        assert max(file["peak_mb"] for file in report["files"]) <= 1e3 * gigabytes
+        assert sum(file["cpu_seconds"] for file in report["files"]) <= 60 * minutes
+
+
+def braced(name, text):
+    """The rows of numbers in the initialiser of a table of plan/tiles.h, {head dim: row}; of several, the first's."""
+    body = re.search(rf"\b{name}\b[^=;]*= (\{{.*?\}});", text, re.DOTALL)[1]
+    rows = {}
+    for row in re.findall(r"\{([^{}]+)\}", re.sub(r"//[^\n]*", "", body)):
+        numbers = [int(value) if value.isdigit() else value for value in row.replace(" ", "").split(",")]
+        rows.setdefault(numbers[0], numbers)
+    return rows
+
+
+def figures(row):
+    return [float(cell) for cell in row]
+
+
+def test_clocks_of_the_mma_sync_forward_follow_from_its_tiles():
+    tiles = braced("kFwdTiles", TILES.read_text(encoding="utf-8"))
+    expected = []
+    for _, m, n, warps, _ in (tiles[128], tiles[64]):
+        d = 128 if len(expected) == 0 else 64
+        reads = (4 * warps * n * d + 2 * m * d) / 128
+        expected.append([4 * m * n * d / 2600, reads, 4 * n * d / 128, m * n / 16])
+    rows = rows_below(document("docs/how_it_works.md"), "**Inside the SM,**")
+    shown = [figures(row[3:]) for row in rows]
+    assert shown == [[round(a), round(b)] for a, b in zip(*expected)]
+    head = document("docs/how_it_works.md").split("**Inside the SM,**")[1]
+    for d, (_, m, n, warps, _) in ((128, tiles[128]), (64, tiles[64])):
+        assert f"d {d}: {m} × {n}, {warps} warps" in head
+
+
+def test_bounds_of_the_hopper_forward_follow_from_its_tiles():
+    tiles = braced("kSm90FwdTiles", TILES.read_text(encoding="utf-8"))
+    rows = rows_below(document("docs/hopper.md"), "## 2. Forward: the bound")
+    assert [int(row[0]) for row in rows] == sorted(tiles)
+    for row in rows:
+        d, m, n = int(row[0]), *tiles[int(row[0])][1:3]
+        assert row[1] == f"{m} × {n}"
+        operands = m / 64 * (2 * 64 * d + 4 * n * d) / 128
+        assert figures(row[2:]) == [4 * m * n * d / 4096, m * n / 16, operands, round(4096 / m, 1)]
+
+
+def backward_bound(d, m, n):
+    """Clocks of a step of m x n: tensor cores, shared memory, exp2, additions to dQ."""
+    if n == 128:  # each of two consumers has 64 keys; one warpgroup has all of dQ, which is staged
+        products, scores = 10, 2 * 2 * (64 * d + m * d) * 2
+        rest = 2 * 2 * m * d * 2 + 2 * m * n + (m * n * 2 + n * d * 2) + 2 * 4 * m * d
+    else:  # both have all 64 keys and half of the columns; a slice of dQ reads dS again
+        products, scores = 14, 2 * 2 * (64 * d + m * d) * 2
+        rest = 2 * 2 * m * d // 2 * 2 + 2 * 2 * m * n + 2 * (2 * m * n * 2 + n * d // 2 * 2)
+    copies = 2 * m * d * 2
+    return [products * m * n * d / 4096, (scores + rest + copies) / 128, m * n / 16, 4 * m * d / 16]
+
+
+def test_bounds_of_the_hopper_backward_follow_from_its_tiles():
+    tiles = braced("kSm90BwdTiles", TILES.read_text(encoding="utf-8"))
+    rows = rows_below(document("docs/hopper.md"), "## 5. Backward: the bound")
+    assert [int(row[0]) for row in rows] == sorted(tiles)
+    for row in rows:
+        d, m, n = int(row[0]), *tiles[int(row[0])][1:3]
+        assert row[1] == f"{m} × {n}"
+        assert figures(row[2:]) == backward_bound(d, m, n)
+
+
+def test_every_barrier_of_the_mma_sync_backward_has_its_row():
+    rows = rows_below(document("docs/how_it_works.md"), "**Every barrier of it**")
+    counts = Counter(path for row in rows if spans(row[0]) == ["__syncthreads()"] for path in spans(row[1]))
+    sources = [*sorted((KERNELS / "sm80").glob("bwd_*.h")), KERNELS / "common" / "convert_dq.h"]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text().count("__syncthreads()") for path in sources}
+    assert counts == {path: count for path, count in found.items() if count}
+
+
+@pytest.mark.parametrize("storage, heading", [("fwd", "| barrier (`FwdStorage`)"), ("bwd", "| barrier (`BwdStorage`)")])
+def test_every_mbarrier_of_the_hopper_kernels_has_its_row(storage, heading):
+    text = (KERNELS / "sm90" / f"{storage}_storage.h").read_text(encoding="utf-8")
+    declared = ", ".join(re.findall(r"^  Barrier (.*?);", text, re.MULTILINE | re.DOTALL))
+    names = set(re.findall(r"\b([a-z]\w*)\b(?=\[|,|$|\s*//)", declared))
+    told = {name for row in rows_below(document("docs/hopper.md"), heading) for name in spans(row[0])}
+    assert names and names - told == set()
+
+
+def test_the_minimal_kernel_is_compared_with_the_full_one_of_today():
+    """The block of its README: its own result, and the same problem's cell of the training benchmark."""
+    if not has_results():
+        pytest.skip("a source distribution has no results")
+    sys.path.append(str(ROOT / "examples" / "minimal"))
+    import table
+
+    result = json.loads(document("benchmarks/results/h200_minimal.json"))
+    trained = json.loads(document("benchmarks/results/h200_train.json"))
+    shape = (result["batch"], result["seqlen"], result["heads"], result["head_dim"])
+    full = {"name": "full"}
+    for row in trained["rows"]:
+        if row["mode"] == "fwd" and shape == tuple(row[key] for key in ("batch", "seqlen_q", "nheads", "head_dim")):
+            full["causal" if row["causal"] else "full"] = row["results"]["ours"]["tflops"]
+    result["variants"] = [entry for entry in result["variants"] if entry["name"] != "full"] + [full]
+    text = document("examples/minimal/README.md")
+    assert table.written(text, table.table(result)) == text

@@ -1,0 +1,170 @@
+// Tables of calls and their backward plans on GPUs that exist, and the rules that every plan keeps.
+#include "plan/bwd_plan.h"
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "plan/explain.h"
+
+namespace {
+
+using flash::kUnbounded;
+using flash::Window;
+using flash::plan::BwdPlan;
+using flash::plan::BwdProblem;
+using flash::plan::BwdVariant;
+using flash::plan::Device;
+using flash::plan::Family;
+
+constexpr Device kH100{90, 132, 233472, 232448};  // and H200
+constexpr Device kA100{80, 108, 167936, 166912};
+constexpr Device kL40{89, 142, 102400, 101376};
+constexpr Window kCausal{kUnbounded, 0};
+
+BwdProblem dense(int64_t batch, int64_t seqlen, int64_t heads, int head_dim) {
+  BwdProblem problem;
+  problem.batch = batch;
+  problem.heads = problem.heads_k = heads;
+  problem.head_dim = problem.head_dim_v = head_dim;
+  problem.seqlen_q = problem.seqlen_k = seqlen;
+  return problem;
+}
+
+template <class Change>
+BwdProblem changed(BwdProblem problem, Change change) {
+  change(problem);
+  return problem;
+}
+
+BwdPlan plan_of(const BwdProblem& problem, const Device& device, const char* forced = nullptr) {
+  return flash::plan::plan_bwd(problem, device, forced);
+}
+
+struct Row {
+  const char* name;
+  BwdProblem problem;
+  Device device;
+  Family family;
+  BwdVariant variant;
+  int head_dim, block_n, stages, threads, smem_bytes;
+  int64_t grid;
+  bool is_dynamic;
+};
+
+std::vector<Row> table() {
+  constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
+  using V = BwdVariant;
+  const auto dropout = [](BwdProblem& problem) { problem.has_dropout = true; };
+  const auto modified = [](BwdProblem& problem) { problem.has_score_mod = true; };
+  const auto wide = [](BwdProblem& problem) { problem.head_dim = 192; };
+  const BwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
+  return {
+      {"d 64", long_64, kH100, kWgmma, V::kPlain, 64, 128, 3, 512, 215040, 132, true},
+      {"d 64, dropout", changed(long_64, dropout), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132, true},
+      {"d 64, dQ in shared memory", dense(32, 512, 32, 64), kH100, kWgmma, V::kPlain, 64, 128, 2, 512, 231424, 132,
+       false},
+      {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
+      {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
+      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 190464, 132, true},
+      {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 216064, 64, false},
+      {"d 32", dense(2, 8192, 16, 32), kH100, kMma, V::kPlain, 32, 64, 2, 128, 40960, 4096, false},
+      {"d 128 on A100", long_128, kA100, kMma, V::kPlain, 128, 64, 2, 128, 114688, 4096, false},
+      {"d 128 on L40", long_128, kL40, kMma, V::kPlain, 128, 64, 1, 128, 81920, 4096, false},
+      {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
+  };
+}
+
+void check_table() {
+  for (const Row& row : table()) {
+    const BwdPlan plan = plan_of(row.problem, row.device);
+    check::that(plan.family == row.family && plan.variant == row.variant && plan.head_dim == row.head_dim, "kernel",
+                row.name, flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant),
+                plan.head_dim);
+    check::that(plan.block_m == 64 && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
+                plan.block_n, plan.stages);
+    check::that(plan.threads == row.threads && plan.smem_bytes == row.smem_bytes, "threads", row.name, plan.threads,
+                plan.smem_bytes);
+    check::that(plan.grid == row.grid && plan.is_dynamic == row.is_dynamic, "grid", row.name, plan.grid);
+  }
+  check::that(plan_of(dense(1, 512, 8, 192), kL40).stages == 0, "head dim 192 does not fit 99 KB");
+}
+
+void check_memory() {
+  BwdProblem problem = dense(2, 1000, 4, 128);
+  const int64_t tiles = 2 * 4 * 16, accum = tiles * 64 * 128;
+  BwdPlan plan = plan_of(problem, kH100);
+  check::that(plan.accum_words() == accum && plan.semaphore_words() == 0, "accumulator", plan.accum_words());
+  check::that(plan.workspace_bytes == 4 * accum + 16 && plan.dq_grid == tiles, "workspace", plan.workspace_bytes);
+  check::that(plan.softmax_d_rows == 1024 && plan.softmax_d_blocks == 8, "softmax_d", plan.softmax_d_rows);
+  problem.deterministic = true;
+  plan = plan_of(problem, kH100);
+  check::that(plan.semaphore_words() == tiles && plan.workspace_bytes == 4 * (accum + tiles) + 16, "semaphores",
+              plan.workspace_bytes);
+  plan = plan_of(dense(32, 512, 32, 64), kH100);
+  check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
+}
+
+// What the wgmma family does not serve the other one does; where V has another head dim, the call is padded.
+void check_other_families() {
+  const BwdProblem problem = dense(2, 4096, 16, 128);
+  const auto is_mma_sync = [](const BwdPlan& plan) { return plan.family == Family::kMmaSync; };
+  check::that(is_mma_sync(plan_of(problem, kH100, "mma_sync")), "forced");
+  check::that(is_mma_sync(plan_of(changed(problem, [](BwdProblem& p) { p.seqlen_k = 0; }), kH100)), "no keys");
+  check::that(is_mma_sync(plan_of(changed(problem, [](BwdProblem& p) { p.fits_tensor_maps = false; }), kH100)),
+              "strides that no tensor map holds");
+  Device without = kH100;
+  without.wgmma_head_dims = 0;
+  check::that(is_mma_sync(plan_of(problem, without)), "a build without wgmma kernels");
+  const BwdProblem pair = changed(problem, [](BwdProblem& p) { p.head_dim_v = 60; });
+  const BwdPlan padded = plan_of(pair, kA100), odd = plan_of(pair, kH100);
+  check::that(is_mma_sync(padded) && padded.pad_head_dim == 128, "padded");
+  check::that(!is_mma_sync(odd) && odd.pad_head_dim == 128, "V of no whole 16-byte vectors");
+  const BwdPlan direct = plan_of(changed(pair, [](BwdProblem& p) { p.head_dim_v = 64; }), kH100);
+  check::that(!is_mma_sync(direct) && direct.pad_head_dim == 0 && direct.head_dim == 128, "V of its own head dim");
+}
+
+void check_rules() {
+  for (const Device& device : {kH100, kA100, kL40}) {
+    for (int head_dim : {8, 32, 64, 96, 128, 192, 256}) {
+      for (int64_t batch : {1, 5, 64}) {
+        for (int64_t seqlen : {1, 100, 513, 8192}) {
+          for (int options = 0; options < 32; ++options) {
+            BwdProblem problem = dense(batch, seqlen, 8, head_dim);
+            problem.is_varlen = options & 1;
+            if (options & 2) problem.window = kCausal;
+            problem.has_dropout = options & 4;
+            problem.deterministic = options & 8;
+            problem.batch_invariant = options & 16;
+            const BwdPlan plan = plan_of(problem, device);
+            if (plan.stages == 0) continue;
+            check::that(plan.head_dim >= head_dim && plan.smem_bytes <= device.smem_per_block, "fits", head_dim,
+                        plan.smem_bytes);
+            check::that(plan.grid > 0 && plan.is_dynamic == (plan.grid < plan.order.blocks), "semaphore", plan.grid);
+            check::that(!(plan.dq_in_smem && problem.batch_invariant), "batch-invariant", head_dim);
+            check::that(plan.dq_in_smem == (plan.workspace_vectors() == 0), "workspace", head_dim);
+            check::that(4 * plan.workspace_vectors() > plan.accum_words() + plan.semaphore_words() || plan.dq_in_smem,
+                        "room for the semaphore of work tiles", head_dim);
+          }
+        }
+      }
+    }
+  }
+}
+
+void check_explained() {
+  const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
+  check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
+  check::that(line.find(" dq_in_smem=1 deterministic=0 ") != std::string::npos, "flags", line);
+}
+
+}  // namespace
+
+int main() {
+  check_table();
+  check_memory();
+  check_other_families();
+  check_rules();
+  check_explained();
+  return check::report();
+}

@@ -1,0 +1,369 @@
+// Plans of attention against a KV cache: a table of calls with what runs them, and what holds for all sizes.
+#include <algorithm>
+#include <string>
+
+#include "check.h"
+#include "plan/decode_plan.h"
+#include "plan/explain.h"
+
+namespace {
+
+using flash::kUnbounded;
+using flash::SplitRule;
+using flash::Window;
+using flash::plan::DecodeKernel;
+using flash::plan::DecodePlan;
+using flash::plan::DecodeProblem;
+using flash::plan::Device;
+using flash::plan::Family;
+
+constexpr Device kH200{90, 132, 228 * 1024, 227 * 1024};
+constexpr Device kA100{80, 108, 164 * 1024, 163 * 1024};
+constexpr Device kSmall{86, 84, 100 * 1024, 99 * 1024};
+constexpr Device kDevices[] = {kH200, kA100, kSmall};
+
+// What a row of the table expects.
+struct Expected {
+  DecodeKernel kernel;
+  int tile_rows, thread_blocks;
+  SplitRule rule;
+  bool is_plain, in_clusters, combines;
+  int64_t combine_blocks;
+};
+
+void check_row(const char* name, const DecodeProblem& problem, const Device& device, const Expected& expected) {
+  const DecodePlan plan = flash::plan::plan_decode(problem, device);
+  check::that(!plan.is_too_large && plan.stages > 0, name, "fits");
+  check::that(plan.kernel == expected.kernel, name, "kernel", static_cast<int>(plan.kernel));
+  const int rows = flash::plan::kv_tile(problem.head_dim, plan.tile_size).rows();
+  check::that(rows == expected.tile_rows, name, "rows of a tile", rows);
+  check::that(plan.thread_blocks == expected.thread_blocks, name, "thread blocks", plan.thread_blocks);
+  check::that(plan.split_points.rule == expected.rule, name, "cuts", static_cast<int>(plan.split_points.rule));
+  check::that(plan.is_plain == expected.is_plain, name, "plain");
+  check::that(plan.in_clusters == expected.in_clusters, name, "in pairs");
+  check::that(plan.combines == expected.combines, name, "combines");
+  check::that(plan.combine_blocks == expected.combine_blocks, name, "blocks of the combine", plan.combine_blocks);
+}
+
+DecodeProblem decoding(int batch, int heads, int heads_k, int head_dim, int capacity) {
+  return {batch, 1, heads, heads_k, head_dim, capacity};
+}
+
+// Decoding: one token of each sequence.
+void check_decoding() {
+  constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
+  const DecodeProblem problem = decoding(16, 32, 8, 128, 8192);
+  check_row("16 sequences", problem, kH200, {kSplit, 16, 264, SplitRule::kAnywhere, true, true, true, 128});
+  check_row("no clusters", problem, kA100, {kSplit, 16, 216, SplitRule::kAnywhere, true, false, true, 128});
+  check_row("small GPU", problem, kSmall, {kSplit, 16, 84, SplitRule::kAnywhere, true, false, true, 83});
+  check_row("whole tiles", decoding(64, 32, 8, 128, 8192), kH200,
+            {kSplit, 16, 256, SplitRule::kAnywhere, true, false, true, 255});
+  check_row("one sequence", decoding(1, 32, 8, 128, 65536), kH200,
+            {kSplit, 16, 264, SplitRule::kAnywhere, true, false, true, 32});
+  check_row("a short cache", decoding(4, 8, 8, 128, 64), kH200,
+            {kSplit, 16, 16, SplitRule::kAnywhere, true, false, false, 0});
+  check_row("padded head dim", decoding(16, 32, 8, 120, 8192), kH200,
+            {kSplit, 16, 264, SplitRule::kAnywhere, false, false, true, 128});
+  check_row("head dim 256", decoding(16, 32, 8, 256, 8192), kH200,
+            {kSplit, 16, 128, SplitRule::kAnywhere, true, false, true, 127});
+}
+
+void check_splits() {
+  constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
+  DecodeProblem problem = decoding(2, 16, 4, 128, 4096);
+  problem.num_splits = 1;
+  check_row("one split", problem, kH200, {kSplit, 16, 264, SplitRule::kWhole, true, false, false, 0});
+  problem.num_splits = 5;
+  check_row("five splits", problem, kH200, {kSplit, 16, 264, SplitRule::kParts, false, false, true, 32});
+  problem.num_splits = 0;
+  problem.batch_invariant = true;
+  check_row("batch invariant", problem, kH200, {kSplit, 16, 264, SplitRule::kChunks, false, false, true, 8});
+  problem.capacity = 512;
+  check_row("one run", problem, kH200, {kSplit, 16, 64, SplitRule::kWhole, false, false, false, 0});
+}
+
+// Each of these alone takes the kernel with all features.
+void check_variant() {
+  const DecodeProblem plain = decoding(16, 32, 8, 64, 8192);
+  const auto is_plain = [](const DecodeProblem& problem) { return flash::plan::plan_decode(problem, kH200).is_plain; };
+  check::that(is_plain(plain), "plain");
+  DecodeProblem problem = plain;
+  problem.options.has_score_mod = true;
+  check::that(!is_plain(problem), "score modifiers");
+  problem = plain;
+  problem.options.has_rotary = true;
+  check::that(!is_plain(problem), "rotary queries");
+  problem = plain;
+  problem.options.q_vectors = false;
+  check::that(!is_plain(problem), "rows of q without 16-byte vectors");
+  problem = plain;
+  problem.options.kv_vector_bytes = 4;
+  check::that(!is_plain(problem), "rows of the cache without 16-byte vectors");
+  problem = plain;
+  problem.options.has_leftpad = true;
+  check::that(is_plain(problem), "padding of a dense cache");
+  problem.options.page_size = 64;
+  check::that(!is_plain(problem), "padding of pages, which steps straddle");
+  problem.options.has_leftpad = false;
+  check::that(is_plain(problem), "pages of whole steps");
+  problem.options.page_size = 48;
+  check::that(!is_plain(problem), "pages that steps straddle");
+  check::that(!is_plain(decoding(1024, 64, 64, 64, 1 << 21)), "a line of more than 30 bits");
+}
+
+// The call as a forward over the cache.
+flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
+  flash::plan::FwdProblem forward;
+  forward.batch = problem.batch;
+  forward.heads = problem.heads;
+  forward.heads_k = problem.heads_k;
+  forward.head_dim = forward.head_dim_v = problem.head_dim;
+  forward.seqlen_q = problem.seqlen_q;
+  forward.seqlen_k = problem.capacity;
+  forward.window = problem.options.window;
+  forward.has_key_ranges = true;
+  return forward;
+}
+
+// Where many query rows go.
+void check_chunks() {
+  DecodeProblem problem{1, 2048, 32, 8, 128, 16384};
+  problem.options.seqlen_new = 2048;
+  problem.options.window = {kUnbounded, 0};
+  problem.options.forward = forward_of(problem);
+  problem.options.has_rotary = true;
+  const auto plan_of = [&](const Device& device) { return flash::plan::plan_decode(problem, device); };
+  const DecodePlan chunk = plan_of(kH200);
+  check::that(chunk.kernel == DecodeKernel::kForward && chunk.forward.family == Family::kWgmma, "wgmma");
+  check::that(chunk.rotates && chunk.appends, "passes of a chunk");
+  check::that(chunk.forward.is_dynamic && chunk.forward.pdl && chunk.forward.num_work_tiles > chunk.forward.grid,
+              "unequal work tiles by a semaphore");
+  check::that(plan_of(kA100).forward.family == Family::kMmaSync, "mma.sync");
+  problem.options.forced_family = "split_kv";
+  const DecodePlan forced = plan_of(kH200);
+  check::that(forced.kernel == DecodeKernel::kSplitKv && !forced.rotates && forced.appends, "forced");
+  problem.options.forced_family = nullptr;
+  const auto stays = [&](const char* name) {
+    check::that(plan_of(kH200).kernel == DecodeKernel::kSplitKv, "not by the forward", name);
+  };
+  problem.options.forward.reset();
+  stays("tensors that it cannot read");
+  problem.options.forward = forward_of(problem);
+  problem.num_splits = 2;
+  stays("given splits");
+  problem.num_splits = 0;
+  problem.batch_invariant = true;
+  stays("batch invariant");
+  problem.batch_invariant = false;
+  problem.head_dim = 100;
+  stays("head dim");
+  problem.head_dim = 128;
+  problem.seqlen_q = 4;
+  stays("16 packed rows");
+}
+
+// Options may choose kernels, never where a schedule that was made without them cuts.
+void check_schedule_does_not_depend_on_options() {
+  for (int seqlen_q : {1, 5, 300}) {
+    for (int num_splits : {0, 1, 4}) {
+      for (bool batch_invariant : {false, true}) {
+        DecodeProblem problem{3, seqlen_q, 16, 4, 128, 5000, num_splits, batch_invariant};
+        const DecodePlan a = flash::plan::plan_decode(problem, kH200);
+        problem.options = {7, {100, 0}, true, true, true, 16, false, 2, forward_of(problem), "wgmma"};
+        const DecodePlan b = flash::plan::plan_decode(problem, kH200);
+        check::that(a.tile_size == b.tile_size && a.items == b.items && a.thread_blocks == b.thread_blocks, "grid");
+        check::that(
+            a.min_blocks_per_cta == b.min_blocks_per_cta && a.run_blocks == b.run_blocks && a.max_runs == b.max_runs,
+            "runs");
+        check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
+                    seqlen_q, num_splits);
+        check::that(a.schedule_words == b.schedule_words && a.workspace_words == b.workspace_words, "memory");
+      }
+    }
+  }
+}
+
+void check_empty() {
+  for (const DecodeProblem& problem : {DecodeProblem{0, 1, 8, 8, 64, 100}, DecodeProblem{2, 0, 8, 8, 64, 100},
+                                       DecodeProblem{2, 1, 0, 8, 64, 100}, DecodeProblem{2, 1, 0, 0, 64, 100}}) {
+    DecodeProblem appending = problem;
+    appending.options.seqlen_new = 3;
+    const DecodePlan plan = flash::plan::plan_decode(appending, kH200);
+    check::that(plan.kernel == DecodeKernel::kNone, "no queries", problem.batch, problem.seqlen_q, problem.heads);
+    check::that(plan.appends == (problem.batch > 0 && problem.heads_k > 0), "new rows all the same", problem.batch);
+  }
+}
+
+void check_explanation() {
+  using flash::plan::explain;
+  const DecodeProblem problem = decoding(16, 32, 8, 128, 8192);
+  auto fields = explain(problem, flash::plan::plan_decode(problem, kH200));
+  check::that(std::get<std::string>(fields["kernel"]) == "split_kv", "kernel");
+  check::that(std::get<std::string>(fields["variant"]) == "plain", "variant");
+  check::that(std::get<int64_t>(fields["grid"]) == 264 && std::get<int64_t>(fields["cluster"]) == 2, "grid");
+  check::that(std::get<int64_t>(fields["combine_grid"]) == 128, "combine");
+  check::that(std::get<int64_t>(fields["workspace_bytes"]) == 2 * 264 * 4 * 130 * 4, "workspace");
+  DecodeProblem empty = problem;
+  empty.seqlen_q = 0;
+  fields = explain(empty, flash::plan::plan_decode(empty, kH200));
+  check::that(std::get<std::string>(fields["kernel"]) == "none" && !fields.has("grid"), "nothing runs");
+}
+
+void check_tiles() {
+  using namespace flash::plan;
+  for (const Device& device : kDevices) {
+    for (int head_dim : {8, 64, 128, 192, 256}) {
+      for (int size = 0; size < kKvSizes; ++size) {
+        const KvTile tile = kv_tile(head_dim, size);
+        const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
+        const int bytes = kv_smem_bytes(tile, residency.stages);
+        check::that(residency.stages >= 1, "a stage fits", head_dim, size, device.smem_per_multiprocessor);
+        check::that(bytes <= device.smem_per_block, "shared memory of a block", bytes);
+        check::that(residency.blocks_per_sm * (bytes + kReservedSmemBytes) <= device.smem_per_multiprocessor,
+                    "of all blocks", bytes, residency.blocks_per_sm);
+        check::that(tile.step == kv_tile(head_dim, 0).step, "all sizes take the same steps", head_dim, size);
+        check::that(tile.blocks_per_sm * kv_threads(tile) * 255 <= 65536 * 2, "register file", head_dim, size);
+        check::that(kRunKeys % kv_block_n(tile) == 0, "runs are whole blocks", head_dim);
+      }
+      for (int64_t rows : {1, 16, 17, 32, 33, 1000}) {
+        const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
+        const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
+        check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
+        check::that(kv_size_exists(head_dim, kv_tile_size(head_dim, rows)), "the size has a kernel", head_dim, rows);
+      }
+    }
+  }
+}
+
+// Any number of splits: more than there are key blocks are as many as there are, and the plan is the same.
+void check_many_splits() {
+  using namespace flash::plan;
+  for (const Device& device : kDevices) {
+    for (int capacity : {1, 64, 4096, 0x3fffffff}) {
+      const DecodePlan expected = plan_decode({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
+      for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
+        const DecodePlan plan = plan_decode({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
+        check::that(plan.split_points.rule == SplitRule::kParts && plan.split_points.value > 0, "parts",
+                    plan.split_points.value);
+        check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
+        for (int count : {1, 2, 3, 1000, 0x1000000}) {
+          for (int offset : {0, 1, 2, count - 1, count}) {
+            const int cut = plan.split_points.next(0, count, offset);
+            check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sizes as large as their types: refused, or counted without overflow.
+void check_large_plans() {
+  using namespace flash::plan;
+  constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
+  for (int i = 0; i < 2 * 3 * 2 * 4 * 4 * 3; ++i) {
+    int rest = i;
+    auto one_of = [&rest](std::initializer_list<int> values) {
+      const int count = static_cast<int>(values.size()), chosen = rest % count;
+      rest /= count;
+      return values.begin()[chosen];
+    };
+    const bool batch_invariant = one_of({0, 1});
+    const int num_splits = one_of({0, 1, kMost}), capacity = one_of({0, kRows}), heads = one_of({0, 1, 1 << 20, kMost});
+    const int batch = one_of({0, 1, 1 << 11, kMost}), seqlen_q = one_of({0, 1, kRows});
+    const DecodePlan plan =
+        plan_decode({batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant}, kDevices[0]);
+    const double tiles = static_cast<double>(plan.items) * std::max(heads, 1);
+    check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.items, heads);
+    if (plan.is_too_large) continue;
+    check::that(plan.thread_blocks >= 0 && plan.thread_blocks <= 1000, "thread blocks", plan.thread_blocks);
+    const int64_t words = plan.workspace_words;
+    check::that(0 <= words && words <= kMaxRunWorkspaceBytes / 4 + 1000 * 64 * 258, "workspace", words);
+  }
+}
+
+// The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
+void check_allocation_does_not_matter() {
+  using namespace flash::plan;
+  for (int num_splits : {0, 1, 7}) {
+    for (int keys : {1, 300, 511, 5000}) {
+      int64_t expected = -1;
+      for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
+        const DecodePlan plan = plan_decode({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
+        const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
+        const int64_t share = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
+        check::that(expected < 0 || share == expected, "share", share, expected, capacity);
+        expected = share;
+      }
+    }
+  }
+}
+
+// Equal lengths: no tile is cut where some nine tenths of the thread blocks can have whole tiles each.
+void check_whole_tiles() {
+  using namespace flash::plan;
+  struct Expected {
+    int batch, heads_k, thread_blocks;
+    bool is_cut;
+  };
+  for (const Expected& expected :
+       {Expected{16, 8, 264, true}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
+        Expected{128, 8, 256, false}, Expected{1, 8, 264, true}, Expected{10, 8, 264, true},
+        Expected{10, 15, 264, true}, Expected{40, 10, 264, true}}) {
+    for (int keys : {2048, 4096, 4100, 8192}) {
+      const DecodePlan plan =
+          plan_decode({expected.batch, 1, 32, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
+      const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
+      const int64_t tiles = expected.batch * expected.heads_k;
+      check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
+      const int64_t share = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
+      check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
+    }
+  }
+}
+
+// Equal lengths: thread blocks are launched in pairs only where stretches are halves of tiles up to some length.
+void check_pairs() {
+  using namespace flash::plan;
+  struct Expected {
+    int batch, heads_k;
+    bool in_clusters;
+    int most_keys;  // of which a tile is cut into halves
+  };
+  for (const Expected& expected :
+       {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},
+        Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
+    const DecodePlan plan =
+        plan_decode({expected.batch, 1, 4 * expected.heads_k, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
+    check::that(plan.in_clusters == expected.in_clusters, "in pairs", expected.batch, expected.heads_k);
+    if (!plan.in_clusters) continue;
+    const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
+    for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
+      const int64_t count = ceil_div(keys, block_n), tiles = expected.batch * expected.heads_k;
+      check::that(2 * flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta) == count,
+                  "halves", keys);
+    }
+  }
+  check::that(!plan_decode({132, 1, 32, 1, 128, 4096, 0, false}, kDevices[0]).in_clusters, "tiles of 32 rows");
+  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 3, false}, kDevices[0]).in_clusters, "given splits");
+  check::that(!plan_decode({16, 1, 32, 8, 128, 4096, 0, true}, kDevices[0]).in_clusters, "batch invariant");
+}
+
+}  // namespace
+
+int main() {
+  check_decoding();
+  check_splits();
+  check_variant();
+  check_chunks();
+  check_schedule_does_not_depend_on_options();
+  check_empty();
+  check_explanation();
+  check_tiles();
+  check_many_splits();
+  check_large_plans();
+  check_allocation_does_not_matter();
+  check_whole_tiles();
+  check_pairs();
+  return check::report();
+}

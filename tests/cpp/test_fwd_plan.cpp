@@ -1,0 +1,251 @@
+// Tables of calls and their forward plans on GPUs that exist, the rules that every plan keeps, and what tensor maps
+// hold.
+#include "plan/fwd_plan.h"
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "plan/explain.h"
+
+namespace {
+
+using flash::Dtype;
+using flash::kUnbounded;
+using flash::Window;
+using flash::plan::Device;
+using flash::plan::Family;
+using flash::plan::FwdPlan;
+using flash::plan::FwdProblem;
+using flash::plan::FwdVariant;
+
+constexpr Device kH100{90, 132, 233472, 232448};  // and H200
+constexpr Device kA100{80, 108, 167936, 166912};
+constexpr Device kL40{89, 142, 102400, 101376};
+constexpr Window kFull{}, kCausal{kUnbounded, 0}, kSliding{1024, 0};
+
+FwdProblem dense(int64_t batch, int64_t seqlen, int64_t heads, int head_dim, Window window = kFull) {
+  FwdProblem problem;
+  problem.batch = batch;
+  problem.heads = problem.heads_k = heads;
+  problem.head_dim = problem.head_dim_v = head_dim;
+  problem.seqlen_q = problem.seqlen_k = seqlen;
+  problem.window = window;
+  return problem;
+}
+
+FwdProblem packed(int64_t batch, int64_t seqlen, int64_t heads, int head_dim, Window window = kFull) {
+  FwdProblem problem = dense(batch, seqlen, heads, head_dim, window);
+  problem.is_varlen = true;
+  problem.seqlen_q *= batch;
+  problem.seqlen_k *= batch;
+  return problem;
+}
+
+template <class Change>
+FwdProblem changed(FwdProblem problem, Change change) {
+  change(problem);
+  return problem;
+}
+
+FwdPlan plan_of(const FwdProblem& problem, const Device& device, const char* forced = nullptr) {
+  return flash::plan::plan_fwd(problem, device, forced);
+}
+
+struct Row {
+  const char* name;
+  FwdProblem problem;
+  Device device;
+  Family family;
+  FwdVariant variant;
+  int block_m, block_n, threads, smem_bytes;
+  int64_t grid;
+  int num_splits;
+  bool is_dynamic, pdl;
+};
+
+// Shared memory of the wgmma kernels is what their launches assert it to be.
+std::vector<Row> table() {
+  constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
+  using V = FwdVariant;
+  const auto dropout = [](FwdProblem& problem) { problem.has_dropout = true; };
+  const auto softcap = [](FwdProblem& problem) { problem.has_softcap = true; };
+  const auto alibi = [](FwdProblem& problem) { problem.has_alibi = true; };
+  const auto both = [](FwdProblem& problem) { problem.has_softcap = problem.has_alibi = true; };
+  const auto wide = [](FwdProblem& problem) { problem.head_dim = 192; };
+  const FwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
+  return {
+      {"d 64", long_64, kH100, kWgmma, V::kPlain, 192, 128, 512, 148480, 132, 1, false, false},
+      {"d 64, short", dense(32, 512, 32, 64), kH100, kWgmma, V::kShort, 128, 64, 640, 198656, 132, 1, false, false},
+      {"d 64, causal", dense(2, 8192, 32, 64, kCausal), kH100, kWgmma, V::kPlain, 192, 128, 512, 148480, 132, 1, true,
+       true},
+      {"d 128", long_128, kH100, kWgmma, V::kPlain, 192, 80, 512, 222208, 132, 1, true, true},
+      {"d 128, causal", dense(2, 8192, 16, 128, kCausal), kH100, kWgmma, V::kMasked, 192, 64, 512, 230400, 132, 1, true,
+       true},
+      {"d 128, dropout", changed(long_128, dropout), kH100, kWgmma, V::kDropout, 192, 64, 512, 198656, 132, 1, true,
+       true},
+      {"d 128, softcap", changed(long_128, softcap), kH100, kWgmma, V::kSoftcap, 128, 128, 384, 197632, 132, 1, true,
+       true},
+      {"d 128, ALiBi", changed(long_128, alibi), kH100, kWgmma, V::kAlibi, 128, 128, 384, 197632, 132, 1, true, true},
+      {"d 128, both", changed(long_128, both), kH100, kWgmma, V::kScoreMod, 128, 128, 384, 197632, 132, 1, true, true},
+      {"d 256", dense(2, 8192, 8, 256), kH100, kWgmma, V::kPlain, 128, 64, 384, 230400, 132, 1, false, false},
+      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 512, 230400, 132, 1, false,
+       false},
+      {"one wave", dense(1, 512, 16, 128), kH100, kWgmma, V::kOneWave, 128, 64, 384, 230400, 64, 1, false, true},
+      {"packed", packed(4, 2048, 16, 128), kH100, kWgmma, V::kPlain, 192, 80, 512, 222208, 132, 1, true, true},
+      {"d 64 on A100", long_64, kA100, kMma, V::kPlain, 128, 128, 128, 49152, 4096, 1, false, true},
+      {"d 128, short, on A100", dense(1, 512, 8, 128), kA100, kMma, V::kShort, 64, 64, 128, 49152, 64, 1, false, true},
+      {"d 256 on L40", dense(2, 8192, 8, 256), kL40, kMma, V::kPlain, 64, 64, 128, 98304, 2048, 1, false, true},
+      {"d 128, dropout, on L40", changed(long_128, dropout), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
+       false, true},
+  };
+}
+
+void check_table() {
+  for (const Row& row : table()) {
+    const FwdPlan plan = plan_of(row.problem, row.device);
+    check::that(plan.family == row.family && plan.variant == row.variant, "kernel", row.name,
+                flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant));
+    check::that(plan.block_m == row.block_m && plan.block_n == row.block_n && plan.threads == row.threads, "tile",
+                row.name, plan.block_m, plan.block_n, plan.threads);
+    check::that(plan.smem_bytes == row.smem_bytes, "shared memory", row.name, plan.smem_bytes);
+    check::that(plan.grid == row.grid && plan.num_splits == row.num_splits, "grid", row.name, plan.grid,
+                plan.num_splits);
+    check::that(plan.is_dynamic == row.is_dynamic && plan.pdl == row.pdl, "scheduler", row.name, plan.is_dynamic,
+                plan.pdl);
+  }
+}
+
+// Few rows over many keys.
+void check_splits() {
+  FwdProblem problem = dense(1, 128, 16, 128);
+  problem.seqlen_k = 8192;
+  const FwdPlan plan = plan_of(problem, kH100);
+  check::that(plan.family == Family::kWgmma && plan.variant == FwdVariant::kOneWave && plan.num_splits == 8, "splits",
+              plan.num_splits);
+  check::that(plan.grid == 128 && plan.num_work_tiles == 128 && plan.pdl && !plan.is_dynamic, "one wave of splits");
+  check::that(plan.partial_rows == 16 * 128 && plan.workspace_bytes == int64_t{4} * 8 * 16 * 128 * (128 + 1),
+              "partial results", plan.workspace_bytes);
+  problem.seqlen_q = 1;
+  check::that(plan_of(problem, kH100).family == Family::kDecode, "one row");
+  problem.has_sinks = true;
+  check::that(plan_of(problem, kH100).family != Family::kDecode, "sinks");
+}
+
+// What a family does not serve, another one does; where that one knows one head dim, the call is padded.
+void check_other_families() {
+  const FwdProblem problem = dense(2, 8192, 16, 128, kCausal);
+  const auto is_mma_sync = [](const FwdPlan& plan) { return plan.family == Family::kMmaSync && !plan.is_dynamic; };
+  check::that(is_mma_sync(plan_of(changed(problem, [](FwdProblem& p) { p.fits_tensor_maps = false; }), kH100)),
+              "strides that no tensor map holds");
+  Device without = kH100;
+  without.wgmma_head_dims = 0;
+  check::that(is_mma_sync(plan_of(problem, without)), "a build without wgmma kernels");
+  without.wgmma_head_dims = 1u << 1;
+  check::that(is_mma_sync(plan_of(problem, without)), "a build of head dim 64");
+  check::that(plan_of(dense(2, 8192, 16, 64), without).family == Family::kWgmma, "a build of head dim 64");
+  FwdProblem paged = changed(packed(4, 2048, 16, 64), [](FwdProblem& p) { p.is_paged = true; });
+  paged.page_size = static_cast<int>(paged.seqlen_k = 16);
+  paged.num_pages = 512;
+  paged.pages_per_sequence = 128;
+  const FwdPlan by_pages = plan_of(paged, kH100);
+  check::that(by_pages.family == Family::kWgmma && by_pages.page_box_rows == 16, "pages", by_pages.page_box_rows);
+  check::that(plan_of(changed(paged, [](FwdProblem& p) { p.fits_page_maps = false; }), kH100).page_box_rows == 0,
+              "rows of pages one by one");
+  check::that(is_mma_sync(plan_of(changed(paged, [](FwdProblem& p) { p.has_dropout = true; }), kH100)),
+              "pages with dropout");
+  const FwdProblem pair = changed(problem, [](FwdProblem& p) { p.head_dim_v = 64; });
+  const FwdPlan direct = plan_of(pair, kH100), padded = plan_of(pair, kA100);
+  check::that(direct.family == Family::kWgmma && direct.pad_head_dim == 0, "V of its own head dim");
+  check::that(is_mma_sync(padded) && padded.pad_head_dim == 128 && padded.head_dim == 128, "padded");
+  const FwdPlan odd = plan_of(changed(problem, [](FwdProblem& p) { p.head_dim_v = 131; }), kH100);
+  check::that(odd.family == Family::kWgmma && odd.pad_head_dim == 136 && odd.head_dim == 192, "V of odd head dim");
+  const FwdProblem huge = changed(dense(16, 1 << 24, 1024, 64), [](FwdProblem& p) { p.seqlen_k = 128; });
+  check::that(is_mma_sync(plan_of(huge, kH100)), "more work tiles than can be numbered");
+}
+
+// Row blocks of unequal length go by bands, the short ones last of all; packed ones are sorted.
+void check_tile_order() {
+  const FwdPlan causal = plan_of(dense(1, 8192, 16, 128, kCausal), kH100);
+  check::that(causal.band_heads > 1 && causal.num_tail_tiles == 10, "causal", causal.num_tail_tiles);
+  const FwdPlan full = plan_of(dense(1, 8192, 32, 64), kH100);
+  check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal row blocks");
+  const FwdPlan sliding = plan_of(dense(1, 8192, 16, 128, kSliding), kH100);
+  check::that(sliding.unmasked_blocks > 1 && causal.unmasked_blocks == 1, "blocks behind a window");
+  check::that(plan_of(packed(32, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "sorted");
+  check::that(!plan_of(packed(33, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "too many sequences to sort");
+}
+
+// Every plan can be launched: threads, shared memory and grids that the GPU has; a semaphore only where there is more
+// than a wave, and a launch that overlaps run_prepare() wherever that one is launched.
+void check_rules() {
+  for (const Device& device : {kH100, kA100, kL40}) {
+    for (int head_dim : {8, 32, 64, 72, 96, 128, 160, 192, 256}) {
+      for (int head_dim_v : {head_dim, 64, 128}) {
+        for (int64_t batch : {1, 3, 40}) {
+          for (int64_t seqlen : {1, 100, 1000, 8192}) {
+            for (int options = 0; options < 32; ++options) {
+              FwdProblem problem = options & 1 ? packed(batch, seqlen, 8, head_dim) : dense(batch, seqlen, 8, head_dim);
+              problem.head_dim_v = head_dim_v;
+              if (options & 2) problem.window = kCausal;
+              problem.has_dropout = options & 4;
+              problem.has_softcap = options & 8;
+              problem.batch_invariant = options & 16;
+              const FwdPlan plan = plan_of(problem, device);
+              const int needed = plan.pad_head_dim > 0 ? plan.pad_head_dim : head_dim;
+              check::that(plan.head_dim >= needed, "head dim", head_dim, head_dim_v, plan.head_dim);
+              if (plan.family == Family::kDecode) continue;
+              check::that(plan.threads <= 1024 && plan.smem_bytes <= device.smem_per_block, "fits", head_dim,
+                          plan.smem_bytes);
+              check::that(plan.grid > 0 && plan.grid <= plan.num_work_tiles, "grid", plan.grid);
+              check::that(!plan.is_dynamic || plan.num_work_tiles > plan.grid, "semaphore", plan.num_work_tiles);
+              check::that(!(problem.is_varlen || plan.is_dynamic) || plan.pdl, "follows run_prepare()", head_dim);
+              check::that(plan.num_tail_tiles <= plan.short_tiles, "tail tiles", plan.num_tail_tiles);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void check_tensor_maps() {
+  using flash::plan::MatrixShape;
+  const MatrixShape matrix{false, 2, 1000, 4, 4 * 128 * 1000, 4 * 128, 128};
+  const auto holds = [&](auto change) {
+    MatrixShape other = matrix;
+    change(other);
+    return flash::plan::tensor_map_holds(other, Dtype::kBf16);
+  };
+  check::that(holds([](MatrixShape&) {}), "contiguous");
+  check::that(holds([](MatrixShape& m) { m.batch_stride = m.head_stride = 0; }), "expanded");
+  check::that(!holds([](MatrixShape& m) { m.row_stride = 4 * 128 + 4; }), "rows that are no 16-byte vectors");
+  check::that(!holds([](MatrixShape& m) { m.batch_stride = int64_t{1} << 39; }), "2^40 bytes");
+  check::that(holds([](MatrixShape& m) { m.batch_stride = (int64_t{1} << 39) - 8; }), "less than 2^40 bytes");
+  check::that(holds([](MatrixShape& m) { m.batch = 1, m.batch_stride = 3; }), "an axis of length 1");
+  check::that(!holds([](MatrixShape& m) { m.rows = 0; }), "no rows");
+  check::that(holds([](MatrixShape& m) { m.is_packed = true, m.batch = 0, m.batch_stride = 0; }), "packed");
+  check::that(!holds([](MatrixShape& m) { m.is_packed = true, m.row_stride = (int64_t{1} << 33) + 8; }),
+              "packed rows of more than 2^34 bytes");
+}
+
+void check_explained() {
+  const auto fields = flash::plan::explain(plan_of(dense(2, 8192, 16, 128, kCausal), kH100));
+  const std::string line = one_line(fields);
+  check::that(line.find("direction=forward kernel=wgmma variant=masked dtype=bf16 head_dim=128") == 0, "line", line);
+  check::that(line.find(" dynamic_scheduler=1 ") != std::string::npos, "flags", line);
+  check::that(line.find(" smem_bytes=230400 ") != std::string::npos, "numbers", line);
+}
+
+}  // namespace
+
+int main() {
+  check_table();
+  check_splits();
+  check_other_families();
+  check_tile_order();
+  check_rules();
+  check_tensor_maps();
+  check_explained();
+  return check::report();
+}
