@@ -7,7 +7,7 @@
 
 constexpr int kBatch = 2, kHeads = 2;
 
-// Rows around the tensors are NaN: nothing outside of them may be read.
+// Rows around the tensors are NaN, so that a read out of bounds shows.
 struct Tensor {
   std::vector<uint16_t> bits;
   size_t guard;

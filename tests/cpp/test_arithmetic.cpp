@@ -53,8 +53,8 @@ void check_philox() {
   };
   for (const Long& kat : longs) {
     const flash::DropoutStream stream = flash::dropout_stream(kat.seed, kat.offset, kat.batch, kat.head);
-    const uint32_t words[4] = {stream.row_key[0], stream.row_key[1], stream.col_key[0], stream.col_key[1]};
-    for (int i = 0; i < 4; ++i) check::that(words[i] == kat.expected[i], "Philox4x32-10", words[i]);
+    const uint32_t keys[4] = {stream.row_key[0], stream.row_key[1], stream.col_key[0], stream.col_key[1]};
+    for (int i = 0; i < 4; ++i) check::that(keys[i] == kat.expected[i], "Philox4x32-10", keys[i]);
   }
 }
 
@@ -64,9 +64,9 @@ void check_scrambler() {
   check::that(flash::murmur3_finalizer(1) == 0x514e28b7u, "finalizer of 1", flash::murmur3_finalizer(1));
 }
 
-// No two rows and no two pairs of columns of a head have the same words. Two pairs of columns with the same coarse word
-// have fine ones that differ by an odd number.
-void check_words() {
+// No two rows and no two pairs of columns of a head have the same random bits. Two pairs of columns with the same
+// coarse bits have fine bits that differ by an odd number.
+void check_random_bits() {
   const flash::DropoutStream stream = flash::dropout_stream(3, 5, 1, 2);
   std::vector<std::pair<uint32_t, uint32_t>> rows, pairs;
   for (int i = 0; i < 1 << 20; ++i) {
@@ -74,16 +74,16 @@ void check_words() {
     const flash::RandomBits other = flash::dropout_column_pair(stream, i ^ 4);
     rows.emplace_back(row.fine, row.coarse);
     pairs.emplace_back(pair.fine, pair.coarse);
-    check::that(pair.coarse == other.coarse && (pair.fine - other.fine) % 2 == 1, "words of pairs 4 apart", i);
+    check::that(pair.coarse == other.coarse && (pair.fine - other.fine) % 2 == 1, "bits of pairs 4 apart", i);
   }
-  for (auto* words : {&rows, &pairs}) {
-    std::sort(words->begin(), words->end());
-    check::that(std::adjacent_find(words->begin(), words->end()) == words->end(), "all words differ");
+  for (auto* bits : {&rows, &pairs}) {
+    std::sort(bits->begin(), bits->end());
+    check::that(std::adjacent_find(bits->begin(), bits->end()) == bits->end(), "all bits differ");
   }
 }
 
-// Every threshold draws the rarer outcome as often as it says, on the average over the words of rows, and never with a
-// limit that is no number of 16 bits.
+// Averaged over the random bits of rows, every threshold gives the rarer outcome its probability exactly, and never a
+// limit beyond 16 bits.
 void check_limits() {
   for (uint32_t threshold : {0u, 1u, 4294967u, 429496730u, 0x7fffffffu, 0x80000000u, 0x80000001u, 4290672328u, ~0u}) {
     uint64_t below = 0;
@@ -105,7 +105,7 @@ int main() {
   check_divisions();
   check_philox();
   check_scrambler();
-  check_words();
+  check_random_bits();
   check_limits();
   return check::report();
 }

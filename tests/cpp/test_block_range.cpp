@@ -1,4 +1,5 @@
-// Brute force of the block-range arithmetic over every small problem, and of its sums near 2^31.
+// core/block_range.h, core/unmasked.h and core/trip_count.h against brute force over every small problem, and their
+// sums near 2^31.
 #include <algorithm>
 #include <vector>
 
@@ -21,22 +22,22 @@ bool sees(int64_t row, int64_t key, int64_t seqlen_q, int64_t seqlen_k, Window w
          (window.right == kUnbounded || key <= position + window.right);
 }
 
-// The limits of the rows from `first_row` on are those of each of them.
-void check_row_limits(const Visibility& visibility, int first_row, int row) {
+// The column bounds of rows from `first_row` on, shifted to a row, are that row's visible keys.
+void check_column_bounds(const Visibility& visibility, int first_row, int row) {
   const flash::ColBounds bounds = flash::col_bounds(visibility, first_row);
   const int begin = bounds.begin + (row - first_row), end = bounds.end + (row - first_row);
   check::that(std::clamp(begin, 0, visibility.seqlen_k) == visibility.key_begin(row) &&
                   std::clamp(end, 0, visibility.seqlen_k) == visibility.key_end(row),
-              "limits of a row", first_row, row, visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
-              visibility.window.right);
+              "column bounds of a row", first_row, row, visibility.seqlen_q, visibility.seqlen_k,
+              visibility.window.left, visibility.window.right);
 }
 
 void check_rows(const Visibility& visibility) {
   for (int row = 0; row < visibility.seqlen_q; ++row) {
     const int begin = visibility.key_begin(row), end = visibility.key_end(row);
     check::that(begin >= 0 && begin <= visibility.seqlen_k && end >= 0 && end <= visibility.seqlen_k,
-                "key limits within the sequence", row, begin, end, visibility.seqlen_q, visibility.seqlen_k);
-    check_row_limits(visibility, row / 2, row);
+                "visible keys within the sequence", row, begin, end, visibility.seqlen_q, visibility.seqlen_k);
+    check_column_bounds(visibility, row / 2, row);
     for (int key = 0; key < visibility.seqlen_k; ++key) {
       const bool expected = sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
       check::that((key >= begin && key < end) == expected, "row visibility", row, key, visibility.seqlen_q,
@@ -45,8 +46,8 @@ void check_rows(const Visibility& visibility) {
   }
 }
 
-// The keys that some row sees, and the rows that see some key, are the last ones.
-void check_seen(const Visibility& visibility) {
+// Keys that no row sees, and fully masked rows, all come before the others.
+void check_first_unmasked(const Visibility& visibility) {
   const int first_key = flash::first_unmasked_key(visibility), first_row = flash::first_unmasked_row(visibility);
   const auto pair = [&](int row, int key) {
     return sees(row, key, visibility.seqlen_q, visibility.seqlen_k, visibility.window);
@@ -54,13 +55,13 @@ void check_seen(const Visibility& visibility) {
   for (int key = 0; key < visibility.seqlen_k; ++key) {
     bool seen = false;
     for (int row = 0; row < visibility.seqlen_q; ++row) seen |= pair(row, key);
-    check::that(visibility.seqlen_q == 0 || (key >= first_key) == seen, "first seen key", key, first_key,
+    check::that(visibility.seqlen_q == 0 || (key >= first_key) == seen, "first visible key", key, first_key,
                 visibility.seqlen_q, visibility.seqlen_k, visibility.window.left, visibility.window.right);
   }
   for (int row = 0; row < visibility.seqlen_q; ++row) {
     bool sees_one = false;
     for (int key = 0; key < visibility.seqlen_k; ++key) sees_one |= pair(row, key);
-    check::that((row >= first_row) == sees_one, "first seeing row", row, first_row, visibility.seqlen_q,
+    check::that((row >= first_row) == sees_one, "first row that sees a key", row, first_row, visibility.seqlen_q,
                 visibility.seqlen_k, visibility.window.left, visibility.window.right);
   }
 }
@@ -82,7 +83,7 @@ BlockFacts block_facts(const Visibility& visibility, int row_begin, int row_end,
   return facts;
 }
 
-// The backward's walk: row block m visits key block n exactly when key block n is visited by row block m.
+// The backward's range of m_blocks of an n_block and the forward's range of n_blocks of an m_block hold the same pairs.
 void check_directions(const Visibility& visibility, int block_m, int block_n) {
   const int m_blocks = (visibility.seqlen_q + block_m - 1) / block_m;
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
@@ -98,33 +99,33 @@ void check_directions(const Visibility& visibility, int block_m, int block_n) {
   }
 }
 
-// Row blocks whose scores with a range of keys need no mask: exactly those of which every row sees every key.
-void check_interior_rows(const Visibility& visibility, int block_m, int block_n) {
+// The m_blocks that need no mask for a range of keys are exactly those of which every row sees every key.
+void check_unmasked_rows(const Visibility& visibility, int block_m, int block_n) {
   for (int n = 0; n * block_n < visibility.seqlen_k; ++n) {
     const flash::RowRange range = flash::unmasked_rows(visibility, n * block_n, (n + 1) * block_n, block_m);
     for (int m = 0; m * block_m < visibility.seqlen_q; ++m) {
       const int row_end = std::min((m + 1) * block_m, visibility.seqlen_q);
       const bool unmasked = block_facts(visibility, m * block_m, row_end, n, block_n).unmasked;
-      check::that((m >= range.begin && m < range.end) == unmasked, "interior rows", m, n, visibility.seqlen_q,
+      check::that((m >= range.begin && m < range.end) == unmasked, "m_blocks without a mask", m, n, visibility.seqlen_q,
                   visibility.seqlen_k, visibility.window.left, visibility.window.right, block_m, block_n);
     }
   }
 }
 
-void check_row_block(const Visibility& visibility, int row_begin, int row_end, int block_n) {
+void check_m_block(const Visibility& visibility, int row_begin, int row_end, int block_n) {
   const BlockRange range = flash::block_range(visibility, row_begin, row_end, block_n);
   const int blocks = (visibility.seqlen_k + block_n - 1) / block_n;
   std::vector<int> visits(blocks + 1, 0);
-  bool in_interior = false;
+  bool in_unmasked = false;
   for (int step = 0; step < std::max(range.count(), 0); ++step) {
     const int block = range.block_at(step);
     check::that(block >= 0 && block < blocks, "visited block exists", block, blocks);
     if (block < 0 || block >= blocks) continue;
     ++visits[block];
     const bool unmasked = block >= range.unmasked_begin && block < range.unmasked_end;
-    check::that(unmasked == (step >= range.masked_count()), "edges come before the interior", step, block);
-    check::that(unmasked || !in_interior, "no edge after the interior", step, block);
-    in_interior |= unmasked;
+    check::that(unmasked == (step >= range.masked_count()), "masked blocks come before unmasked ones", step, block);
+    check::that(unmasked || !in_unmasked, "no masked block after an unmasked one", step, block);
+    in_unmasked |= unmasked;
   }
   for (int block = 0; block < blocks; ++block) {
     const BlockFacts facts = block_facts(visibility, row_begin, row_end, block, block_n);
@@ -132,41 +133,42 @@ void check_row_block(const Visibility& visibility, int row_begin, int row_end, i
                 visits[block], visibility.seqlen_q, visibility.seqlen_k, visibility.window.left,
                 visibility.window.right, row_begin, row_end, block_n);
     const bool unmasked = visits[block] && block >= range.unmasked_begin && block < range.unmasked_end;
-    check::that(unmasked == facts.unmasked, "interior is exactly the wholly visible blocks", block, visibility.seqlen_q,
-                visibility.seqlen_k, visibility.window.left, visibility.window.right, row_begin, row_end, block_n);
+    check::that(unmasked == facts.unmasked, "unmasked blocks are exactly the wholly visible ones", block,
+                visibility.seqlen_q, visibility.seqlen_k, visibility.window.left, visibility.window.right, row_begin,
+                row_end, block_n);
   }
 }
 
-// 0 for the interior, 1 for the left edge, 2 for the right edge.
+// 0: unmasked block, 1: masked on the left, 2: masked on the right.
 int part_of(const BlockRange& range, int block) {
   return block >= range.unmasked_begin && block < range.unmasked_end ? 0 : block < range.unmasked_begin ? 1 : 2;
 }
 
-// The order of the wgmma family: the blocks of block_at(), each once, the interior before the edges, upwards in each.
-void check_interior_first(const BlockRange& range, int row_begin, int row_end, int block_n) {
+// The wgmma forward's order: the blocks of block_at(), each once, unmasked before masked ones, ascending in each part.
+void check_unmasked_first(const BlockRange& range, int row_begin, int row_end, int block_n) {
   int previous = 0;
   for (int step = 0; step < range.count(); ++step) {
     const int block = range.block_unmasked_first(step);
-    check::that(block >= range.begin && block < range.end, "interior first: a visited block", step, block, row_begin,
+    check::that(block >= range.begin && block < range.end, "unmasked first: a visited block", step, block, row_begin,
                 row_end, block_n);
     const int unmasked = range.unmasked_end - range.unmasked_begin;
-    check::that((part_of(range, block) == 0) == (step < unmasked), "interior first", step, block, row_begin, row_end,
+    check::that((part_of(range, block) == 0) == (step < unmasked), "unmasked first", step, block, row_begin, row_end,
                 block_n);
     if (step > 0) {
       const bool rises = part_of(range, block) == part_of(range, previous)
                              ? block > previous
                              : part_of(range, block) > part_of(range, previous);
-      check::that(rises, "interior first: upwards, part after part", step, previous, block, row_begin, row_end,
+      check::that(rises, "unmasked first: ascending, part after part", step, previous, block, row_begin, row_end,
                   block_n);
       const bool follows = step <= unmasked || block == range.next_masked(previous);
-      check::that(follows, "the edge after an edge", step, previous, block, row_begin, row_end, block_n);
+      check::that(follows, "the next masked block", step, previous, block, row_begin, row_end, block_n);
     }
     previous = block;
   }
 }
 
-// Any block may come first: the others keep their order.
-void check_walks(const BlockRange& range, int block_n) {
+// Any block may come first; the others keep their order.
+void check_orders(const BlockRange& range, int block_n) {
   for (int first = 0; first < range.count(); ++first) {
     flash::KvBlockOrder order{range};
     order.start_at(range.block_unmasked_first(first));
@@ -177,24 +179,24 @@ void check_walks(const BlockRange& range, int block_n) {
       if (next == first) ++next;
       check::that(order.block(step) == range.block_unmasked_first(next), "the others", first, step, block_n);
       const bool is_unmasked = part_of(range, order.block(step)) == 0;
-      check::that(is_unmasked == (step < order.unmasked_steps_end()), "interior steps", first, step, block_n);
+      check::that(is_unmasked == (step < order.unmasked_steps_end()), "unmasked steps", first, step, block_n);
     }
   }
 }
 
-// Who loads goes round the interior, from the multiple of its length that is in it, and else as everybody does.
-void check_loads(const BlockRange& range, int apart, int block_n) {
+// The producer loads unmasked blocks cyclically, from the multiple of `apart` among them on; masked blocks in order.
+void check_load_order(const BlockRange& range, int apart, int block_n) {
   const flash::KvBlockOrder plain{range};
   flash::KvBlockOrder order{range};
   order.align_unmasked(FastDiv(apart));
   const int unmasked = order.unmasked();
   const bool has_multiple = (range.unmasked_end - 1) / apart * apart >= range.unmasked_begin;
   for (int step = 0; step < order.count(); ++step) {
-    check::that(plain.block_to_load(step) == plain.block(step), "loads of a walk as it is", step, block_n);
-    check::that(order.block(step) == plain.block(step), "steps of an aligned walk", step, block_n);
+    check::that(plain.block_to_load(step) == plain.block(step), "loads of an order that is not aligned", step, block_n);
+    check::that(order.block(step) == plain.block(step), "steps of an aligned order", step, block_n);
     const int block = order.block_to_load(step);
     if (step >= unmasked) {
-      check::that(block == order.block(step), "loads of edges", step, block, block_n);
+      check::that(block == order.block(step), "loads of masked blocks", step, block, block_n);
     } else if (step == 0) {
       check::that(part_of(range, block) == 0 && (has_multiple ? block % apart == 0 : block == range.unmasked_begin),
                   "the first load", block, unmasked, apart);
@@ -206,10 +208,10 @@ void check_loads(const BlockRange& range, int apart, int block_n) {
   }
 }
 
-// What a part of a row block's rows lets pass: exactly the steps, but for the first, whose keys none of them sees. A
-// part of a short row block may have no rows: then those whose keys the last row does not see.
-void check_hidden_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end,
-                        int part_rows, int parts, int block_n) {
+// Blocks that a warpgroup of an m_block skips: exactly those after the first step that none of its rows sees. A
+// warpgroup of a short m_block may have no rows: it skips what the last row does not see.
+void check_skipped_blocks(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end,
+                          int part_rows, int parts, int block_n) {
   for (int part = 0; range.count() > 0 && part < parts; ++part) {
     const int begin = row_begin + part * part_rows, part_end = std::min(begin + part_rows, row_end);
     const int row = std::min(begin, row_end - 1);
@@ -219,25 +221,23 @@ void check_hidden_steps(const Visibility& visibility, const BlockRange& range, i
       flash::KvBlockOrder order{range};
       order.start_at(first);
       const flash::SkippedBlocks skipped = flash::skipped_blocks(visibility, order, begin, part_end, block_n);
-      check::that(skipped.left >= 0 && skipped.left <= most_left, "hidden by the rows before", skipped.left, row,
-                  first);
-      check::that(skipped.right >= 0 && skipped.right <= most_right, "hidden by the rows after", skipped.right, row,
-                  first);
-      check::that(skipped.begin == order.unmasked_steps_end(), "where the edges begin", skipped.begin, row, first);
+      check::that(skipped.left >= 0 && skipped.left <= most_left, "skipped on the left", skipped.left, row, first);
+      check::that(skipped.right >= 0 && skipped.right <= most_right, "skipped on the right", skipped.right, row, first);
+      check::that(skipped.begin == order.unmasked_steps_end(), "where masked blocks begin", skipped.begin, row, first);
       for (int step = 1; step < order.count(); ++step) {
-        const bool passes =
+        const bool skips =
             (step >= skipped.begin && step < skipped.begin + skipped.left) || step >= order.count() - skipped.right;
-        const bool seen = block_facts(visibility, row, part_end, order.block(step), block_n).needed;
-        check::that(passes == !seen, "hidden steps", step, order.count(), row, row_begin, row_end, block_n, first);
+        const bool needed = block_facts(visibility, row, part_end, order.block(step), block_n).needed;
+        check::that(skips == !needed, "skipped steps", step, order.count(), row, row_begin, row_end, block_n, first);
       }
     }
   }
 }
 
-// What a part of the rows needs to know of its walk: that a first block without a mask is seen whole, and where it goes
-// on behind the interior. A part without rows does as the last row, but for the mask.
-void check_part_steps(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int part_rows,
-                      int parts, int block_n) {
+// A warpgroup's trip count: whether its first block needs a mask, and its first masked block. A warpgroup without rows
+// has those of the last row, but for the mask.
+void check_trip_counts(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int part_rows,
+                       int parts, int block_n) {
   for (int part = 0; range.count() > 0 && part < parts; ++part) {
     const int begin = row_begin + part * part_rows, part_end = std::min(begin + part_rows, row_end);
     const int row = std::min(begin, row_end - 1);
@@ -245,7 +245,7 @@ void check_part_steps(const Visibility& visibility, const BlockRange& range, int
       flash::KvBlockOrder order{range};
       order.start_at(first);
       const flash::WarpgroupTripCount steps = flash::warpgroup_trip_count(visibility, order, begin, part_end, block_n);
-      check::that(steps.count == order.count() - steps.skipped.right, "steps of a part", steps.count, row, first);
+      check::that(steps.count == order.count() - steps.skipped.right, "trip count", steps.count, row, first);
       const bool is_masked = steps.first_to_mask != flash::WarpgroupTripCount::kNoBlock;
       const bool is_whole = block_facts(visibility, row, part_end, order.block(0), block_n).unmasked;
       check::that(begin > row || is_masked != is_whole, "mask of the first step", row, part_end, block_n, first,
@@ -254,39 +254,39 @@ void check_part_steps(const Visibility& visibility, const BlockRange& range, int
       int step = std::min(steps.skipped.begin, steps.count);
       while (step < steps.count && !block_facts(visibility, row, part_end, order.block(step), block_n).needed) ++step;
       if (step < steps.count) {
-        check::that(steps.first_masked_block == order.block(step), "first edge", steps.first_masked_block, step, row,
-                    first);
+        check::that(steps.first_masked_block == order.block(step), "first masked block", steps.first_masked_block, step,
+                    row, first);
       }
     }
   }
 }
 
-// Shares are of one length but for the last ones, and follow each other; they know the interior and the hidden blocks.
-void check_shares(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
+// Splits are contiguous and of one length but for the last ones; unmasked and skipped blocks are known in each.
+void check_splits(const Visibility& visibility, const BlockRange& range, int row_begin, int row_end, int block_n) {
   const int parts = (row_end - row_begin) / 2 + 2;
   for (int splits : {1, 2, 3, 7}) {
     int next = range.begin, longest = 0;
     for (int split = 0; split < splits; ++split) {
       const BlockRange own = flash::split_range(range, split, splits);
-      check::that(own.begin == next && own.count() >= 0, "shares follow each other", own.begin, next, split, splits);
+      check::that(own.begin == next && own.count() >= 0, "splits are contiguous", own.begin, next, split, splits);
       for (int block = own.begin; block < own.end; ++block) {
         const bool unmasked = block >= own.unmasked_begin && block < own.unmasked_end;
-        check::that(unmasked == (part_of(range, block) == 0), "interior of a share", block, split, splits);
+        check::that(unmasked == (part_of(range, block) == 0), "unmasked blocks of a split", block, split, splits);
         check::that(part_of(own, block) == part_of(range, block) || own.unmasked_begin == own.unmasked_end,
-                    "edges of a share", block, split, splits);
+                    "masked blocks of a split", block, split, splits);
       }
-      check_interior_first(own, row_begin, row_end, block_n);
-      check_walks(own, block_n);
-      for (int apart : {1, 2, 3}) check_loads(own, apart, block_n);
+      check_unmasked_first(own, row_begin, row_end, block_n);
+      check_orders(own, block_n);
+      for (int apart : {1, 2, 3}) check_load_order(own, apart, block_n);
       if (block_n % 2 == 0) {
-        check_hidden_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
-        check_part_steps(visibility, own, row_begin, row_end, 2, parts, block_n);
+        check_skipped_blocks(visibility, own, row_begin, row_end, 2, parts, block_n);
+        check_trip_counts(visibility, own, row_begin, row_end, 2, parts, block_n);
       }
       next = own.end;
       longest = std::max(longest, own.count());
     }
-    check::that(next == range.end, "shares have all blocks", next, range.end, splits);
-    check::that(longest == (range.count() + splits - 1) / splits, "the longest share", longest, range.count(), splits);
+    check::that(next == range.end, "splits have all blocks", next, range.end, splits);
+    check::that(longest == (range.count() + splits - 1) / splits, "the longest split", longest, range.count(), splits);
   }
 }
 
@@ -298,29 +298,29 @@ void check_all_small_problems() {
         for (int right : windows) {
           const Visibility visibility{seqlen_q, seqlen_k, Window{left, right}};
           check_rows(visibility);
-          check_seen(visibility);
+          check_first_unmasked(visibility);
           for (int block_m : {1, 2, 3, 4, 6, 16}) {
             for (int block_n : {1, 2, 3, 4, 16}) {
               for (int row = 0; row < seqlen_q; row += block_m) {
                 const int row_end = std::min(row + block_m, seqlen_q);
-                check_row_block(visibility, row, row_end, block_n);
+                check_m_block(visibility, row, row_end, block_n);
                 const BlockRange range = flash::block_range(visibility, row, row_end, block_n);
-                check_interior_first(range, row, row_end, block_n);
-                check_walks(range, block_n);
+                check_unmasked_first(range, row, row_end, block_n);
+                check_orders(range, block_n);
                 const int apart = flash::max_unmasked_blocks(visibility.window, block_m, block_n);
                 const bool is_short = row_end < row + block_m, is_open = left == kUnbounded || right == kUnbounded;
                 check::that(is_short || is_open || range.unmasked_end - range.unmasked_begin <= apart,
-                            "most interior blocks", range.unmasked_begin, range.unmasked_end, apart, left, right);
-                check_loads(range, apart, block_n);
+                            "most unmasked blocks", range.unmasked_begin, range.unmasked_end, apart, left, right);
+                check_load_order(range, apart, block_n);
                 for (int parts : {2, 3}) {
                   if (block_m % parts != 0) continue;
-                  check_hidden_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
-                  check_part_steps(visibility, range, row, row_end, block_m / parts, parts, block_n);
+                  check_skipped_blocks(visibility, range, row, row_end, block_m / parts, parts, block_n);
+                  check_trip_counts(visibility, range, row, row_end, block_m / parts, parts, block_n);
                 }
-                check_shares(visibility, range, row, row_end, block_n);
+                check_splits(visibility, range, row, row_end, block_n);
               }
               check_directions(visibility, block_m, block_n);
-              check_interior_rows(visibility, block_m, block_n);
+              check_unmasked_rows(visibility, block_m, block_n);
             }
           }
         }
@@ -329,8 +329,8 @@ void check_all_small_problems() {
   }
 }
 
-// Behind a window row blocks that follow each other load the same block first, as long as all of them see it whole,
-// also where their interiors are not of one length.
+// Under a window consecutive m_blocks load the same n_block first, as long as it is unmasked for all of them, also
+// where their numbers of unmasked blocks differ.
 void check_first_loads() {
   constexpr int kRows = 16384;
   const int tiles[][2] = {{192, 64}, {192, 128}, {128, 128}, {128, 96}, {128, 64}};
@@ -344,11 +344,11 @@ void check_first_loads() {
         flash::KvBlockOrder order{flash::block_range(visibility, row, row + block_m, block_n)};
         order.align_unmasked(FastDiv(apart));
         const int first = order.block_to_load(0);
-        // Where an interior is a block shorter it may hold no multiple.
+        // One unmasked block fewer may leave no multiple among them.
         changes += first != previous && (first % apart == 0 || order.unmasked() == apart);
         previous = first;
       }
-      const int passed = m_blocks * block_m / block_n;  // blocks by which the interior moves on
+      const int passed = m_blocks * block_m / block_n;  // n_blocks by which the unmasked ones advance
       check::that(changes <= passed / apart + 2, "first loads", changes, m_blocks, apart, left, block_m, block_n);
     }
   }
@@ -356,7 +356,7 @@ void check_first_loads() {
 
 // Built with -fsanitize=undefined: a 32-bit overflow ends the program.
 void check_large_problems() {
-  const int longest = (1 << 30) - 1;  // what checks.h admits
+  const int longest = (1 << 30) - 1;  // the maximum of checks.h
   const int lengths[] = {1, 128, 1 << 20, longest - 128, longest};
   const int windows[] = {kUnbounded, kUnbounded - 1, 2000000000, 1 << 30, 1000, 0};
   for (int seqlen_q : lengths) {
@@ -370,7 +370,7 @@ void check_large_problems() {
             const int64_t end = right == kUnbounded ? limit : std::clamp<int64_t>(position + right + 1, 0, limit);
             check::that(visibility.key_begin(row) == begin, "large key_begin", row, seqlen_q, seqlen_k, left, right);
             check::that(visibility.key_end(row) == end, "large key_end", row, seqlen_q, seqlen_k, left, right);
-            for (int first_row : {0, row / 2, row}) check_row_limits(visibility, first_row, row);
+            for (int first_row : {0, row / 2, row}) check_column_bounds(visibility, first_row, row);
             const int row_end = static_cast<int>(std::min<int64_t>(int64_t{row} + 128, seqlen_q));
             const BlockRange range = flash::block_range(visibility, row, row_end, 128);
             check::that(range.count() >= 0 && range.begin >= 0 && range.end <= (limit + 127) / 128, "large range", row,

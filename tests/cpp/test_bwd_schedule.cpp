@@ -1,5 +1,6 @@
-// The order of the backward: every tile once, pointers that follow the walk, and a simulation of the deterministic mode
-// on a GPU with few resident thread blocks, which must end, and add to every tile in the order of the keys.
+// The backward's schedule: every work tile once, pointer increments, and a simulation of the deterministic mode with
+// few resident thread blocks, which must not deadlock and must reduce into every dQ tile in ascending order of
+// n_blocks.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -88,34 +89,33 @@ void check_shared_dq() {
 void check_running() {
   using flash::plan::running_key_blocks;
   check::that(running_key_blocks(false, false, 8, 128) == 32, "not deterministic");
-  check::that(running_key_blocks(true, false, 8, 128) == 8, "few row blocks");
+  check::that(running_key_blocks(true, false, 8, 128) == 8, "few m_blocks");
   check::that(running_key_blocks(true, true, 32, 128) == 4, "half of the rows");
-  check::that(running_key_blocks(true, true, 48, 128) == 6, "more row blocks");
+  check::that(running_key_blocks(true, true, 48, 128) == 6, "more m_blocks");
   check::that(running_key_blocks(true, true, 1 << 20, 128) == 8, "long sequences");
   check::that(running_key_blocks(true, false, 8, 64) == 8, "wide heads");
   check::that(running_key_blocks(true, true, 8, 64) == 4, "wide heads, half of the rows");
-  check::that(running_key_blocks(true, true, 32, 64) == 8, "many row blocks");
+  check::that(running_key_blocks(true, true, 32, 64) == 8, "many m_blocks");
   check::that(running_key_blocks(true, false, 1 << 20, 64) == 16, "wide heads, long sequences");
 }
 
-void check_walk() {
+void check_order() {
   const int64_t row_stride = 1 << 20, head_stride = 7;
   for (int begin = 0; begin <= 3; ++begin) {
     for (int end = begin; end <= 7; ++end) {
       for (int heads : {1, 2, 5}) {
         for (int block_m : {1, 64}) {
-          const QBlockOrder walk{{begin, end}, 3, heads};
-          check::that(walk.count() == (end - begin) * heads, "steps", begin, end, heads);
-          QStep at = walk.start();
-          int64_t place = at.row_block * block_m * row_stride + at.head * head_stride;
-          for (int i = 0; i < walk.count(); ++i) {
-            const int row_block = end - 1 - i / heads, head = 3 + i % heads;
-            check::that(at.row_block == row_block && at.head == head, "step", i, at.row_block, at.head);
-            check::that(place == row_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end,
-                        heads);
-            place += walk.offset(walk.advance(at), row_stride, head_stride, block_m);
-            const QStep before = walk.before(at);
-            check::that(before.row_block == row_block && before.head == head, "the step before", i, begin, end, heads);
+          const QBlockOrder order{{begin, end}, 3, heads};
+          check::that(order.count() == (end - begin) * heads, "steps", begin, end, heads);
+          QStep at = order.start();
+          int64_t offset = at.m_block * block_m * row_stride + at.head * head_stride;
+          for (int i = 0; i < order.count(); ++i) {
+            const int m_block = end - 1 - i / heads, head = 3 + i % heads;
+            check::that(at.m_block == m_block && at.head == head, "step", i, at.m_block, at.head);
+            check::that(offset == m_block * block_m * row_stride + head * head_stride, "pointer", i, begin, end, heads);
+            offset += order.offset(order.advance(at), row_stride, head_stride, block_m);
+            const QStep before = order.before(at);
+            check::that(before.m_block == m_block && before.head == head, "the step before", i, begin, end, heads);
           }
         }
       }
@@ -142,20 +142,20 @@ struct BwdWorkTile {
   int sequence = 0;
   int head_k = 0;
   int n_block = 0;
-  QBlockOrder walk;
+  QBlockOrder order;
 };
 
 Visibility visibility_of(const Shape& shape, int sequence) {
   return {shape.sequences[sequence].seqlen_q, shape.sequences[sequence].seqlen_k, shape.window};
 }
 
-BwdWorkTile make_block(const Shape& shape, int sequence, int head_k, int n_block) {
+BwdWorkTile make_tile(const Shape& shape, int sequence, int head_k, int n_block) {
   const Visibility visibility = visibility_of(shape, sequence);
   const flash::RowRange rows = flash::row_range(visibility, n_block, shape.block_m, shape.block_n);
   return {sequence, head_k, n_block, {rows, head_k * shape.ratio, shape.ratio}};
 }
 
-// The thread blocks in launch order, without those that have nothing to do.
+// The work tiles in launch order, without empty ones.
 std::vector<BwdWorkTile> launch_order(const Shape& shape, int resident) {
   const int batch = static_cast<int>(shape.sequences.size());
   std::vector<int> first_key{0};
@@ -175,25 +175,26 @@ std::vector<BwdWorkTile> launch_order(const Shape& shape, int resident) {
       n_block = at.block - flash::varlen_first_slot(first_key[sequence], sequence + 1, shape.block_n);
     }
     if (n_block * shape.block_n >= shape.sequences[sequence].seqlen_k) continue;
-    order.push_back(make_block(shape, sequence, at.head % shape.heads_k, n_block));
+    order.push_back(make_tile(shape, sequence, at.head % shape.heads_k, n_block));
   }
   return order;
 }
 
-using Tile = std::tuple<int, int, int>;  // sequence, query head, row block
+using DqTile = std::tuple<int, int, int>;  // sequence, query head, m_block
 
 struct Running {
-  BwdWorkTile block;
+  BwdWorkTile tile;
   QStep at{};
   int step = 0;
-  bool has_added = false;  // and has not yet passed the turn
+  bool has_added = false;  // and has not yet released the dQ semaphore
 
-  Tile tile() const { return {block.sequence, at.head, at.row_block}; }
+  DqTile dq_tile() const { return {tile.sequence, at.head, at.m_block}; }
 };
 
 enum class Policy { kInTurn, kRandom, kNewestFirst };
 
-// Thread blocks become resident in launch order. A step adds at its turn and passes the turn before the next step.
+// Thread blocks become resident in launch order. A step waits for the dQ semaphore, reduces, and releases it before the
+// next step.
 class Simulation {
  public:
   Simulation(const Shape& shape, int resident, Policy policy, unsigned seed)
@@ -214,34 +215,34 @@ class Simulation {
         if (policy_ != Policy::kInTurn) break;
       }
       if (!moved) return false;
-      const auto ended = [](const Running& it) { return it.step == it.block.walk.count(); };
+      const auto ended = [](const Running& it) { return it.step == it.tile.order.count(); };
       running_.erase(std::remove_if(running_.begin(), running_.end(), ended), running_.end());
       refill();
     }
     return next_ == order_.size();
   }
 
-  const std::map<Tile, std::vector<int>>& additions() const { return additions_; }
+  const std::map<DqTile, std::vector<int>>& additions() const { return additions_; }
 
  private:
   void refill() {
     for (; next_ < order_.size() && static_cast<int>(running_.size()) < resident_; ++next_) {
-      if (order_[next_].walk.count() > 0) running_.push_back({order_[next_], order_[next_].walk.start()});
+      if (order_[next_].order.count() > 0) running_.push_back({order_[next_], order_[next_].order.start()});
     }
   }
 
   bool advance(Running& it) {
     if (it.has_added) {
-      ++turns_[it.tile()];
+      ++semaphores_[it.dq_tile()];
       it.has_added = false;
       ++it.step;
-      it.block.walk.advance(it.at);
+      it.tile.order.advance(it.at);
       return true;
     }
-    const int turn = flash::dq_semaphore_value(visibility_of(shape_, it.block.sequence), it.at.row_block,
-                                               it.block.n_block, shape_.block_m, shape_.block_n);
-    if (turns_[it.tile()] != turn) return false;
-    additions_[it.tile()].push_back(it.block.n_block);
+    const int value = flash::dq_semaphore_value(visibility_of(shape_, it.tile.sequence), it.at.m_block, it.tile.n_block,
+                                                shape_.block_m, shape_.block_n);
+    if (semaphores_[it.dq_tile()] != value) return false;
+    additions_[it.dq_tile()].push_back(it.tile.n_block);
     return it.has_added = true;
   }
 
@@ -252,12 +253,12 @@ class Simulation {
   std::mt19937 random_;
   size_t next_ = 0;
   std::vector<Running> running_;
-  std::map<Tile, int> turns_;
-  std::map<Tile, std::vector<int>> additions_;
+  std::map<DqTile, int> semaphores_;
+  std::map<DqTile, std::vector<int>> additions_;
 };
 
-// The blocks of keys that a row block sees, ascending, whatever the schedule was.
-void check_additions(const Shape& shape, const std::map<Tile, std::vector<int>>& additions) {
+// Every dQ tile receives its visible n_blocks in ascending order, whatever the schedule was.
+void check_additions(const Shape& shape, const std::map<DqTile, std::vector<int>>& additions) {
   size_t tiles = 0;
   for (int sequence = 0; sequence < static_cast<int>(shape.sequences.size()); ++sequence) {
     const Visibility visibility = visibility_of(shape, sequence);
@@ -315,7 +316,7 @@ int main() {
   check_width();
   check_shared_dq();
   check_running();
-  check_walk();
+  check_order();
   check_simulations();
   return check::report();
 }

@@ -1,4 +1,4 @@
-// The order in which the wgmma forward hands out row blocks: each once, sections whole but for the first one.
+// The order of work tiles of the wgmma forward: each once, full bands of heads but for the first one.
 #include <algorithm>
 #include <vector>
 
@@ -12,52 +12,52 @@ namespace {
 using flash::plan::band_heads;
 using flash::plan::WorkTileOrder;
 
-void check_order(int heads, int tiles_of_head, int band, int late) {
-  const int tiles = heads * tiles_of_head, early = tiles_of_head - late;
+void check_order(int heads, int tiles_of_head, int band, int tail) {
+  const int tiles = heads * tiles_of_head, first_tail_row = tiles_of_head - tail;
   std::vector<int> seen(tiles, 0), bands(heads, 0);
-  const WorkTileOrder order(heads, tiles_of_head, band, late);
-  int last_head = -1;  // of the sections that are done
+  const WorkTileOrder order(heads, tiles_of_head, band, tail);
+  int last_head = -1;  // number of the current band
   for (int index = 0; index < tiles; ++index) {
     const auto [head, row] = order.at(index);
     const bool exists = head >= 0 && head < heads && row >= 0 && row < tiles_of_head;
-    check::that(exists, "the row block exists", heads, tiles_of_head, band, index, head, row);
+    check::that(exists, "the m_block exists", heads, tiles_of_head, band, index, head, row);
     if (!exists) return;
     ++seen[head * tiles_of_head + row];
-    const bool is_late = index >= heads * early;
-    check::that(is_late == (row >= early), "the late ones behind all others", heads, tiles_of_head, band, late);
-    if (is_late) {
-      const int place = index - heads * early;
-      check::that(row == early + place / heads, "of all heads together", heads, tiles_of_head, band, late);
+    const bool is_tail = index >= heads * first_tail_row;
+    check::that(is_tail == (row >= first_tail_row), "tail tiles after all others", heads, tiles_of_head, band, tail);
+    if (is_tail) {
+      const int offset = index - heads * first_tail_row;
+      check::that(row == first_tail_row + offset / heads, "of all heads together", heads, tiles_of_head, band, tail);
       continue;
     }
     if (band == 1) continue;
     const int odd = heads % band, number = (head + (band - odd) % band) / band;
-    check::that(number >= last_head, "one section after the other", heads, tiles_of_head, band, index);
+    check::that(number >= last_head, "band after band", heads, tiles_of_head, band, index);
     if (number > last_head) std::fill(bands.begin(), bands.end(), 0);
     last_head = number;
-    check::that(bands[head]++ == row, "row blocks of a head in their order", heads, tiles_of_head, band, index);
+    check::that(bands[head]++ == row, "m_blocks of a head in their order", heads, tiles_of_head, band, index);
     for (int other = std::max(number * band - (band - odd) % band, 0);
          other < (number + 1) * band - (band - odd) % band; ++other) {
-      check::that(bands[other] >= row, "all heads of a section advance together", heads, tiles_of_head, band);
+      check::that(bands[other] >= row, "all heads of a band advance together", heads, tiles_of_head, band);
     }
   }
-  check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each row block once", heads,
+  check::that(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }), "each m_block once", heads,
               tiles_of_head, band);
 }
 
-// What a kernel finds out about the row blocks of a head, against what the host knows.
+// set_tiles_per_head() on the device against the same order built on the host.
 void check_resized() {
   WorkTileOrder resized(12, 100, 5, 0);
   resized.set_tiles_per_head(7, 2);
   const WorkTileOrder expected(12, 7, 5, 2);
   for (int index = 0; index < 12 * 7; ++index) {
     const auto [head, row] = resized.at(index);
-    check::that(head == expected.at(index).head && row == expected.at(index).block, "other row blocks", index);
+    check::that(head == expected.at(index).head && row == expected.at(index).block, "resized order", index);
   }
 }
 
 // Of the benchmark's cells (16384 tokens, 2048 columns) on 132 multiprocessors, causal.
-void check_sections() {
+void check_bands() {
   const auto band = [](int head_dim, int seqlen, int block_m, int consumer_groups) {
     const int64_t heads = 16384 / seqlen * (2048 / head_dim);
     return band_heads(heads, (seqlen + block_m - 1) / block_m, int64_t{4} * seqlen * head_dim, consumer_groups);
@@ -78,26 +78,26 @@ void check_sections() {
   }
 }
 
-// Which row blocks come last of all: a quarter under a causal mask, none where all see about as many keys.
-void check_late() {
+// Tail tiles: a quarter of the m_blocks under a causal mask, none where all see about as many keys.
+void check_tail() {
   using flash::kUnbounded;
   using flash::plan::num_short_tiles;
   using flash::plan::num_tail_tiles;
-  const auto late = [](int seqlen_q, int seqlen_k, int left, int right, int block_m, bool fetches_late = true) {
+  const auto tail = [](int seqlen_q, int seqlen_k, int left, int right, int block_m, bool fetches_late = true) {
     const int tiles = (seqlen_q + block_m - 1) / block_m;
     const int64_t short_tiles = num_short_tiles(seqlen_q, seqlen_k, {left, right}, block_m, fetches_late);
     return num_tail_tiles(tiles, static_cast<int>(short_tiles));
   };
-  check::that(late(8192, 8192, kUnbounded, 0, 192) == 10 && late(512, 512, kUnbounded, 0, 128) == 1, "causal");
-  check::that(late(8192, 8192, kUnbounded, kUnbounded, 192) == 0 && late(8192, 8192, 1024, kUnbounded, 192) == 0,
+  check::that(tail(8192, 8192, kUnbounded, 0, 192) == 10 && tail(512, 512, kUnbounded, 0, 128) == 1, "causal");
+  check::that(tail(8192, 8192, kUnbounded, kUnbounded, 192) == 0 && tail(8192, 8192, 1024, kUnbounded, 192) == 0,
               "no mask on the right");
-  check::that(late(512, 8192, kUnbounded, 0, 128) == 0, "a chunk of a long sequence");
-  check::that(late(8192, 512, kUnbounded, 0, 128) == 16, "rows that see no key", late(8192, 512, kUnbounded, 0, 128));
-  check::that(late(8192, 8192, 1024, 0, 192) == 2 && late(8192, 8192, 4096, 0, 192) == 10, "windows");
-  check::that(late(8192, 8192, 1024, 0, 192, false) == 0 && late(8192, 8192, 4096, 0, 192, false) == 10 &&
-                  late(512, 512, kUnbounded, 0, 128, false) == 1,
-              "windows, and a causal mask, whose row blocks are drawn early");
-  check::that(late(8192, 8192, kUnbounded, 8192, 192) == 0, "a mask that hides nothing");
+  check::that(tail(512, 8192, kUnbounded, 0, 128) == 0, "a chunk of a long sequence");
+  check::that(tail(8192, 512, kUnbounded, 0, 128) == 16, "rows that see no key", tail(8192, 512, kUnbounded, 0, 128));
+  check::that(tail(8192, 8192, 1024, 0, 192) == 2 && tail(8192, 8192, 4096, 0, 192) == 10, "windows");
+  check::that(tail(8192, 8192, 1024, 0, 192, false) == 0 && tail(8192, 8192, 4096, 0, 192, false) == 10 &&
+                  tail(512, 512, kUnbounded, 0, 128, false) == 1,
+              "windows, and a causal mask, whose row blocks are drawn first_tail_row");
+  check::that(tail(8192, 8192, kUnbounded, 8192, 192) == 0, "a mask that hides nothing");
   const int most = 0x3fffffff;
   check::that(num_short_tiles(most, most, {most, most}, 64, true) == 0, "the greatest numbers");
   check::that(num_short_tiles(most, 1, {kUnbounded, 0}, 64, false) == most / 64, "all rows");
@@ -123,8 +123,8 @@ int main() {
   for (int heads : {1, 2, 3, 7, 16, 33, 40}) {
     for (int tiles_of_head : {1, 2, 5, 16}) {
       for (int band = 1; band <= heads; ++band) {
-        for (int late = 0; late <= tiles_of_head; late += 1 + late / 3) {
-          check_order(heads, tiles_of_head, band, late);
+        for (int tail = 0; tail <= tiles_of_head; tail += 1 + tail / 3) {
+          check_order(heads, tiles_of_head, band, tail);
         }
       }
     }
@@ -132,12 +132,12 @@ int main() {
   check_order(1 << 10, 1 << 10, 33, 100);
   // The greatest numbers: no overflow.
   const int heads = 1 << 15, tiles_of_head = 1 << 15;
-  for (int late : {0, 1, tiles_of_head}) {
-    const auto [head, row] = WorkTileOrder(heads, tiles_of_head, heads - 1, late).at(heads * tiles_of_head - 1);
-    check::that(head == heads - 1 && row == tiles_of_head - 1, "the last one", late, head, row);
+  for (int tail : {0, 1, tiles_of_head}) {
+    const auto [head, row] = WorkTileOrder(heads, tiles_of_head, heads - 1, tail).at(heads * tiles_of_head - 1);
+    check::that(head == heads - 1 && row == tiles_of_head - 1, "the last one", tail, head, row);
   }
   check_resized();
-  check_sections();
-  check_late();
+  check_bands();
+  check_tail();
   return check::report();
 }

@@ -1,4 +1,4 @@
-// Overlap of strided layouts against sets of addresses, and the layouts that must never be refused.
+// Overlap of strided layouts against sets of addresses, and layouts that must be accepted.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -20,7 +20,7 @@ Layout layout(int64_t begin, int64_t element_bytes, const std::vector<int64_t>& 
   return result;
 }
 
-// The bytes of all elements; an address as often as it is in one.
+// The byte addresses of all elements, with multiplicity.
 std::multiset<int64_t> bytes_of(const Layout& layout) {
   std::vector<int64_t> addresses;
   if (!layout.is_empty) addresses.push_back(layout.begin);
@@ -86,7 +86,7 @@ void check_packed_buffers() {
   }
 }
 
-// What an expanded tensor is; an axis of one element may have any stride.
+// Expanded tensors overlap themselves; an axis of one element may have any stride.
 void check_expanded() {
   check::that(flash::overlaps_itself(layout(0, 2, {2, 8}, {0, 1})), "stride 0");
   check::that(!flash::overlaps_itself(layout(0, 2, {1, 8}, {0, 1})), "one element");

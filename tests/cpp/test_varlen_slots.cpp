@@ -1,4 +1,4 @@
-// The map from grid slots to (sequence, row block) over every small list of sequence lengths.
+// The map from grid slots to (sequence, m_block) over every small list of sequence lengths.
 #include <vector>
 
 #include "check.h"

@@ -1,10 +1,10 @@
-// In which order the backward visits its tiles: how thread blocks are numbered, how each walks, and whose turn it is to
-// add to a tile of dQ. Arithmetic only; tests/cpp/test_bwd_schedule.cpp simulates it with few resident thread blocks.
+// Schedule of the backward: the order of work tiles, the order of m_blocks within one, and the values of the dQ
+// semaphore. Arithmetic only; tests/cpp/test_bwd_schedule.cpp simulates it with few resident thread blocks.
 //
-// A thread block owns one block of keys of one K/V head. Key blocks ascend with the launch index, and each walks its
-// row blocks downwards: under a causal mask all of a head start on the same rows and the longest is launched first. Of
-// two that share a row block the left one is launched earlier and is the first there, so that whoever is waited for is
-// running or done.
+// A work tile is one n_block of one K/V head. n_blocks ascend with the launch index, and each visits its m_blocks in
+// descending order: under a causal mask all n_blocks of a head start at the same m_block and the longest is launched
+// first. Of two n_blocks that reduce into the same dQ tile the lower one is launched earlier and is first in the dQ
+// semaphore's order, so that the thread block waited for is resident or done: no deadlock.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ struct HeadBlock {
   int block;
 };
 
-// The numbers of heads x blocks thread blocks: `width` heads (1..heads), a band, advance together, block by block; then
-// come the next `width`.
+// Order of heads x blocks work tiles: a band of `width` heads (1..heads), whose K, V, Q and dO stay in the L2 cache,
+// advances together, block by block; then the next band.
 struct HeadOrder {
   int heads = 1;
   FastDiv width;
-  FastDiv band_size;  // thread blocks
+  FastDiv band_size;  // work tiles
 
   HeadOrder() = default;
   HeadOrder(int heads_, int blocks, int width_) : heads(heads_), width(width_), band_size(width_ * blocks) {}
@@ -50,11 +50,11 @@ struct BwdGrid {
 
 struct QStep {
   int head;
-  int row_block;
+  int m_block;
 };
 
-// The steps of one thread block: its row blocks from the last to the first, and for each of them the query heads of the
-// group, which read the same keys.
+// The steps of one work tile: m_blocks in descending order, and for each of them the query heads of the GQA group,
+// which share K and V.
 struct QBlockOrder {
   RowRange rows;
   int first_head = 0;
@@ -63,28 +63,29 @@ struct QBlockOrder {
   FLASH_HOST_DEVICE constexpr int count() const { return (rows.end - rows.begin) * heads; }
   FLASH_HOST_DEVICE constexpr QStep start() const { return {first_head, rows.end - 1}; }
 
-  // Returns whether the next step has other rows.
+  // Returns whether the next step has another m_block.
   FLASH_HOST_DEVICE constexpr bool advance(QStep& at) const {
-    const bool other_rows = ++at.head == first_head + heads;
-    if (other_rows) at = {first_head, at.row_block - 1};
-    return other_rows;
+    const bool is_new_m_block = ++at.head == first_head + heads;
+    if (is_new_m_block) at = {first_head, at.m_block - 1};
+    return is_new_m_block;
   }
 
   FLASH_HOST_DEVICE constexpr QStep before(const QStep& at) const {
-    return at.head > first_head ? QStep{at.head - 1, at.row_block} : QStep{first_head + heads - 1, at.row_block + 1};
+    return at.head > first_head ? QStep{at.head - 1, at.m_block} : QStep{first_head + heads - 1, at.m_block + 1};
   }
 
-  // By how much a pointer into a tensor of these strides moves with advance().
-  FLASH_HOST_DEVICE constexpr int64_t offset(bool other_rows, int64_t row_stride, int64_t head_stride,
+  // The increment with advance() of a pointer into a tensor of these strides.
+  FLASH_HOST_DEVICE constexpr int64_t offset(bool is_new_m_block, int64_t row_stride, int64_t head_stride,
                                              int block_m) const {
-    return other_rows ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
+    return is_new_m_block ? -(heads - 1) * head_stride - block_m * row_stride : head_stride;
   }
 };
 
-// How many thread blocks add to the dQ of a row block before the one of `n_block`, which visits it.
-FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int row_block, int n_block,
-                                                   int block_m, int block_n) {
-  return n_block - visibility.key_begin(row_block * block_m) / block_n;
+// The value of the dQ semaphore of an m_block at which `n_block`, which visits it, may reduce: the number of visiting
+// n_blocks before it.
+FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int m_block, int n_block, int block_m,
+                                                   int block_n) {
+  return n_block - visibility.key_begin(m_block * block_m) / block_n;
 }
 
 }  // namespace flash

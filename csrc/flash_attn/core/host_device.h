@@ -1,4 +1,4 @@
-// Host/device qualifier of the pure arithmetic headers, so that plain g++ can compile and brute-force them.
+// Host/device qualifier of the headers in core/, so that a host compiler can build them and tests/cpp brute-force them.
 #pragma once
 
 #if defined(__CUDACC__)

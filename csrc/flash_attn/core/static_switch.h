@@ -23,7 +23,7 @@
     }                                                                 \
   }()
 
-// HEAD_DIM is one of the tiles of plan/tiles.h (head_dim_tile()).
+// HEAD_DIM is rounded up to the head dims of plan/tiles.h.
 #define HEADDIM_SWITCH(HEAD_DIM, ...)      \
   [&] {                                    \
     if (HEAD_DIM <= 32) {                  \

@@ -1,4 +1,4 @@
-// fp32 accumulators to 16-bit operands, two at a time.
+// Conversion of fp32 accumulators to 16-bit operands, packed in pairs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, cutlass::bf
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// A register tensor of the same layout; neighbouring elements must be pairs.
+// A register tensor of the same layout; elements 2i and 2i + 1 are packed together.
 template <class Element, class Tensor>
 __device__ __forceinline__ auto convert(const Tensor& source) {
   using namespace cute;

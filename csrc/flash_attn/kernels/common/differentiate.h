@@ -1,5 +1,5 @@
-// From raw scores and dP to P and dS, in accumulators: P = exp(S - LSE), dS = P (dP - softmax_d), with everything that
-// changes scores on the way. Views are row_col_views or transposed ones, with the coordinates that belong to them.
+// Softmax backward on accumulators: P = exp(S - LSE), dS = P (dP - softmax_d), with mask, score modifiers and dropout.
+// Tensors are row_col_views or transposed ones, with matching coordinates.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +11,7 @@
 
 namespace flash {
 
-// Where a tile of scores stands.
+// Coordinates of a tile of S within the batch.
 struct TileCoords {
   int batch;
   int head;
@@ -21,12 +21,13 @@ struct TileCoords {
 
 template <int kBlockM, int kBlockN, class Scores, class Coords>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
-                                            const TileCoords& place) {
-  const int row_end = min(place.row_begin + kBlockM, visibility.seqlen_q);
-  apply_mask(scores, coords, visibility, place.row_begin, row_end, place.key_begin, place.key_begin + kBlockN);
+                                            const TileCoords& tile_coords) {
+  const int row_end = min(tile_coords.row_begin + kBlockM, visibility.seqlen_q);
+  apply_mask(scores, coords, visibility, tile_coords.row_begin, row_end, tile_coords.key_begin,
+             tile_coords.key_begin + kBlockN);
 }
 
-// Values of the rows of a thread, in registers.
+// LSE or softmax_d of a thread's rows, in registers.
 template <int kRows>
 struct RowArray {
   const float (&values)[kRows];
@@ -34,11 +35,10 @@ struct RowArray {
   __device__ __forceinline__ float2 pair(int mi) const { return {values[mi], values[mi + 1]}; }
 };
 
-// The LSE by which a row is differentiated: either infinity says that it has no key, and +inf makes its probabilities
-// 0.
+// The LSE from which P is recomputed: an infinite one of either sign marks a fully masked row, and +inf makes its P 0.
 __device__ __forceinline__ float lse_or_inf(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
-// Scores become probabilities. lse_log2.pair(mi): of the rows mi and mi + 1 of this thread, +inf where there is no row.
+// S becomes P. lse_log2.pair(mi): LSE * log2(e) of this thread's rows mi and mi + 1, +inf where there is no row.
 template <class Scores, class RowValues>
 __device__ __forceinline__ void exponentiate_scores(Scores& scores, float scale_log2, const RowValues& lse_log2) {
   using namespace cute;
@@ -76,14 +76,14 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout, drawn from `words`: scores become the probabilities that
-// multiply dO (dropped ones 0), dp dS.
+// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
+// elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
-                                                      const TileCoords& place, const Coords& coords, const Bits& bits,
-                                                      const RowValues& lse_log2, const RowValues& softmax_d,
-                                                      Scores& scores, Gradients& dp) {
+                                                      const TileCoords& tile_coords, const Coords& coords,
+                                                      const Bits& bits, const RowValues& lse_log2,
+                                                      const RowValues& softmax_d, Scores& scores, Gradients& dp) {
   using namespace cute;
   constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
   uint32_t dropped[(kRows * kCols + 31) / 32] = {};
@@ -97,10 +97,10 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
   subtract_softmax_d(dp, softmax_d);
   if (params.has_score_mod) {
-    ScoreMod(params, place.batch, place.head)
-        .apply_with_derivative(scores, dp, coords, visibility.diagonal(place.row_begin), place.key_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head)
+        .apply_with_derivative(scores, dp, coords, visibility.diagonal(tile_coords.row_begin), tile_coords.key_begin);
   }
-  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, place);
+  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {

@@ -1,21 +1,28 @@
-// Turns at the tiles of dQ: with a counter per tile the thread blocks of keys add in a fixed order
-// (dq_semaphore_value()).
+// The dQ semaphore of the deterministic backward: one counter per dQ tile, by which n_blocks reduce into it in
+// ascending order (dq_semaphore_value()).
 #pragma once
+
+#include "core/bwd_schedule.h"
+#include "params/flash.h"
 
 namespace flash {
 
-// May be issued long before wait_for_turn(), which hides its latency.
+// A load of the counter; issued well before dq_semaphore_acquire(), its latency is hidden.
 __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   int current;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(current) : "l"(semaphore) : "memory");
   return current;
 }
 
-// Each thread that adds waits for itself. `seen`: the counter as dq_semaphore_peek() found it. The fence orders the
-// additions behind those of earlier turns; where there is an acquire fence, it drops the L1 cache and waits for
-// nothing.
-__device__ __forceinline__ void dq_semaphore_wait(const int* semaphore, int value, int seen) {
-  while (seen != value) seen = dq_semaphore_peek(semaphore);
+// Waits until n_block may reduce into the dQ tile of an m_block. By every thread that reduces. `peeked`: the counter as
+// dq_semaphore_peek() returned it. The fence orders the reductions after those of earlier n_blocks; fence.acquire,
+// where it exists, invalidates the L1 cache and waits for nothing else.
+template <class Config>
+__device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Visibility& visibility,
+                                                     int m_block, int n_block, int64_t dq_tile, int peeked) {
+  const int* const semaphore = params.dq_semaphore_ptr + dq_tile;
+  const int value = dq_semaphore_value(visibility, m_block, n_block, Config::kBlockM, Config::kBlockN);
+  while (peeked != value) peeked = dq_semaphore_peek(semaphore);
 #if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
   asm volatile("fence.acquire.gpu;" ::: "memory");
 #else
@@ -23,7 +30,7 @@ __device__ __forceinline__ void dq_semaphore_wait(const int* semaphore, int valu
 #endif
 }
 
-// By one thread, after a barrier of all threads that added: the release covers what the barrier ordered before it.
+// By one thread, after a barrier of all threads that reduced: the release is cumulative over what the barrier ordered.
 __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }

@@ -1,36 +1,36 @@
-// fp32 tiles of dQ in global memory, in the order of the accumulator's registers: a warp's reduction covers whole
-// 512-byte lines (128-byte ones before sm_90), and the conversion pass reads them back the same way.
+// fp32 tiles of dQ in global memory, in the order of the accumulator's registers: a warp-wide reduction covers 512
+// contiguous bytes (128 before sm_90), and the conversion pass reads in the same order.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 namespace flash {
 
-// Floats that one instruction adds: red.v4 exists from sm_90 on.
+// Floats of one red instruction: red.v4 exists from sm_90 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr int kDqVector = 4;
 #else
 constexpr int kDqVector = 1;
 #endif
 
-// `thread`: place among the kThreads that hold the tile.
+// `thread`: index among the kThreads that hold the tile.
 template <int kThreads, class Accumulator>
 __device__ __forceinline__ void reduce_dq(const Accumulator& acc_dq, float* tile, int thread) {
-  float* const mine = tile + thread * kDqVector;
+  float* const first = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    // Not atomicAdd(float4): it becomes an atomic that returns the old values.
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(mine + i * kThreads), "f"(acc_dq(i)),
-                 "f"(acc_dq(i + 1)), "f"(acc_dq(i + 2)), "f"(acc_dq(i + 3))
+    // Not atomicAdd(float4): nvcc makes it an atom that returns the old values, not a red.
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * kThreads),
+                 "f"(acc_dq(i)), "f"(acc_dq(i + 1)), "f"(acc_dq(i + 2)), "f"(acc_dq(i + 3))
                  : "memory");
 #else
-    atomicAdd(mine + i * kThreads, acc_dq(i));
+    atomicAdd(first + i * kThreads, acc_dq(i));
 #endif
   }
 }
 
-// The values of one warp, to a buffer in shared memory, in the order of reduce_dq<32>().
+// Stores one warp's values to shared memory, in the order of reduce_dq<32>().
 template <class Accumulator>
 __device__ __forceinline__ void stage_dq(const Accumulator& acc_dq, float* buffer, int lane) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void stage_dq(const Accumulator& acc_dq, float* buffe
   }
 }
 
-// And adds what is there.
+// Adds what stage_dq() stored to the accumulator.
 template <class Accumulator>
 __device__ __forceinline__ void add_staged_dq(Accumulator& acc_dq, const float* buffer, int lane) {
 #pragma unroll
@@ -55,11 +55,11 @@ __device__ __forceinline__ void add_staged_dq(Accumulator& acc_dq, const float* 
 
 template <int kThreads, class Accumulator>
 __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, int thread) {
-  const float* const mine = tile + thread * kDqVector;
+  const float* const first = tile + thread * kDqVector;
 #pragma unroll
   for (int i = 0; i < decltype(cute::size(acc_dq))::value; i += kDqVector) {
 #pragma unroll
-    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = mine[i * kThreads + j];
+    for (int j = 0; j < kDqVector; ++j) acc_dq(i + j) = first[i * kThreads + j];
   }
 }
 

@@ -1,4 +1,4 @@
-// A checked launch with dynamic shared memory.
+// Checked kernel launches with dynamic shared memory, with or without programmatic dependent launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace flash {
 
-// Kernels above 48 KB need their limit raised once per device. Racing threads at most repeat the call.
+// Above 48 KB the limit of a kernel must be raised once per device. Racing threads at most repeat the call.
 template <class Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params), int smem_bytes, int device,
                                 std::atomic<uint64_t>& configured_devices) {
@@ -32,25 +32,25 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int smem
   return cudaGetLastError();
 }
 
-// Whether code for sm_90 runs, which can be launched before the kernel ahead of it has finished (kernels/common/pdl.h),
-// and in clusters. Asked once for all kernels with these parameters: they are built alike.
+// Whether the loaded code is for sm_90 or later, which programmatic dependent launch (kernels/common/pdl.h) and
+// clusters need. Queried once for all kernels with these parameters: they are built for the same architectures.
 template <class Params>
 cudaError_t runs_sm90_code(void (*kernel)(Params), int device, bool& result) {
-  static std::atomic<uint64_t> asked{0}, found{0};
+  static std::atomic<uint64_t> queried{0}, supported{0};
   const uint64_t device_bit = uint64_t{1} << (device % 64);
-  if (!(asked.load() & device_bit)) {
+  if (!(queried.load() & device_bit)) {
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     if (status != cudaSuccess) return status;
-    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) found.fetch_or(device_bit);
-    asked.fetch_or(device_bit);
+    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) supported.fetch_or(device_bit);
+    queried.fetch_or(device_bit);
   }
-  result = found.load() & device_bit;
+  result = supported.load() & device_bit;
   return cudaSuccess;
 }
 
-// A launch that may overlap the kernel ahead of it in the stream; `kernel` calls wait_for_previous_kernel(). cluster:
-// thread blocks of one, 1 unless runs_sm90_code().
+// A programmatic dependent launch: may overlap the preceding kernel in the stream; `kernel` calls
+// wait_for_previous_kernel(). cluster: thread blocks per cluster, 1 unless runs_sm90_code().
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads, int smem_bytes, const Params& params,
                              int device, cudaStream_t stream, std::atomic<uint64_t>& configured_devices,
@@ -58,8 +58,8 @@ cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads
   if (blocks == 0) return cudaSuccess;
   if (blocks > plan::kMaxGridBlocks) return cudaErrorInvalidConfiguration;
   cudaError_t status = allow_shared_memory(kernel, smem_bytes, device, configured_devices);
-  bool possible = false;
-  if (status == cudaSuccess) status = runs_sm90_code(kernel, device, possible);
+  bool is_sm90 = false;
+  if (status == cudaSuccess) status = runs_sm90_code(kernel, device, is_sm90);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -72,7 +72,7 @@ cudaError_t launch_dependent(void (*kernel)(Params), int64_t blocks, int threads
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = (possible ? 1 : 0) + (cluster > 1 ? 1 : 0);
+  config.numAttrs = (is_sm90 ? 1 : 0) + (cluster > 1 ? 1 : 0);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

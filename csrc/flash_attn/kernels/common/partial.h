@@ -1,6 +1,6 @@
-// Partial results of a row and their merge. A partial result is the unnormalised output with the maximum of the raw
-// scores that it refers to and the sum of the exponentials. Every merge goes through these functions, so that where it
-// happens (in a thread block or in a kernel of its own) makes no difference to a single bit.
+// Partial results of a row and how two are combined. A partial result is the unnormalised output with its row max (of
+// raw scores) and row sum. All combining of decode goes through these functions, so that the bits do not depend on
+// where it happens, in a thread block or in a kernel of its own.
 #pragma once
 
 #include "core/host_device.h"
@@ -8,15 +8,15 @@
 namespace flash {
 
 struct RowStats {
-  float max;  // -inf: nothing seen
-  float sum;  // kRejected: the request must not be served
+  float max;  // -inf: no visible key
+  float sum;  // kRejected: the request is invalid and must not be served
 
   static constexpr float kRejected = -1.0f;
 
   __device__ __forceinline__ bool rejected() const { return sum < 0.0f; }
 };
 
-// The factor of a partial result when it is referred to `top` >= own.
+// The scale of a partial result with row max `own` relative to the row max `top` >= own.
 __device__ __forceinline__ float partial_weight(float own, float top, float scale) {
   return own == -INFINITY ? 0.0f : exp2f((own - top) * scale);
 }
@@ -31,7 +31,8 @@ __device__ __forceinline__ float4 add_scaled(const float4& sum, float weight, co
           __fmaf_rn(weight, value.w, sum.w)};
 }
 
-// (a, a_stats) and (b, b_stats) of one row into a. Both products of the sum are rounded, as where warps add up many.
+// Combines (b, b_stats) of the same row into (a, a_stats). Both products of the row sum are rounded, as in the combine
+// over many partial results.
 __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
                                                  float scale) {
   const float top = fmaxf(a_stats.max, b_stats.max);
@@ -43,12 +44,12 @@ __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, c
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }
 
-// The factor that turns a merged result into the output; 0 for a row that saw nothing or is refused.
+// The scale from a combined result to the output; 0 for a fully masked or rejected row.
 __device__ __forceinline__ float output_factor(const RowStats& stats) {
   return stats.rejected() || stats.sum == 0.0f ? 0.0f : __frcp_rn(stats.sum);
 }
 
-// Natural-log LSE; +inf marks a row that saw nothing or is refused.
+// LSE, base e; +inf for a fully masked or rejected row.
 __device__ __forceinline__ float natural_lse(const RowStats& stats, float scale) {
   constexpr float kLn2 = 0.69314718055994531f;
   return stats.rejected() || stats.sum == 0.0f ? INFINITY : (stats.max * scale + log2f(stats.sum)) * kLn2;

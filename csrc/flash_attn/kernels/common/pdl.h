@@ -4,14 +4,14 @@
 
 namespace flash {
 
-// Until the kernels before this one have finished: only then may their results be read or their inputs overwritten.
+// Waits until the preceding kernels have completed: only then may their results be read or their inputs overwritten.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may start as soon as all thread blocks have come here.
+// The next kernel may start as soon as all thread blocks have called this or exited.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

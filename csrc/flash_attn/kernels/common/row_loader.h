@@ -1,5 +1,5 @@
-// cp.async of matrix rows into a swizzled shared tile. Rows outside of the bounds and columns beyond the head dim
-// become 0, so that NaN there never meets the tensor cores.
+// cp.async of matrix rows into a swizzled tile of shared memory. Rows out of bounds and columns beyond the head dim
+// become 0: 0 * NaN from them would be NaN in the MMA.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,70 +10,72 @@
 namespace flash {
 
 template <class Element>
-struct Line {
+struct SourceRow {
   const Element* data;
   bool valid;  // an invalid line is not read and becomes zeros
 };
 
-// Threads stand kThreadsPerRow to a row, each with one 16-byte chunk; a pass covers kRowsPerPass rows.
+// kThreadsPerRow threads copy a row, one 16-byte vector each; a pass covers kRowsPerPass rows.
 template <class Element, int kThreads, int kAtomCols, int kHeadDim>
 struct RowCopy {
-  static constexpr int kChunk = 16 / sizeof(Element);
-  static constexpr int kThreadsPerRow = kAtomCols / kChunk;
+  static constexpr int kVectorCols = 16 / sizeof(Element);
+  static constexpr int kThreadsPerRow = kAtomCols / kVectorCols;
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
   static constexpr int kColPasses = kHeadDim / kAtomCols;
   using ThreadLayout = cute::Layout<cute::Shape<cute::Int<kRowsPerPass>, cute::Int<kThreadsPerRow>>,
                                     cute::Stride<cute::Int<kThreadsPerRow>, cute::_1>>;
   using Atom = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>;
-  using TiledCopy =
-      decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{}, cute::Layout<cute::Shape<cute::_1, cute::Int<kChunk>>>{}));
+  using TiledCopy = decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{},
+                                                   cute::Layout<cute::Shape<cute::_1, cute::Int<kVectorCols>>>{}));
 
   int row;         // of this thread in the first pass
   int col;         // of this thread in the first column pass
   int valid_cols;  // head dim of the tensor
 
   __device__ __forceinline__ explicit RowCopy(int head_dim)
-      : row(threadIdx.x / kThreadsPerRow), col((threadIdx.x % kThreadsPerRow) * kChunk), valid_cols(head_dim) {}
+      : row(threadIdx.x / kThreadsPerRow), col((threadIdx.x % kThreadsPerRow) * kVectorCols), valid_cols(head_dim) {}
 
-  // lines(pass) -> Line of row `row + pass * kRowsPerPass`. smem: (rows, kHeadDim), swizzled.
+  // row_at(pass) -> SourceRow of row `row + pass * kRowsPerPass`. smem: (rows, kHeadDim), swizzled.
   template <class Lines, class Smem>
-  __device__ __forceinline__ void run(const Lines& lines, Smem& smem) const {
+  __device__ __forceinline__ void run(const Lines& row_at, Smem& smem) const {
     using namespace cute;
     auto tile = TiledCopy{}.get_thread_slice(threadIdx.x).partition_D(smem);  // ((8, 1), ROWS, COLS)
 #pragma unroll
     for (int i = 0; i < size<1>(tile); ++i) {
-      const Line<Element> line = lines(i);
+      const SourceRow<Element> source = row_at(i);
 #pragma unroll
       for (int j = 0; j < kColPasses; ++j) {
-        auto chunk = make_tensor(make_gmem_ptr(line.data + j * kAtomCols), Layout<Shape<Shape<Int<kChunk>, _1>>>{});
-        copy(Atom{}.with(line.valid && col + j * kAtomCols < valid_cols), chunk, tile(_, i, j));
+        auto vector =
+            make_tensor(make_gmem_ptr(source.data + j * kAtomCols), Layout<Shape<Shape<Int<kVectorCols>, _1>>>{});
+        copy(Atom{}.with(source.valid && col + j * kAtomCols < valid_cols), vector, tile(_, i, j));
       }
     }
   }
 
-  // Rows [first, rows) of a strided matrix; kBounded = false promises that the whole tile is valid.
+  // Rows [first, rows) of a strided matrix; kBounded = false asserts that the whole tile is in bounds.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_strided(const Element* base, int64_t stride, int rows, Smem& smem,
                                               int first = 0) const {
-    run_from<kBounded>(base + place(stride), stride, rows, smem, first);
+    run_from<kBounded>(base + thread_offset(stride), stride, rows, smem, first);
   }
 
-  // This thread's offset in the first pass.
-  __device__ __forceinline__ int64_t place(int64_t stride) const { return row * stride + col; }
+  // This thread's element offset in the first pass.
+  __device__ __forceinline__ int64_t thread_offset(int64_t stride) const { return row * stride + col; }
 
-  // run_strided() from a pointer that includes place().
+  // run_strided() from a pointer that includes thread_offset().
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_from(const Element* from, int64_t stride, int rows, Smem& smem,
                                            int first = 0) const {
     run(
         [&](int pass) {
           const int offset = pass * kRowsPerPass;
-          return Line<Element>{from + offset * stride, !kBounded || (row + offset >= first && row + offset < rows)};
+          return SourceRow<Element>{from + offset * stride,
+                                    !kBounded || (row + offset >= first && row + offset < rows)};
         },
         smem);
   }
 
-  // Keys [key_begin, key_begin + rows) of one sequence in pages. A table entry outside the pool reads as zeros.
+  // Keys [key_begin, key_begin + rows) of one paged sequence. Pages whose block_table entry is out of range read as 0.
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void run_paged(const Element* base, const MatrixStrides& strides, const PagedKv& paged,
                                             const int* pages, int key_begin, int rows, Smem& smem) const {
@@ -81,7 +83,8 @@ struct RowCopy {
         [&](int pass) {
           const int offset = row + pass * kRowsPerPass;
           const PageRow at = page_row(paged, pages, key_begin + offset, !kBounded || offset < rows);
-          return Line<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col, at.valid};
+          return SourceRow<Element>{base + (at.valid ? at.page : 0) * strides.batch + at.row * strides.row + col,
+                                    at.valid};
         },
         smem);
   }

@@ -1,4 +1,4 @@
-// Rows of a staged shared tile to a strided matrix, in whole 16-byte chunks.
+// Rows of a staged tile in shared memory to a strided matrix, in 16-byte vectors.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,17 +7,17 @@
 
 namespace flash {
 
-// All threads of the block together, thread places as in RowCopy; the tile must be visible to all of them. Rows
-// [0, rows) and columns [0, cols) are written.
+// By all threads of the block, after a barrier behind the stores to the tile; the thread layout is that of RowCopy.
+// Writes rows [0, rows) and columns [0, cols).
 template <class Copy, class Element, class Smem>
 __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int64_t stride, int rows, int cols) {
-  const Copy place(cols);
+  const Copy threads(cols);
 #pragma unroll
   for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
-    const int row = place.row + i;
+    const int row = threads.row + i;
 #pragma unroll
     for (int j = 0; j < Copy::kColPasses; ++j) {
-      const int col = place.col + j * Copy::kThreadsPerRow * Copy::kChunk;
+      const int col = threads.col + j * Copy::kThreadsPerRow * Copy::kVectorCols;
       if (row < rows && col < cols) {
         *reinterpret_cast<uint4*>(base + row * stride + col) = *reinterpret_cast<const uint4*>(&tile(row, col));
       }
@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_rows(const Smem& tile, Element* base, int6
   }
 }
 
-// Accumulators to a swizzled shared tile as Elements. Fragments hold neighbouring columns in pairs.
+// Converts accumulators to Elements in a swizzled tile of shared memory. Fragments hold pairs of neighbouring columns.
 template <class Element, class Mma, class Accumulator, class Smem>
 __device__ __forceinline__ void stage_accumulator(const Mma& mma, const Accumulator& accumulator, Smem& tile) {
   using namespace cute;

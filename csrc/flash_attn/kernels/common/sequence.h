@@ -1,4 +1,4 @@
-// From a thread block's index to its rows: which sequence, which head, which query rows, which keys.
+// Work tiles: from an index to sequence, head, query rows and keys; and element offsets of tensors that follow from it.
 #pragma once
 
 #include "core/block_range.h"
@@ -9,40 +9,40 @@
 namespace flash {
 
 struct WorkTile {
-  int batch = 0;  // sequence index; 0 for rows that belong to no sequence, which have seqlen_k = 0
+  int batch = 0;  // sequence index; 0 for rows of no sequence, which have seqlen_k = 0
   int head = 0;
   int q_begin = 0;  // first row of the sequence in the packed tensor; 0 for dense batches
   int seqlen_q = 0;
-  int k_begin = 0;  // first key row: in the packed tensor, or within the pages of the sequence
+  int k_begin = 0;  // first key row: in the packed tensor, or in the pages of the sequence
   int seqlen_k = 0;
-  int row_begin = 0;  // of this block, within the sequence
-  int row_end = 0;    // <= seqlen_q; the block has no rows when row_end <= row_begin
+  int row_begin = 0;  // of the m_block, within the sequence
+  int row_end = 0;    // <= seqlen_q; the tile is empty when row_end <= row_begin
   int segment = 0;    // of a packed batch, see varlen_first_slot
 
   __device__ __forceinline__ bool empty() const { return row_end <= row_begin; }
 };
 
-// Whether the rows of a block belong to a sequence: packed tensors may have rows before the first and after the last
-// one.
-__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const WorkTile& block) {
-  return !params.is_varlen() || (block.segment >= 1 && block.segment <= params.b);
+// Whether the tile's rows belong to a sequence: packed tensors may have rows before the first sequence and after the
+// last one.
+__device__ __forceinline__ bool in_sequence(const Flash_fwd_params& params, const WorkTile& tile) {
+  return !params.is_varlen() || (tile.segment >= 1 && tile.segment <= params.b);
 }
 
-// The sink of the rows of a block, a natural logarithm; -inf: none.
-__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const WorkTile& block) {
-  return params.sinks_ptr != nullptr && in_sequence(params, block) ? params.sinks_ptr[block.head] : -INFINITY;
+// The sink logit of the tile's rows, base e; -inf: none.
+__device__ __forceinline__ float row_sink(const Flash_fwd_params& params, const WorkTile& tile) {
+  return params.sinks_ptr != nullptr && in_sequence(params, tile) ? params.sinks_ptr[tile.head] : -INFINITY;
 }
 
-// The LSE of a row that sees no key: the sink, or +inf.
-__device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params, const WorkTile& block) {
-  const float sink = row_sink(params, block);
+// The LSE of a fully masked row: the sink, or +inf.
+__device__ __forceinline__ float fully_masked_lse(const Flash_fwd_params& params, const WorkTile& tile) {
+  const float sink = row_sink(params, tile);
   return sink == -INFINITY ? INFINITY : sink;
 }
 
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
 
-// The segment that owns a slot, found by all lanes of a warp together: 32 probes a round, so that up to 30 sequences
-// cost one memory latency. A row of the tensor counts as `packed` rows of a block.
+// The segment that owns a slot, by all lanes of a warp: a 32-way search, so that up to 30 sequences cost one memory
+// latency. `packed`: rows of a tile per row of the tensor (packed query heads).
 __device__ __forceinline__ int find_segment(const int* segments, int batch, int slot, int block_m, int packed = 1) {
   const int lane = threadIdx.x % 32;
   int low = 0, count = batch + 2;
@@ -58,58 +58,58 @@ __device__ __forceinline__ int find_segment(const int* segments, int batch, int 
   return low;
 }
 
-__device__ __forceinline__ void set_key_range(WorkTile& block, const Flash_fwd_params& params) {
-  block.k_begin = params.varlen.key_ranges[2 * block.batch];
-  block.seqlen_k = params.varlen.key_ranges[2 * block.batch + 1];
+__device__ __forceinline__ void set_key_range(WorkTile& tile, const Flash_fwd_params& params) {
+  tile.k_begin = params.varlen.key_ranges[2 * tile.batch];
+  tile.seqlen_k = params.varlen.key_ranges[2 * tile.batch + 1];
 }
 
-// The rows of row block `from_last` of the block's sequence. The last rows see the most keys under a causal mask: they
-// go first.
-__device__ __forceinline__ void set_rows(WorkTile& block, int block_m, int from_last) {
-  const int m_blocks = (block.seqlen_q + block_m - 1) / block_m;
-  block.row_begin = (m_blocks - 1 - from_last) * block_m;
-  block.row_end = block.row_begin < 0 ? block.row_begin : min(block.row_begin + block_m, block.seqlen_q);
+// Sets the rows of m_block `from_last`, counted from the last one of the sequence. The last rows see the most keys
+// under a causal mask: longest work tile first.
+__device__ __forceinline__ void set_rows(WorkTile& tile, int block_m, int from_last) {
+  const int m_blocks = (tile.seqlen_q + block_m - 1) / block_m;
+  tile.row_begin = (m_blocks - 1 - from_last) * block_m;
+  tile.row_end = tile.row_begin < 0 ? tile.row_begin : min(tile.row_begin + block_m, tile.seqlen_q);
 }
 
-// A segment without rows of its own yet.
+// The work tile of a segment, without head and rows.
 __device__ __forceinline__ WorkTile varlen_segment(const Flash_fwd_params& params, int segment) {
   const int* segments = params.varlen.segments_q;
-  WorkTile block;
-  block.segment = segment;
-  block.q_begin = segments[segment];
-  block.seqlen_q = segments[segment + 1] - block.q_begin;
-  if (in_sequence(params, block)) {
-    block.batch = segment - 1;
-    set_key_range(block, params);
+  WorkTile tile;
+  tile.segment = segment;
+  tile.q_begin = segments[segment];
+  tile.seqlen_q = segments[segment + 1] - tile.q_begin;
+  if (in_sequence(params, tile)) {
+    tile.batch = segment - 1;
+    set_key_range(tile, params);
   }
-  return block;
+  return tile;
 }
 
 __device__ __forceinline__ WorkTile varlen_work_tile(const Flash_fwd_params& params, int block_m, int head, int slot) {
   const int segment = find_segment(params.varlen.segments_q, params.b, slot, block_m);
-  WorkTile block = varlen_segment(params, segment);
-  block.head = head;
-  set_rows(block, block_m, slot - varlen_first_slot(block.q_begin, segment, block_m));
-  return block;
+  WorkTile tile = varlen_segment(params, segment);
+  tile.head = head;
+  set_rows(tile, block_m, slot - varlen_first_slot(tile.q_begin, segment, block_m));
+  return tile;
 }
 
-// `place`: of all row blocks of the head, the last of which is the first.
+// `from_last`: m_block of the head, counted from the last one.
 __device__ __forceinline__ WorkTile dense_work_tile(const Flash_fwd_params& params, int block_m, int batch, int head,
-                                                    int place) {
+                                                    int from_last) {
   const int m_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  WorkTile block;
-  block.head = head;
-  block.batch = batch;
-  block.seqlen_q = params.seqlen_q;
-  block.seqlen_k = params.seqlen_k;
-  if (params.varlen.key_ranges != nullptr) set_key_range(block, params);
-  block.row_begin = (m_blocks - 1 - place) * block_m;
-  block.row_end = min(block.row_begin + block_m, block.seqlen_q);
-  return block;
+  WorkTile tile;
+  tile.head = head;
+  tile.batch = batch;
+  tile.seqlen_q = params.seqlen_q;
+  tile.seqlen_k = params.seqlen_k;
+  if (params.varlen.key_ranges != nullptr) set_key_range(tile, params);
+  tile.row_begin = (m_blocks - 1 - from_last) * block_m;
+  tile.row_end = min(tile.row_begin + block_m, tile.seqlen_q);
+  return tile;
 }
 
-// Row block `index` of plan::m_blocks() a head, by all lanes of a warp together: heads one after the other, in each
-// the rows that see the most keys under a causal mask first.
+// Work tile `index` of plan::m_blocks() per head, by all lanes of a warp: head after head, in each the m_blocks in
+// descending order.
 __device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params, int block_m, int index) {
   if (params.is_varlen()) {
     const int slots = varlen_slot_count(params.seqlen_q, params.b, block_m), head = index / slots;
@@ -120,20 +120,17 @@ __device__ __forceinline__ WorkTile work_tile_at(const Flash_fwd_params& params,
   return dense_work_tile(params, block_m, batch, batch_head - batch * params.h, index - batch_head * m_blocks);
 }
 
-__device__ __forceinline__ WorkTile row_block(const Flash_fwd_params& params, int block_m) {
-  return work_tile_at(params, block_m, blockIdx.x);
-}
-
-// For passes beside a kernel that begins with the first heads: the last ones, of which it leaves or finds nothing in
-// the L2 cache, come first before it, and last after it.
+// For passes before or after the main kernel, which runs heads in ascending order: in descending order a pass before it
+// ends with the heads that the kernel begins with, and one after it begins with those that the kernel ended with, while
+// they are in the L2 cache.
 __device__ __forceinline__ int reversed_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
-// The backward's thread block: one block of keys of one K/V head, and the queries of its sequence.
+// The work tile of the backward: one n_block of one K/V head, and the queries of its sequence.
 struct BwdWorkTile {
   int batch = 0;
   int head_k = 0;
   int q_begin = 0;
-  int seqlen_q = 0;  // 0 for keys that belong to no sequence: their gradients are 0
+  int seqlen_q = 0;  // 0 for keys of no sequence: their gradients are 0
   int k_begin = 0;
   int seqlen_k = 0;
   int n_block = 0;
@@ -146,49 +143,48 @@ __device__ __forceinline__ BwdWorkTile varlen_bwd_work_tile(const Flash_bwd_para
   const int* segments_k = params.varlen.segments_k;
   const int* segments_q = params.varlen.segments_q;
   const int segment = find_segment(segments_k, params.b, at.block, block_n);
-  BwdWorkTile block;
-  block.head_k = at.head;
-  block.k_begin = segments_k[segment];
-  block.seqlen_k = segments_k[segment + 1] - block.k_begin;
-  block.n_block = at.block - varlen_first_slot(block.k_begin, segment, block_n);
+  BwdWorkTile tile;
+  tile.head_k = at.head;
+  tile.k_begin = segments_k[segment];
+  tile.seqlen_k = segments_k[segment + 1] - tile.k_begin;
+  tile.n_block = at.block - varlen_first_slot(tile.k_begin, segment, block_n);
   if (segment >= 1 && segment <= params.b) {
-    block.batch = segment - 1;
-    block.q_segment = segment;
-    block.q_begin = segments_q[segment];
-    block.seqlen_q = segments_q[segment + 1] - block.q_begin;
+    tile.batch = segment - 1;
+    tile.q_segment = segment;
+    tile.q_begin = segments_q[segment];
+    tile.seqlen_q = segments_q[segment + 1] - tile.q_begin;
   }
-  return block;
+  return tile;
 }
 
-// Key block `index` of plan::bwd_grid(), by all lanes of a warp together.
+// Work tile `index` of plan::bwd_grid(), by all lanes of a warp.
 __device__ __forceinline__ BwdWorkTile bwd_work_tile_at(const Flash_bwd_params& params, int block_n, int index,
                                                         const BwdGrid& grid) {
   const HeadBlock at = grid.order.at(index);
   if (params.is_varlen()) return varlen_bwd_work_tile(params, block_n, at);
-  BwdWorkTile block;
-  block.n_block = at.block;
-  block.batch = grid.heads_k.divide(at.head);
-  block.head_k = at.head - block.batch * params.h_k;
-  block.seqlen_q = params.seqlen_q;
-  block.seqlen_k = params.seqlen_k;
-  return block;
+  BwdWorkTile tile;
+  tile.n_block = at.block;
+  tile.batch = grid.heads_k.divide(at.head);
+  tile.head_k = at.head - tile.batch * params.h_k;
+  tile.seqlen_q = params.seqlen_q;
+  tile.seqlen_k = params.seqlen_k;
+  return tile;
 }
 
-// The row blocks and query heads that the thread block of `block` walks.
-__device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& block,
+// The m_blocks and query heads that the work tile visits.
+__device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& tile,
                                                      int block_m, int block_n) {
-  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-  return {row_range(visibility, block.n_block, block_m, block_n), block.head_k * params.h_h_k_ratio,
-          params.h_h_k_ratio};
+  const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  return {row_range(visibility, tile.n_block, block_m, block_n), tile.head_k * params.h_h_k_ratio, params.h_h_k_ratio};
 }
 
-// Element offset of a packed row's sequence and head in a tensor of the given strides.
+// Element offset of (sequence, row, head); `row` counts within the packed tensor if is_varlen.
 __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
                                                  int head) {
   return (is_varlen ? 0 : batch * strides.batch) + row * strides.row + head * strides.head;
 }
 
-// First of the fp32 dQ tiles of (sequence, head): row blocks are numbered per head as the varlen slots are.
+// Index of the first fp32 dQ tile of (sequence, head): with packed sequences m_blocks are numbered by varlen slots.
 __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
                                                  int q_segment, int block_m) {
   if (params.is_varlen()) {
@@ -199,16 +195,16 @@ __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params,
   return (static_cast<int64_t>(batch) * params.h + head) * m_blocks;
 }
 
-// The dQ tile of a step of a key block.
-__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const BwdWorkTile& block,
+// Index of the dQ tile of a step.
+__device__ __forceinline__ int64_t dq_tile_index(const Flash_bwd_params& params, const BwdWorkTile& tile,
                                                  const QStep& at, int block_m) {
-  return first_dq_tile(params, block.batch, at.head, block.q_begin, block.q_segment, block_m) + at.row_block;
+  return first_dq_tile(params, tile.batch, at.head, tile.q_begin, tile.q_segment, block_m) + at.m_block;
 }
 
 // Element offset of (sequence, head) in Q or O. Packed tensors have a batch stride of 0.
-__device__ __forceinline__ int64_t q_offset(const WorkTile& block, const MatrixStrides& strides) {
-  const int64_t batch = strides.batch == 0 ? 0 : block.batch * strides.batch;
-  return batch + block.q_begin * strides.row + block.head * strides.head;
+__device__ __forceinline__ int64_t q_offset(const WorkTile& tile, const MatrixStrides& strides) {
+  const int64_t batch = strides.batch == 0 ? 0 : tile.batch * strides.batch;
+  return batch + tile.q_begin * strides.row + tile.head * strides.head;
 }
 
 // Rows of (sequence, head) in the LSE: (b, h, seqlen_q) or (h, total_q).
@@ -217,14 +213,14 @@ __device__ __forceinline__ int64_t lse_offset(const Flash_fwd_params& params, in
   return matrix * params.seqlen_q + q_begin;
 }
 
-// And in softmax_d, whose rows are those of plan::softmax_d_rows().
+// The same in softmax_d, whose matrices have plan::softmax_d_rows() rows.
 __device__ __forceinline__ int64_t softmax_d_offset(const Flash_bwd_params& params, int batch, int head, int q_begin) {
   if (!params.is_varlen()) return (static_cast<int64_t>(batch) * params.h + head) * params.d_rows;
   return head * params.d_rows + q_begin + plan::kSoftmaxDGap * batch;
 }
 
-__device__ __forceinline__ int64_t lse_offset(const WorkTile& block, const Flash_fwd_params& params) {
-  return lse_offset(params, block.batch, block.head, block.q_begin);
+__device__ __forceinline__ int64_t lse_offset(const WorkTile& tile, const Flash_fwd_params& params) {
+  return lse_offset(params, tile.batch, tile.head, tile.q_begin);
 }
 
 }  // namespace flash

@@ -1,5 +1,5 @@
-// S_dmask: the probabilities of a finished forward with the dropout pattern in their sign. A diagnostic output, so a
-// plain kernel on fp32 units that serves every head dim and feature; the forward kernels stay free of it.
+// S_dmask: P of a finished forward with the dropout mask in its sign. A diagnostic output: a plain fp32 kernel for
+// every head dim and feature, so that the forward kernels need not write P.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,7 +24,7 @@ __device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value);
 __device__ void from_float(float value, __half& result) { result = __float2half_rn(value); }
 __device__ void from_float(float value, __nv_bfloat16& result) { result = __float2bfloat16_rn(value); }
 
-// The negative value nearest to zero: a dropped probability that underflows keeps its sign.
+// 0 becomes the negative subnormal nearest to it: a dropped probability that underflows keeps its sign.
 __device__ void make_dropped(__half& value) {
   value = __float2half_rn(0.0f) == value ? __ushort_as_half(0x8001) : __hneg(value);
 }
@@ -32,36 +32,36 @@ __device__ void make_dropped(__nv_bfloat16& value) {
   value = __float2bfloat16_rn(0.0f) == value ? __ushort_as_bfloat16(0x8001) : __hneg(value);
 }
 
-// A whole sequence as one row block.
+// A work tile of a whole sequence.
 __device__ WorkTile whole_sequence(const Flash_fwd_params& params, int batch, int head) {
-  WorkTile block;
-  block.batch = batch;
+  WorkTile tile;
+  tile.batch = batch;
   if (params.is_varlen()) {
-    block = varlen_segment(params, batch + 1);
+    tile = varlen_segment(params, batch + 1);
   } else {
-    block.seqlen_q = params.seqlen_q;
-    block.seqlen_k = params.seqlen_k;
+    tile.seqlen_q = params.seqlen_q;
+    tile.seqlen_k = params.seqlen_k;
   }
-  block.head = head;
-  return block;
+  tile.head = head;
+  return tile;
 }
 
-// The key row `key` of a sequence, or null where no page holds it.
+// Row `key` of K of a sequence, or null if no page holds it.
 template <class Element>
-__device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile& block, int key) {
+__device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile& tile, int key) {
   const Element* base =
-      static_cast<const Element*>(params.k_ptr) + (block.head / params.h_h_k_ratio) * params.k_strides.head;
-  const int row = block.k_begin + key;
+      static_cast<const Element*>(params.k_ptr) + (tile.head / params.h_h_k_ratio) * params.k_strides.head;
+  const int row = tile.k_begin + key;
   if (!params.is_paged()) {
-    const int64_t batch = params.is_varlen() ? 0 : block.batch * params.k_strides.batch;
+    const int64_t batch = params.is_varlen() ? 0 : tile.batch * params.k_strides.batch;
     return base + batch + row * params.k_strides.row;
   }
-  const int* table = params.paged.block_table + block.batch * params.paged.block_table_stride;
+  const int* table = params.paged.block_table + tile.batch * params.paged.block_table_stride;
   const PageRow at = page_row(params.paged, table, row, true);
   return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
-// The base-2 logit of a raw score.
+// The modified score in base-2 units.
 __device__ float logit(const ScoreMod& score_mod, float score, int diagonal, int col) {
   return (score_mod.softcapped ? score_mod.cap(score) : score * score_mod.scale_log2) + score_mod.bias(diagonal, col);
 }
@@ -71,39 +71,39 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
   __shared__ float k_tile[kTile][kTile + 1];  // (col, d)
   const int col_tiles = params.p_cols / kTile, row_tiles = params.p_rows / kTile;
-  const int tile = blockIdx.x % (col_tiles * row_tiles);
+  const int tile_index = blockIdx.x % (col_tiles * row_tiles);
   const int batch_head = blockIdx.x / (col_tiles * row_tiles);
-  const int row0 = tile / col_tiles * kTile, col0 = tile % col_tiles * kTile;
-  const WorkTile block = whole_sequence(params, batch_head / params.h, batch_head % params.h);
-  const int lane = threadIdx.x % kTile, band = threadIdx.x / kTile * kRowsPerThread;
+  const int row0 = tile_index / col_tiles * kTile, col0 = tile_index % col_tiles * kTile;
+  const WorkTile tile = whole_sequence(params, batch_head / params.h, batch_head % params.h);
+  const int lane = threadIdx.x % kTile, first_row = threadIdx.x / kTile * kRowsPerThread;
 
-  const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides);
+  const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(tile, params.q_strides);
   float score[kRowsPerThread] = {};
   for (int d0 = 0; d0 < params.d; d0 += kTile) {
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = row0 + band + i, col = col0 + band + i, d = d0 + lane;
-      const Element* k = col < block.seqlen_k ? key_row<Element>(params, block, col) : nullptr;
-      q_tile[band + i][lane] =
-          row < block.seqlen_q && d < params.d ? to_float(q[row * params.q_strides.row + d]) : 0.0f;
-      k_tile[band + i][lane] = k != nullptr && d < params.d ? to_float(k[d]) : 0.0f;
+      const int row = row0 + first_row + i, col = col0 + first_row + i, d = d0 + lane;
+      const Element* k = col < tile.seqlen_k ? key_row<Element>(params, tile, col) : nullptr;
+      q_tile[first_row + i][lane] =
+          row < tile.seqlen_q && d < params.d ? to_float(q[row * params.q_strides.row + d]) : 0.0f;
+      k_tile[first_row + i][lane] = k != nullptr && d < params.d ? to_float(k[d]) : 0.0f;
     }
     __syncthreads();
     for (int d = 0; d < kTile; ++d) {
-      for (int i = 0; i < kRowsPerThread; ++i) score[i] += q_tile[band + i][d] * k_tile[lane][d];
+      for (int i = 0; i < kRowsPerThread; ++i) score[i] += q_tile[first_row + i][d] * k_tile[lane][d];
     }
     __syncthreads();
   }
 
-  const ScoreMod score_mod(params, block.batch, block.head);
-  const DropoutMask mask(params.dropout, block.batch, block.head);
-  const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-  const float* lse = params.softmax_lse_ptr + lse_offset(block, params);
+  const ScoreMod score_mod(params, tile.batch, tile.head);
+  const DropoutMask mask(params.dropout, tile.batch, tile.head);
+  const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  const float* lse = params.softmax_lse_ptr + lse_offset(tile, params);
   const int col = col0 + lane;
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = row0 + band + i;
+    const int row = row0 + first_row + i;
     Element result;
     from_float(0.0f, result);
-    if (row < block.seqlen_q && col < block.seqlen_k) {
+    if (row < tile.seqlen_q && col < tile.seqlen_k) {
       const bool visible = col >= visibility.key_begin(row) && col < visibility.key_end(row);
       const float log2_sum = lse[row] * ScoreMod::kLog2e;
       if (visible) from_float(exp2f(logit(score_mod, score[i], visibility.diagonal(row), col) - log2_sum), result);

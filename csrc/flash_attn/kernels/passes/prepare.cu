@@ -1,5 +1,5 @@
-// What the kernels of a call find in memory when they start: the segments of a packed batch, a cleared semaphore of
-// work tiles. One thread block, so that a call waits for it about as long as for a fill.
+// Prepares a call's workspace: the segments of a packed batch, a cleared tile_count_semaphore. One thread block, so
+// that it costs a call about as much as a fill.
 #include <algorithm>
 #include <atomic>
 
@@ -11,7 +11,7 @@ namespace flash {
 namespace {
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ Flash_fwd_params params) {
-  allow_next_kernel();  // which waits before it reads any of this
+  allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
   if (params.is_varlen()) prepare_varlen(params);
 }

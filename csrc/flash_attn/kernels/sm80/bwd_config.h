@@ -1,4 +1,4 @@
-// Everything the mma.sync backward derives from (dtype, head dim, variant).
+// Compile-time configuration of the mma.sync backward by (dtype, head dim, variant).
 #pragma once
 
 #include <cute/tensor.hpp>

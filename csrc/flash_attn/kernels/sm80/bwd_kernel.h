@@ -1,4 +1,4 @@
-// The mma.sync backward kernels: the main one over blocks of keys, and the conversion of dQ.
+// The mma.sync backward kernels: the main one, a thread block per (n_block, K/V head), and the conversion of dQ.
 #pragma once
 
 #include "kernels/common/convert_dq.h"
@@ -8,33 +8,33 @@
 namespace flash {
 namespace sm80 {
 
-// dK or dV through shared memory, in the place of K and V, which nobody reads any more.
+// Stores dK or dV, staged in the shared memory of K or V, which has no readers left.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           void* data, const MatrixStrides& strides, typename Config::Element* smem) {
   using namespace cute;
   using Element = typename Config::Element;
-  const BwdWorkTile& block = mainloop.block;
+  const BwdWorkTile& tile = mainloop.tile;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   auto staged = make_tensor(make_smem_ptr(smem), typename Config::SmemLayoutKv{});
   stage_accumulator<Element>(typename Config::MmaDkv{}, acc, staged);
   __syncthreads();
-  const int key = block.n_block * Config::kBlockN;
+  const int key = tile.n_block * Config::kBlockN;
   Element* const base = static_cast<Element*>(data) +
-                        matrix_offset(strides, mainloop.is_varlen(), block.batch, block.k_begin + key, block.head_k);
-  store_rows<typename Config::RowCopyT>(staged, base, strides.row, block.seqlen_k - key, mainloop.params.d);
+                        matrix_offset(strides, mainloop.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
+  store_rows<typename Config::RowCopyT>(staged, base, strides.row, tile.seqlen_k - key, mainloop.params.d);
 }
 
-// Gradients of one block of keys and values, and its share of dQ.
+// dK and dV of one n_block, and its contribution to dQ.
 template <class Config>
-__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const BwdWorkTile& block,
+__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& params, const BwdWorkTile& tile,
                                                         int stages) {
   extern __shared__ __align__(128) char smem[];
   auto* const tiles = reinterpret_cast<typename Config::Element*>(smem);
-  BwdMainloop<Config> mainloop(params, block, stages, tiles);
+  BwdMainloop<Config> mainloop(params, tile, stages, tiles);
   mainloop.run();
-  __syncthreads();  // K and V are free
+  __syncthreads();  // every warp has read K and V
   store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, tiles);
   store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
             tiles + Config::kSmemKv);
@@ -49,8 +49,8 @@ struct BwdLaunch {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
-  const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
-  if (!block.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, block, launch.stages);
+  const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, blockIdx.x, launch.grid);
+  if (!tile.empty(Config::kBlockN)) compute_dk_dv_1colblock<Config>(launch.params, tile, launch.stages);
 }
 
 template <class Config>
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   using Element = typename Config::Element;
   extern __shared__ __align__(128) char smem[];
   auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutDq{});
-  convert_dq<Config>(params, staged, [&](const float* tile) {
+  convert_dq<Config>(params, staged, [&](const float* dq_tile) {
     typename BwdMainloop<Config>::AccDq acc_dq;
-    load_dq<Config::kThreads>(acc_dq, tile, threadIdx.x);
+    load_dq<Config::kThreads>(acc_dq, dq_tile, threadIdx.x);
 #pragma unroll
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
     stage_accumulator<Element>(typename Config::MmaDq{}, acc_dq, staged);

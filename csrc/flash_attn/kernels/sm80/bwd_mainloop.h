@@ -1,7 +1,6 @@
-// The tile loop of the mma.sync backward: one block of keys meets every row block that sees it, for all query heads of
-// its K/V head, in the order of core/bwd_schedule.h. dK and dV stay in registers over the whole loop; dQ is reduced
-// into fp32 tiles in global memory. Gradients of softmax attention by recomputation from the LSE: Dao et al. 2022,
-// appendix B.
+// The mainloop of the mma.sync backward: one n_block against every m_block that sees it, for all query heads of its K/V
+// head, in the order of core/bwd_schedule.h. dK and dV accumulate in registers over the whole loop; dQ is reduced into
+// fp32 tiles in global memory. P is recomputed from the LSE: Dao et al. 2022, appendix B.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -18,16 +17,17 @@
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm80/bwd_config.h"
+#include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/gemm.h"
 
 namespace flash {
 namespace sm80 {
 
-// A step of the walk, with what is addressed there; moving on costs additions.
+// A step with this thread's pointers into Q and dO, which advance by additions alone.
 template <class Element>
 struct BwdCursor {
   QStep at;
-  const Element* q;  // this thread's first chunk of the row block
+  const Element* q;  // this thread's first 16-byte vector of the m_block
   const Element* dout;
 };
 
@@ -42,9 +42,9 @@ struct BwdMainloop {
   static constexpr int kRows = decltype(cute::size<0>(row_col_layout(typename AccSdP::layout_type{})))::value;
 
   const Flash_bwd_params& params;
-  const BwdWorkTile& block;
+  const BwdWorkTile& tile;
   const Visibility visibility;
-  const int first_row;  // rows before it, which see no key, are zeros
+  const int first_row;  // rows before it are fully masked and are cleared in shared memory
   const QBlockOrder order;
   const typename Config::RowCopyT copy;
   const typename Config::SdPCoords coords;
@@ -55,13 +55,13 @@ struct BwdMainloop {
   AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
   AccDkv acc_dv;
 
-  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& block_, int stages_,
+  __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& tile_, int stages_,
                                          Element* smem_)
       : params(params_),
-        block(block_),
-        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
+        tile(tile_),
+        visibility{tile_.seqlen_q, tile_.seqlen_k, params_.window},
         first_row(first_unmasked_row(visibility)),
-        order(q_block_order(params_, block_, Config::kBlockM, Config::kBlockN)),
+        order(q_block_order(params_, tile_, Config::kBlockM, Config::kBlockN)),
         copy(params_.d),
         stages(stages_),
         smem(smem_) {
@@ -71,21 +71,23 @@ struct BwdMainloop {
 
   // Shared memory: K, V, P, dS, then stages x (Q, dO).
   template <class Layout>
-  __device__ __forceinline__ auto tile(int offset) const {
+  __device__ __forceinline__ auto smem_tile(int offset) const {
     return cute::make_tensor(cute::make_smem_ptr(smem + offset), Layout{});
   }
-  __device__ __forceinline__ auto smem_k() const { return tile<typename Config::SmemLayoutKv>(0); }
-  __device__ __forceinline__ auto smem_v() const { return tile<typename Config::SmemLayoutKv>(Config::kSmemKv); }
-  __device__ __forceinline__ auto smem_p() const { return tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv); }
+  __device__ __forceinline__ auto smem_k() const { return smem_tile<typename Config::SmemLayoutKv>(0); }
+  __device__ __forceinline__ auto smem_v() const { return smem_tile<typename Config::SmemLayoutKv>(Config::kSmemKv); }
+  __device__ __forceinline__ auto smem_p() const {
+    return smem_tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv);
+  }
   __device__ __forceinline__ auto smem_ds() const {
-    return tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv + Config::kSmemP);
+    return smem_tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv + Config::kSmemP);
   }
   __device__ __forceinline__ auto smem_q(int stage) const {
-    return tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) + 2 * stage * Config::kSmemQ);
+    return smem_tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) + 2 * stage * Config::kSmemQ);
   }
   __device__ __forceinline__ auto smem_do(int stage) const {
-    return tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) +
-                                              (2 * stage + 1) * Config::kSmemQ);
+    return smem_tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) +
+                                                   (2 * stage + 1) * Config::kSmemQ);
   }
 
   __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
@@ -93,12 +95,12 @@ struct BwdMainloop {
 
   __device__ __forceinline__ Cursor start() const {
     const QStep at = order.start();
-    const int row = block.q_begin + at.row_block * Config::kBlockM;
-    auto place = [&](const void* data, const MatrixStrides& strides) {
-      return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), block.batch, row, at.head) +
-             copy.place(strides.row);
+    const int row = tile.q_begin + at.m_block * Config::kBlockM;
+    auto pointer_to = [&](const void* data, const MatrixStrides& strides) {
+      return static_cast<const Element*>(data) + matrix_offset(strides, is_varlen(), tile.batch, row, at.head) +
+             copy.thread_offset(strides.row);
     };
-    return {at, place(params.q_ptr, params.q_strides), place(params.do_ptr, params.do_strides)};
+    return {at, pointer_to(params.q_ptr, params.q_strides), pointer_to(params.do_ptr, params.do_strides)};
   }
 
   __device__ __forceinline__ void advance(Cursor& cursor) const {
@@ -108,18 +110,18 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void load_kv() const {
-    const int key = block.n_block * Config::kBlockN, first_key = first_unmasked_key(visibility);
+    const int key = tile.n_block * Config::kBlockN, first_key = first_unmasked_key(visibility);
     auto load = [&](const void* data, const MatrixStrides& strides, auto&& smem_tile) {
       const Element* base = static_cast<const Element*>(data) +
-                            matrix_offset(strides, is_varlen(), block.batch, block.k_begin + key, block.head_k);
-      copy.template run_strided<true>(base, strides.row, block.seqlen_k - key, smem_tile, first_key - key);
+                            matrix_offset(strides, is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
+      copy.template run_strided<true>(base, strides.row, tile.seqlen_k - key, smem_tile, first_key - key);
     };
     load(params.k_ptr, params.k_strides, smem_k());
     load(params.v_ptr, params.v_strides, smem_v());
   }
 
   __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
-    const int rows_left = block.seqlen_q - cursor.at.row_block * Config::kBlockM;
+    const int rows_left = tile.seqlen_q - cursor.at.m_block * Config::kBlockM;
     auto q_tile = smem_q(stage);
     auto do_tile = smem_do(stage);
     copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
@@ -127,21 +129,7 @@ struct BwdMainloop {
     cute::cp_async_fence();
   }
 
-  // Rows of Q and dO before first_row become zeros: a row block with any of them is rare, and pays for it alone.
-  __device__ __forceinline__ void clear_fully_masked_rows(int row_begin, int stage) const {
-    const int rows = min(first_row - row_begin, Config::kBlockM);
-    if (rows <= 0) return;
-    auto q_tile = smem_q(stage);
-    auto do_tile = smem_do(stage);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
-      q_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-      do_tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-    }
-    __syncthreads();
-  }
-
-  // Every thread waits for its own copies, then for everyone: what the last step read may be overwritten.
+  // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -159,7 +147,8 @@ struct BwdMainloop {
       Cursor next = current;
       if (has_next) advance(next);
       wait_for_copies();
-      clear_fully_masked_rows(current.at.row_block * Config::kBlockM, stage);
+      const int fully_masked_rows = min(first_row - current.at.m_block * Config::kBlockM, Config::kBlockM);
+      clear_rows<Config>(fully_masked_rows, smem_q(stage), smem_do(stage));
       if (i > 0) release_dq_semaphore(order.before(current.at));
       if (stages == 2 && has_next) load_q_do(next, 1 - stage);
       step(current.at, stage);
@@ -175,7 +164,7 @@ struct BwdMainloop {
 
   __device__ __forceinline__ void step(const QStep& at, int stage) {
     using namespace cute;
-    const int row_begin = at.row_block * Config::kBlockM;
+    const int row_begin = at.m_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
     load_row_statistics(at, row_begin, lse_log2, delta);
     AccSdP acc_s, acc_dp;
@@ -188,64 +177,61 @@ struct BwdMainloop {
     auto ds_tile = smem_ds();
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_s, p_tile);
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_dp, ds_tile);
-    __syncthreads();  // P and dS are whole
+    __syncthreads();  // P and dS are complete in shared memory
 
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
                                                           transposed(smem_do(stage)));
-    const int seen = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile_index(at)) : 0;
+    const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile_index(at)) : 0;
     AccDq acc_dq;
     clear(acc_dq);
     gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
-    add_dq(at, seen, acc_dq);
+    reduce_dq_tile(at, peeked, acc_dq);
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
                                                           transposed(smem_q(stage)));
   }
 
-  // Rows without keys, by place or by an LSE of either infinity, and those beyond the sequence get an LSE of +inf,
-  // which makes their probabilities 0.
+  // Fully masked rows (by position, or by an infinite LSE of either sign) and rows beyond the sequence get an LSE of
+  // +inf, which makes P 0.
   __device__ __forceinline__ void load_row_statistics(const QStep& at, int row_begin, float (&lse_log2)[kRows],
                                                       float (&delta)[kRows]) const {
-    const float* lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
-    const float* d = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
+    const float* lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
+    const float* d = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
       const int row = row_begin + coords.row(mi);
-      const bool valid = row >= first_row && row < block.seqlen_q;
+      const bool valid = row >= first_row && row < tile.seqlen_q;
       lse_log2[mi] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       delta[mi] = valid ? d[row] : 0.0f;
     }
   }
 
-  // In: raw scores and dP. Out: the probabilities that multiply dO (dropped ones 0), and dS up to the softmax scale.
+  // In: S and dP. Out: P with dropped elements 0, as dV needs it, and dS up to the softmax scale.
   __device__ __forceinline__ void differentiate(const QStep& at, int row_begin, const float (&lse_log2)[kRows],
                                                 const float (&delta)[kRows], AccSdP& acc_s, AccSdP& acc_dp) const {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
-    const TileCoords place{block.batch, at.head, row_begin, block.n_block * Config::kBlockN};
+    const TileCoords tile_coords{tile.batch, at.head, row_begin, tile.n_block * Config::kBlockN};
     constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
     DropoutMask mask;
-    if constexpr (kMayDrop) mask = DropoutMask(params.dropout, place.batch, place.head);
-    const TileBits<decltype(coords)> words{mask.stream, coords, row_begin, place.key_begin};
+    if constexpr (kMayDrop) mask = DropoutMask(params.dropout, tile_coords.batch, tile_coords.head);
+    const TileBits<decltype(coords)> bits{mask.stream, coords, row_begin, tile_coords.key_begin};
     differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
-        params, visibility, place, coords, words, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
+        params, visibility, tile_coords, coords, bits, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }
 
   __device__ __forceinline__ int64_t dq_tile_index(const QStep& at) const {
-    return flash::dq_tile_index(params, block, at, Config::kBlockM);
+    return flash::dq_tile_index(params, tile, at, Config::kBlockM);
   }
 
-  // Deterministic: at this block's turn; `seen` is the counter before the product.
-  __device__ __forceinline__ void add_dq(const QStep& at, int seen, const AccDq& acc_dq) const {
+  // Reduces dQ into global memory, in deterministic mode in the order of the dQ semaphore. `peeked`: its value as read
+  // before the GEMM.
+  __device__ __forceinline__ void reduce_dq_tile(const QStep& at, int peeked, const AccDq& acc_dq) const {
     const int64_t index = dq_tile_index(at);
-    if (is_deterministic()) {
-      dq_semaphore_wait(params.dq_semaphore_ptr + index,
-                        dq_semaphore_value(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
-                        seen);
-    }
+    if (is_deterministic()) dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, index, peeked);
     reduce_dq<Config::kThreads>(acc_dq, params.dq_accum_ptr + index * Config::kDqTile, threadIdx.x);
   }
 
-  // After the barrier that follows the step: all have added. The step after it hides the release.
+  // After the barrier that follows the step, so that every thread has reduced; overlaps with the next step.
   __device__ __forceinline__ void release_dq_semaphore(const QStep& at) const {
     if (is_deterministic() && threadIdx.x == 0) dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(at));
   }

@@ -1,4 +1,5 @@
-// Everything the mma.sync forward derives from (dtype, head dim, variant): tile, MMA, shared layouts, copies.
+// Compile-time configuration of the mma.sync forward by (dtype, head dim, variant): tile, MMA, shared memory layouts,
+// copies.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +13,7 @@
 namespace flash {
 namespace sm80 {
 
-// Variants that measurably need their own kernel; all else are run-time fields of Flash_fwd_params.
+// Only features that measurably need a kernel of their own; all others are run-time fields of Flash_fwd_params.
 using plan::FwdVariant;
 
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
@@ -26,7 +27,7 @@ struct FwdConfig {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
-  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row bands");
+  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row MMA tiles");
   static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
 
   using TiledMma = WarpGridMma<MmaAtomOf<kDtype>, kWarps, 1>;

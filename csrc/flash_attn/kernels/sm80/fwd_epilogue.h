@@ -1,4 +1,4 @@
-// Normalises the output, stores it through shared memory in whole 16-byte chunks.
+// The epilogue of the mma.sync forward: normalises O and stores it through shared memory in 16-byte vectors.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,20 +10,20 @@
 namespace flash {
 namespace sm80 {
 
-// The staged rows take the place of the rows of Q, which only their own warp has read.
+// O is staged over Q without a barrier before: each warp overwrites the rows that only it has read.
 template <class Config>
 __device__ __forceinline__ void store_o(FwdMainloop<Config>& mainloop) {
   using namespace cute;
   using Element = typename Config::Element;
   const Flash_fwd_params& params = mainloop.params;
-  const WorkTile& block = mainloop.block;
-  normalize(mainloop.softmax, mainloop.acc_o, params, row_sink(params, block));
+  const WorkTile& tile = mainloop.tile;
+  normalize(mainloop.softmax, mainloop.acc_o, params, row_sink(params, tile));
   auto staged = mainloop.smem_q();
   stage_accumulator<Element>(typename Config::TiledMma{}, mainloop.acc_o, staged);
   __syncthreads();
   Element* const rows =
-      static_cast<Element*>(params.o_ptr) + q_offset(block, params.o_strides) + block.row_begin * params.o_strides.row;
-  store_rows<typename Config::RowCopyT>(staged, rows, params.o_strides.row, block.row_end - block.row_begin, params.d);
+      static_cast<Element*>(params.o_ptr) + q_offset(tile, params.o_strides) + tile.row_begin * params.o_strides.row;
+  store_rows<typename Config::RowCopyT>(staged, rows, params.o_strides.row, tile.row_end - tile.row_begin, params.d);
 }
 
 }  // namespace sm80

@@ -1,4 +1,4 @@
-// The mma.sync forward kernel: one thread block computes the attention of one block of query rows.
+// The mma.sync forward kernel: a thread block per (m_block, head).
 #pragma once
 
 #include "kernels/common/max_logit.h"
@@ -10,17 +10,17 @@ namespace flash {
 namespace sm80 {
 
 template <class Config>
-__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const WorkTile& block) {
+__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& params, const WorkTile& tile) {
   extern __shared__ __align__(128) char smem[];
-  FwdMainloop<Config> mainloop(params, block, reinterpret_cast<typename Config::Element*>(smem));
+  FwdMainloop<Config> mainloop(params, tile, reinterpret_cast<typename Config::Element*>(smem));
   if (mainloop.range.count() > 0) {
     mainloop.prologue();
     mainloop.run_masked();
     mainloop.run_unmasked();
   }
-  store_max_logit(mainloop.softmax, params, block, mainloop.coords, block.row_begin);
+  store_max_logit(mainloop.softmax, params, tile, mainloop.coords, tile.row_begin);
   store_o(mainloop);
-  store_lse(mainloop.softmax, params, block, mainloop.coords, block.row_begin, row_sink(params, block));
+  store_lse(mainloop.softmax, params, tile, mainloop.coords, tile.row_begin, row_sink(params, tile));
 }
 
 template <class Config>
@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
   wait_for_previous_kernel();
   store_rng_state(params.dropout);
-  const WorkTile block = row_block(params, Config::kBlockM);
-  if (!block.empty()) compute_attn_1rowblock<Config>(params, block);
+  const WorkTile tile = work_tile_at(params, Config::kBlockM, blockIdx.x);
+  if (!tile.empty()) compute_attn_1rowblock<Config>(params, tile);
 }
 
 }  // namespace sm80

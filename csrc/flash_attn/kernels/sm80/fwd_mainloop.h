@@ -1,4 +1,4 @@
-// The tile loop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one key block a step.
+// The mainloop of the mma.sync forward: S = Q K^T, online softmax, O += P V, one n_block per step.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,13 +12,14 @@
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
+#include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/fwd_config.h"
 #include "kernels/sm80/gemm.h"
 
 namespace flash {
 namespace sm80 {
 
-// K and V blocks of one (sequence, kv head) on their way into shared memory.
+// Issues the cp.async copies of K and V of one (sequence, K/V head) into shared memory.
 template <class Config>
 struct KvLoader {
   using Element = typename Config::Element;
@@ -28,31 +29,31 @@ struct KvLoader {
   const Element* k_base;
   const Element* v_base;
   const int* pages;  // of this sequence; null when K and V are not paged
-  int key_offset;    // paged: row of key 0 within the pages of the sequence
+  int key_offset;    // paged: row of key 0 in the pages of the sequence
   int seqlen_k;
 
-  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const WorkTile& block)
+  __device__ __forceinline__ KvLoader(const Flash_fwd_params& params_, const WorkTile& tile)
       : params(params_),
         copy(params_.d),
-        k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, block)),
-        v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, block)),
-        pages(is_paged() ? params_.paged.block_table + block.batch * params_.paged.block_table_stride : nullptr),
-        key_offset(block.k_begin),
-        seqlen_k(block.seqlen_k) {}
+        k_base(static_cast<const Element*>(params_.k_ptr) + offset(params_.k_strides, tile)),
+        v_base(static_cast<const Element*>(params_.v_ptr) + offset(params_.v_strides, tile)),
+        pages(is_paged() ? params_.paged.block_table + tile.batch * params_.paged.block_table_stride : nullptr),
+        key_offset(tile.k_begin),
+        seqlen_k(tile.seqlen_k) {}
 
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
 
-  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const WorkTile& block) const {
-    const int64_t head = (block.head / params.h_h_k_ratio) * strides.head;
+  __device__ __forceinline__ int64_t offset(const MatrixStrides& strides, const WorkTile& tile) const {
+    const int64_t head = (tile.head / params.h_h_k_ratio) * strides.head;
     if (is_paged()) return head;
-    const int64_t batch = params.keys_packed() ? 0 : block.batch * strides.batch;
-    return head + batch + block.k_begin * strides.row;
+    const int64_t batch = params.keys_packed() ? 0 : tile.batch * strides.batch;
+    return head + batch + tile.k_begin * strides.row;
   }
 
   template <bool kBounded, class Smem>
   __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
                                        Smem&& smem) const {
-    // Interior pages need no bound; with dropout ptxas spills without one.
+    // Unmasked blocks need no bounds check on pages; with dropout ptxas spills without one.
     constexpr bool kBoundsPages = kBounded || Config::kVariant == FwdVariant::kDropout;
     const int key = n_block * Config::kBlockN;
     if (is_paged()) {
@@ -82,7 +83,7 @@ struct FwdMainloop {
       TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
 
   const Flash_fwd_params& params;
-  const WorkTile& block;
+  const WorkTile& tile;
   const Visibility visibility;
   const BlockRange range;
   const KvLoader<Config> loader;
@@ -92,12 +93,12 @@ struct FwdMainloop {
   AccO acc_o;  // ((2, 2), MMA_M, MMA_D)
   Softmax<kRows> softmax;
 
-  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const WorkTile& block_, Element* smem_)
+  __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const WorkTile& tile_, Element* smem_)
       : params(params_),
-        block(block_),
-        visibility{block_.seqlen_q, block_.seqlen_k, params_.window},
-        range(block_range(visibility, block_.row_begin, block_.row_end, Config::kBlockN)),
-        loader(params_, block_),
+        tile(tile_),
+        visibility{tile_.seqlen_q, tile_.seqlen_k, params_.window},
+        range(block_range(visibility, tile_.row_begin, tile_.row_end, Config::kBlockN)),
+        loader(params_, tile_),
         smem(smem_) {
     cute::clear(acc_o);
   }
@@ -107,18 +108,18 @@ struct FwdMainloop {
   }
   __device__ __forceinline__ auto smem_k() const { return smem_kv(smem + Config::kSmemQ); }
   __device__ __forceinline__ auto smem_v() const { return smem_kv(smem + Config::kSmemQ + Config::kSmemKv); }
-  __device__ __forceinline__ static auto smem_kv(Element* tile) {
-    return cute::make_tensor(cute::make_smem_ptr(tile), typename Config::SmemLayoutKv{});  // (N, D)
+  __device__ __forceinline__ static auto smem_kv(Element* data) {
+    return cute::make_tensor(cute::make_smem_ptr(data), typename Config::SmemLayoutKv{});  // (N, D)
   }
 
   __device__ __forceinline__ void load_q() const {
-    const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(block, params.q_strides) +
-                       block.row_begin * params.q_strides.row;
-    auto tile = smem_q();
-    loader.copy.template run_strided<true>(q, params.q_strides.row, block.row_end - block.row_begin, tile);
+    const Element* q = static_cast<const Element*>(params.q_ptr) + q_offset(tile, params.q_strides) +
+                       tile.row_begin * params.q_strides.row;
+    auto q_tile = smem_q();
+    loader.copy.template run_strided<true>(q, params.q_strides.row, tile.row_end - tile.row_begin, q_tile);
   }
 
-  // Every thread waits for its own copies, then for everyone's.
+  // Own cp.async copies, then the barrier: the tile is complete and the previous step's reads are done.
   __device__ __forceinline__ static void wait_for_copies() {
     cute::cp_async_wait<0>();
     __syncthreads();
@@ -142,25 +143,17 @@ struct FwdMainloop {
     }
   }
 
-  // The first rows of V become zeros where no query sees their keys: a weight of 0 does not silence NaN. A block with
-  // any is rare, and pays for it alone.
+  // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
   __device__ __forceinline__ void clear_masked_values(int key) const {
     if (params.window.left == kUnbounded) return;
-    const int rows = min(first_unmasked_key(visibility) - key, Config::kBlockN);
-    if (rows <= 0) return;
-    auto tile = smem_v();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * Config::kHeadDim; i += Config::kThreads) {
-      tile(i / Config::kHeadDim, i % Config::kHeadDim) = Element(0.0f);
-    }
-    __syncthreads();
+    clear_rows<Config>(min(first_unmasked_key(visibility) - key, Config::kBlockN), smem_v());
   }
 
-  // One key block. On entry K of n_block is on its way; on exit K of next_block is (none if next_block < 0).
+  // One n_block. On entry the copy of its K is in flight; on exit that of K of next_block (none if next_block < 0).
   template <bool kMasked>
   __device__ __forceinline__ void step(int n_block, int next_block) {
     using namespace cute;
-    wait_for_copies();  // K has landed; every warp is done with V of the last step
+    wait_for_copies();  // K has landed; every warp is done with V of the previous step
     loader.template load_v<kMasked>(n_block, smem_v());
     cp_async_fence();
 
@@ -170,10 +163,10 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     const int key = n_block * Config::kBlockN;
     if (params.has_score_mod) {
-      ScoreMod(params, block.batch, block.head).apply(scores, coords, visibility.diagonal(block.row_begin), key);
+      ScoreMod(params, tile.batch, tile.head).apply(scores, coords, visibility.diagonal(tile.row_begin), key);
     }
     if constexpr (kMasked) {
-      apply_mask(scores, coords, visibility, block.row_begin, block.row_end, key, key + Config::kBlockN);
+      apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
     }
 
     wait_for_copies();  // V has landed; every warp is done with K
@@ -185,8 +178,8 @@ struct FwdMainloop {
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      const DropoutMask mask(params.dropout, block.batch, block.head);
-      apply_dropout(mask, scores, coords, block.row_begin, key);
+      const DropoutMask mask(params.dropout, tile.batch, tile.head);
+      apply_dropout(mask, scores, coords, tile.row_begin, key);
     }
     const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)

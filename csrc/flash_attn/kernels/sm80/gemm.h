@@ -1,5 +1,4 @@
-// Products of shared-memory and register operands on mma.sync. Fragments are loaded with ldmatrix one k-slice ahead of
-// the tensor cores.
+// GEMMs on mma.sync with operands in shared memory or registers. ldmatrix loads fragments one k-slice ahead of the MMA.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,15 +8,15 @@
 namespace flash {
 namespace sm80 {
 
-// kPlain: the shared tile is stored (rows, k) as the product wants it. kTransposed: it is stored (k, rows) and given as
-// its (rows, k) view.
+// kPlain: the tile is stored (rows, k), as the MMA needs it. kTransposed: it is stored (k, rows) and passed as its
+// (rows, k) view.
 enum class Operand { kPlain, kTransposed };
 
 template <class Element, Operand kOperand>
 using LdMatrix = std::conditional_t<kOperand == Operand::kPlain, cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>,
                                     cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>>;
 
-// The (cols, rows) view of a (rows, cols) shared tile.
+// The (cols, rows) view of a (rows, cols) tile in shared memory.
 template <class Tensor>
 __device__ __forceinline__ auto transposed(const Tensor& tile) {
   using namespace cute;
@@ -26,8 +25,7 @@ __device__ __forceinline__ auto transposed(const Tensor& tile) {
   return make_tensor(tile.data(), composition(tile.layout(), make_layout(make_shape(cols, rows), GenRowMajor{})));
 }
 
-// Registers of one operand and how they are filled. The fragment is laid out from a plain layout: swizzles have no
-// meaning in registers.
+// The register fragment of an operand, from an unswizzled layout of the same shape: swizzles do not apply to registers.
 template <class Mma, class Smem>
 __device__ __forceinline__ auto a_fragment(const Mma& mma, const Smem& smem) {
   using namespace cute;

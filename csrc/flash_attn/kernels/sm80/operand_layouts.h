@@ -1,4 +1,4 @@
-// Element types, MMA atoms and shared layouts that the forward and the backward of the mma.sync family share.
+// MMA atoms and shared memory layouts of the mma.sync forward and backward.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +12,7 @@ template <Dtype kDtype>
 using MmaAtomOf = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,
                                      cute::MMA_Atom<cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
-// Rows of 64 (or 32) elements are XOR-swizzled in 16-byte chunks: ldmatrix and cp.async meet no bank conflict.
+// Rows of 64 (or 32) elements are XOR-swizzled in 16-byte vectors: ldmatrix and cp.async have no bank conflicts.
 constexpr int swizzle_atom_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
 
 template <int kCols>

@@ -1,4 +1,4 @@
-// The warp-level instructions of the mma.sync family under one name each, for code that handles fragments by hand.
+// Wrappers of the warp-level mma.sync, ldmatrix and cp.async instructions, for code that handles fragments by hand.
 
 #pragma once
 
@@ -10,13 +10,13 @@
 namespace flash {
 namespace sm80 {
 
-// Four 8 x 8 matrices: lane l names row l % 8 of matrix l / 8 and receives, of each, columns {2 t, 2 t + 1} of row g,
-// with g = lane / 4 and t = lane % 4.
+// ldmatrix.x4 of four 8 x 8 matrices: lane l passes the address of row l % 8 of matrix l / 8 and receives, of each,
+// columns {2 t, 2 t + 1} of row g, with g = lane / 4 and t = lane % 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
   cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
 }
 
-// As load_matrices() of the transposed matrices.
+// The same with each matrix transposed (ldmatrix.trans).
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4]
                                             acc[1], acc[2], acc[3]);
 }
 
-// 16 bytes (or 4) to shared memory; zeros, and nothing is read, when not valid.
+// cp.async of 16 (or 4) bytes to shared memory; if not valid, nothing is read and zeros are written.
 __device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(from),
                                                                *static_cast<cute::uint128_t*>(to), valid);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy4_async(void* to, const void* from, bool val
 
 __device__ __forceinline__ void commit_copies() { cute::cp_async_fence(); }
 
-// Until at most `newest` of this thread's committed groups are under way.
+// cp.async.wait_group: until at most `newest` of this thread's committed groups are in flight.
 __device__ __forceinline__ void wait_for_copies_but(int newest) {
   switch (newest) {
     case 0: cute::cp_async_wait<0>(); break;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void wait_for_copies_but(int newest) {
   }
 }
 
-// Barrier `id` (1 to 15) of a block, for `threads` threads.
+// Named barrier `id` (1 to 15) of `threads` threads; 0 is __syncthreads().
 __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,5 +1,5 @@
-// Additions to dQ by two warps beside the loading ones, from tiles that others leave in shared memory: neither those
-// who compute dQ nor the next tile wait for memory, or in deterministic mode for a turn.
+// Reduction of dQ tiles from shared into global memory by two warps of the producer warpgroup: the warpgroups that
+// compute dQ wait neither for memory nor, in deterministic mode, for the dQ semaphore.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -14,7 +14,7 @@ namespace sm90 {
 
 using namespace tma;
 
-// One of the two warps: every second tile, also where they share a buffer.
+// Each of the two warps takes every second tile, also where there is only one buffer.
 template <class Config>
 struct DqReduceWarp {
   const Flash_bwd_params& params;
@@ -22,37 +22,35 @@ struct DqReduceWarp {
   const int stage;
   PipelineState<2> state;
 
-  __device__ __forceinline__ void run(const BwdWorkTile& block) {
-    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     QStep at = order.start();
     for (int i = 0; i < count; ++i) {
-      if (state.stage == stage) add(block, at);
+      if (state.stage == stage) reduce(tile, at);
       state.advance();
       order.advance(at);
     }
   }
 
-  __device__ __forceinline__ void add(const BwdWorkTile& block, const QStep& at) const {
-    const int64_t tile = dq_tile_index(params, block, at, Config::kBlockM);
-    const bool adds = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
-    int* const semaphore = params.dq_semaphore_ptr + tile;
-    if (adds && is_deterministic) {
-      const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-      dq_semaphore_wait(semaphore,
-                        dq_semaphore_value(visibility, at.row_block, block.n_block, Config::kBlockM, Config::kBlockN),
-                        dq_semaphore_peek(semaphore));
-      fence_before_additions();
+  __device__ __forceinline__ void reduce(const BwdWorkTile& tile, const QStep& at) const {
+    const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
+    const bool is_elected = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
+    int* const semaphore = params.dq_semaphore_ptr + dq_tile;
+    if (is_elected && is_deterministic) {
+      const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+      dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, dq_semaphore_peek(semaphore));
+      fence_before_reductions();
     }
     __syncwarp();
     storage.dq_full[stage].wait(state.phase);
-    if (adds) {
-      fence_buffer();  // behind the stores of those who computed it, whom it does not hold up here
-      reduce_bulk(params.dq_accum_ptr + tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
-      cute::tma_store_wait<0>();  // the buffer has been read
+    if (is_elected) {
+      fence_buffer();  // generic-proxy stores of the tile before the bulk reduction; here it stalls no computing warp
+      reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
+      cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();
       if (is_deterministic) {
-        wait_for_additions();
+        wait_for_reductions();
         dq_semaphore_release(semaphore);
       }
     }

@@ -1,4 +1,4 @@
-// dQ of a thread block by a warpgroup of its own, from the dS that the consumers leave in shared memory: dQ = dS K.
+// The dQ warpgroup: dQ = dS K from both consumers' dS in shared memory, while they compute the next scores.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -11,6 +11,7 @@
 #include "kernels/sm90/bwd_dq.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/swizzle.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
@@ -36,58 +37,58 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
 
-  __device__ __forceinline__ void run(const BwdWorkTile& block) {
-    if (Config::kDqInSmem && block.n_block == 0) start_head(block);
-    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    if (Config::kDqInSmem && tile.n_block == 0) start_head(tile);
+    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     if (count == 0) return;
-    for (int i = 0; i < Config::kKeyParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);
+    for (int i = 0; i < Config::kKvParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);
     QStep at = order.start();
     for (int i = 0; i < count; ++i) {
-      step(block, at);
+      step(tile, at);
       order.advance(at);
     }
-    for (int i = 0; i < Config::kKeyParts; ++i) storage.kv_empty[kv_state.stage][i].arrive();
+    for (int i = 0; i < Config::kKvParts; ++i) storage.kv_empty[kv_state.stage][i].arrive();
     kv_state.advance();
   }
 
-  __device__ __forceinline__ void step(const BwdWorkTile& block, const QStep& at) {
+  __device__ __forceinline__ void step(const BwdWorkTile& tile, const QStep& at) {
     AccDq acc_dq;
     compute_dq<Config>(storage, state, kv_state.stage, thread, acc_dq);
     if constexpr (Config::kDqInSmem) {
-      keep(block, at, acc_dq);
+      accumulate_dq(tile, at, acc_dq);
     } else {
       stage_dq_tile<Config>(storage, state, acc_dq, thread);
     }
     state.advance();
   }
 
-  __device__ __forceinline__ BlockRange key_blocks_of(const BwdWorkTile& block, int row_block) const {
-    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
-    const int row_begin = row_block * Config::kBlockM;
-    return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, block.seqlen_q), Config::kBlockN);
+  __device__ __forceinline__ BlockRange n_block_range(const BwdWorkTile& tile, int m_block) const {
+    const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+    const int row_begin = m_block * Config::kBlockM;
+    return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, tile.seqlen_q), Config::kBlockN);
   }
 
-  // The floats of a tile of dQ in shared memory that are this warp's: 16 rows.
-  __device__ __forceinline__ float* own_dq(int row_block) const {
-    return storage.dq + row_block * Config::kDqTile + Config::dq_offset(thread / 32, 0);
+  // This warp's floats of an m_block's dQ in shared memory: 16 rows.
+  __device__ __forceinline__ float* warp_dq(int m_block) const {
+    return storage.dq + m_block * Config::kDqTile + Config::dq_offset(thread / 32, 0);
   }
 
-  // Adds to dQ in shared memory. The first block of keys that the rows see finds nothing there, the last one sends dQ
-  // off.
-  __device__ __forceinline__ void keep(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
-    const BlockRange keys = key_blocks_of(block, at.row_block);
-    float* const own = own_dq(at.row_block);
-    if (block.n_block != keys.begin) add_staged_dq(acc_dq, own, thread % 32);
-    if (block.n_block == keys.end - 1) {
-      send(block, at, acc_dq);
+  // DqLocation::kShared: accumulates in shared memory. The first visible n_block of an m_block overwrites, the last one
+  // stores dQ to global memory.
+  __device__ __forceinline__ void accumulate_dq(const BwdWorkTile& tile, const QStep& at, AccDq& acc_dq) const {
+    const BlockRange n_blocks = n_block_range(tile, at.m_block);
+    float* const warp_sums = warp_dq(at.m_block);
+    if (tile.n_block != n_blocks.begin) add_staged_dq(acc_dq, warp_sums, thread % 32);
+    if (tile.n_block == n_blocks.end - 1) {
+      store_dq(tile, at, acc_dq);
     } else {
-      stage_dq(acc_dq, own, thread % 32);
+      stage_dq(acc_dq, warp_sums, thread % 32);
     }
   }
 
-  // 16 rows of dQ as Elements, through the place of this warp's floats.
-  __device__ __forceinline__ void send(const BwdWorkTile& block, const QStep& at, AccDq& acc_dq) const {
+  // Scales and stores 16 rows of dQ by TMA; the Elements are staged over this warp's own floats.
+  __device__ __forceinline__ void store_dq(const BwdWorkTile& tile, const QStep& at, AccDq& acc_dq) const {
     using namespace cute;
     static_assert(Config::kHeadDim == Config::kAtomCols, "rows of 128 bytes, 16 of them");
     const int lane = thread % 32;
@@ -95,8 +96,8 @@ struct DqWarpgroup {
     for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
     const auto values = convert<Element>(acc_dq);
     const auto pairs = recast<uint32_t>(values);
-    Element* const rows = reinterpret_cast<Element*>(own_dq(at.row_block));
-    __syncwarp();  // all lanes have read their floats
+    Element* const rows = reinterpret_cast<Element*>(warp_dq(at.m_block));
+    __syncwarp();  // all lanes have read the floats that the staged rows overwrite
 #pragma unroll
     for (int i = 0; i < size(pairs); i += 4) {
       Element* const vector = rows + swizzle_offset(Config::kHeadDim, lane % 16, i / 2 + lane / 16);
@@ -106,28 +107,27 @@ struct DqWarpgroup {
     tma_store_fence();
     __syncwarp();
     if (is_first_lane()) {
-      SM90_TMA_STORE_5D::copy(&launch.dq_map, rows, 0, at.row_block * Config::kBlockM + thread / 32 * 16, at.head,
-                              block.batch, 0);
-      tma_store_arrive();
+      store_tile<1, Config::kAtomCols, 16>(launch.dq_map, rows, TmaRows(false, tile.batch, 0, tile.seqlen_q),
+                                           at.m_block * Config::kBlockM + thread / 32 * 16, at.head);
     }
     __syncwarp();
   }
 
-  // At the first block of keys of a head: dQ of the head before has left shared memory, and that of rows that see no
-  // keys is 0.
-  __device__ __forceinline__ void start_head(const BwdWorkTile& block) const {
+  // At n_block 0 of a head: waits until the TMA stores have read the previous head's dQ, and stores zeros for m_blocks
+  // of fully masked rows, which no n_block visits.
+  __device__ __forceinline__ void start_head(const BwdWorkTile& tile) const {
     if (is_first_lane()) cute::tma_store_wait<0>();
     __syncwarp();
-    const int m_blocks = (block.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    for (int row_block = 0; row_block < m_blocks; ++row_block) {
-      if (key_blocks_of(block, row_block).count() > 0) continue;
+    const int m_blocks = (tile.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    for (int m_block = 0; m_block < m_blocks; ++m_block) {
+      if (n_block_range(tile, m_block).count() > 0) continue;
       AccDq zeros;
       cute::clear(zeros);
-      send(block, {block.head_k, row_block}, zeros);
+      store_dq(tile, {tile.head_k, m_block}, zeros);
     }
   }
 
-  // Shared memory outlives the last stores' reading of it.
+  // Shared memory must outlive the reads of the last TMA stores.
   __device__ __forceinline__ void finish() const {
     if (is_first_lane()) cute::tma_store_wait<0>();
   }

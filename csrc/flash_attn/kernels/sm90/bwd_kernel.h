@@ -1,4 +1,4 @@
-// The wgmma backward kernels: the main one over blocks of keys, and the conversion of dQ.
+// The wgmma backward kernels: the main one, a work tile per (n_block, K/V head), and the conversion of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -15,39 +15,39 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
 
-// This warp's 16 rows of dK or dV, this warpgroup's columns, through a tile in shared memory that nobody reads any
-// more.
+// Stores this warp's 16 rows and this warpgroup's columns of dK or dV by TMA, staged in a tile of shared memory that
+// has no readers left.
 template <int kCols, class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
-                                          const CUtensorMap& map, typename Config::Element* tile) {
+                                          const CUtensorMap& map, typename Config::Element* smem_tile) {
   using namespace cute;
   using Element = typename Config::Element;
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  const BwdWorkTile& block = mainloop.block;
+  const BwdWorkTile& tile = mainloop.tile;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   const auto store =
       make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
-  auto staged = mainloop.template own_keys<kCols>(tile, mainloop.column_half());
+  auto staged = mainloop.template local_kv<kCols>(smem_tile, mainloop.column_half());
   copy(Store{}, store.retile_S(values), store.partition_D(staged));
   tma_store_fence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   const int warp_row = 64 * mainloop.key_half() + mainloop.thread / 32 * 16;
   constexpr int kOwnAtoms = kCols / Config::kAtomCols;
-  const TmaRows keys(mainloop.params.is_varlen(), block.batch, block.k_begin, block.seqlen_k);
+  const TmaRows k_rows(mainloop.params.is_varlen(), tile.batch, tile.k_begin, tile.seqlen_k);
 #pragma unroll
   for (int i = 0; i < kOwnAtoms; ++i) {
     const int atom = mainloop.column_half() * kOwnAtoms + i;
-    SM90_TMA_STORE_5D::copy(&map, tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
-                            atom * Config::kAtomCols, block.n_block * Config::kBlockN + warp_row + keys.shift,
-                            block.head_k, keys.outer, keys.origin);
+    SM90_TMA_STORE_5D::copy(&map, smem_tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
+                            atom * Config::kAtomCols, tile.n_block * Config::kBlockN + warp_row + k_rows.shift,
+                            tile.head_k, k_rows.outer, k_rows.origin);
   }
   tma_store_arrive();
 }
 
-// A consumer warpgroup: one block of keys after the other.
+// A consumer warpgroup: pipeline states that persist from one work tile to the next.
 template <class Config>
 struct BwdConsumer {
   const BwdLaunch& launch;
@@ -60,32 +60,32 @@ struct BwdConsumer {
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
       : launch(launch_), storage(storage_), group(group_) {
     if constexpr (Config::kHasDqWarpgroup) {
-      if (group == 1) BwdMainloop<Config>::arrive_at_order_barrier(group);
+      if (group == 1) arrive_at_order_barrier<Config>(group);
     }
   }
 
-  // Gradients of one block of keys and values, and its share of dQ.
-  __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& block) {
-    BwdMainloop<Config> mainloop(launch, storage, block, group, state, kv_state, ds_state);
+  // dK and dV of one n_block, and its contribution to dQ.
+  __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
+    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
-    if (!has_rows || Config::kStagesGradients) mainloop.wait_for_own_stores();  // else the first step has
+    if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
     store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
                                storage.staged_dv());
     __syncwarp();
     store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
                                storage.staged_dk());
     __syncwarp();
-    if constexpr (!Config::kFreesKeysEarly) {
-      mainloop.wait_for_own_stores();
+    if constexpr (!Config::kReleaseKvEarly) {
+      mainloop.wait_for_tma_stores();
       storage.kv_empty[0][0].arrive();
     }
     state = mainloop.state;
     ds_state = mainloop.ds_state;
-    if (has_rows || !Config::kFreesKeysEarly) kv_state.advance();
+    if (has_rows || !Config::kReleaseKvEarly) kv_state.advance();
   }
 
-  // Shared memory outlives the last stores' reading of it.
+  // Shared memory must outlive the reads of the last TMA stores.
   __device__ __forceinline__ void finish() const {
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
   }
@@ -97,59 +97,59 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, so that branches are too
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) {
-        load_statistics<Config>(launch.params, storage, block, state);
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
+        load_statistics<Config>(launch.params, storage, tile, state);
       });
     }
     if (!Config::kSplitsKeys && warp == kDqSemaphoreWarp) {
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) {
-        release_dq_semaphores<Config>(launch.params, storage, block, state);
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
+        release_dq_semaphores<Config>(launch.params, storage, tile, state);
       });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
-        DqReduceWarp<Config> adder{launch.params, storage, warp - kFirstDqReduceWarp};
-        for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { adder.run(block); });
+        DqReduceWarp<Config> dq_reduce_warp{launch.params, storage, warp - kFirstDqReduceWarp};
+        for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
       }
     }
   } else if (Config::kHasDqWarpgroup && warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();
     if constexpr (Config::kHasDqWarpgroup) {
       DqWarpgroup<Config> dq_warpgroup(launch, storage);
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { dq_warpgroup.run(block); });
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_warpgroup.run(tile); });
       dq_warpgroup.finish();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_work_tile(launch, storage, [&](const BwdWorkTile& block) { consumer.compute_dk_dv_1colblock(block); });
+    for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.compute_dk_dv_1colblock(tile); });
     consumer.finish();
   }
 }
 
-// The blocks of keys of a thread block that sums up dQ in shared memory: whole (sequence, head) pairs of a dense batch,
-// one after the other.
+// DqLocation::kShared: a thread block visits all n_blocks of a (sequence, head) pair of a dense batch, then those of
+// the next pair.
 template <class Config, class Visit>
-__device__ __forceinline__ void for_each_key_block(const BwdLaunch& launch, const Visit& visit) {
+__device__ __forceinline__ void for_each_n_block(const BwdLaunch& launch, const Visit& visit) {
   const Flash_bwd_params& params = launch.params;
   for (int index = blockIdx.x; index < params.b * params.h_k; index += gridDim.x) {
-    BwdWorkTile block;
-    block.batch = launch.grid.heads_k.divide(index);
-    block.head_k = index - block.batch * params.h_k;
-    block.seqlen_q = params.seqlen_q;
-    block.seqlen_k = params.seqlen_k;
-    for (; !block.empty(Config::kBlockN); ++block.n_block) visit(block);
+    BwdWorkTile tile;
+    tile.batch = launch.grid.heads_k.divide(index);
+    tile.head_k = index - tile.batch * params.h_k;
+    tile.seqlen_q = params.seqlen_q;
+    tile.seqlen_k = params.seqlen_k;
+    for (; !tile.empty(Config::kBlockN); ++tile.n_block) visit(tile);
   }
 }
 
-// The backward of short dense batches, dQ summed up in shared memory.
+// The backward of short dense batches (DqLocation::kShared): no fp32 dQ in global memory, nothing to clear or convert.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
@@ -163,21 +163,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == kLoadWarp) {
       BwdLoader<Config> loader(launch, storage);
-      for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { loader.run(block); });
+      for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { loader.run(tile); });
     } else if (warp == kStatisticsWarp) {
       PipelineState<Config::kStages> state;
-      for_each_key_block<Config>(
-          launch, [&](const BwdWorkTile& block) { load_statistics<Config>(launch.params, storage, block, state); });
+      for_each_n_block<Config>(
+          launch, [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
     }
   } else if (warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();
     DqWarpgroup<Config> dq_warpgroup(launch, storage);
-    for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { dq_warpgroup.run(block); });
+    for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { dq_warpgroup.run(tile); });
     dq_warpgroup.finish();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_key_block<Config>(launch, [&](const BwdWorkTile& block) { consumer.compute_dk_dv_1colblock(block); });
+    for_each_n_block<Config>(launch, [&](const BwdWorkTile& tile) { consumer.compute_dk_dv_1colblock(tile); });
     consumer.finish();
   }
 }
@@ -191,17 +191,17 @@ __global__ void __launch_bounds__(32 * Config::kDqWarps)
   extern __shared__ __align__(1024) char smem[];
   const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
-  convert_dq<Config>(params, staged, [&](const float* tile) {
+  convert_dq<Config>(params, staged, [&](const float* dq_tile) {
 #pragma unroll
     for (int slice = 0; slice < Config::kDqSlices; ++slice) {
       typename BwdMainloop<Config>::AccDq acc_dq;
-      load_dq<32>(acc_dq, tile + Config::dq_offset(threadIdx.x / 32, slice), threadIdx.x % 32);
+      load_dq<32>(acc_dq, dq_tile + Config::dq_offset(threadIdx.x / 32, slice), threadIdx.x % 32);
 #pragma unroll
       for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
-      auto share = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
-                              make_coord(_0{}, Config::dq_column_slice(threadIdx.x / 128, slice)));
+      auto staged_slice = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
+                                     make_coord(_0{}, Config::dq_column_slice(threadIdx.x / 128, slice)));
       const auto values = convert<Element>(acc_dq);
-      copy(Store{}, store.retile_S(values), store.partition_D(share));
+      copy(Store{}, store.retile_S(values), store.partition_D(staged_slice));
     }
   });
 }

@@ -23,8 +23,8 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   const Matrix matrices[] = {
       {launch.q_map, params.q_ptr, params.q_strides, true, Config::kBlockM, params.d},
       {launch.do_map, params.do_ptr, params.do_strides, true, Config::kBlockM, params.d_v},
-      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN / Config::kKeyParts, params.d},
-      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN / Config::kKeyParts, params.d_v},
+      {launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN / Config::kKvParts, params.d},
+      {launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN / Config::kKvParts, params.d_v},
       {launch.dk_map, params.dk_ptr, params.dk_strides, false, kStoredRows, params.d},
       {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows, params.d_v},
   };

@@ -1,4 +1,5 @@
-// The loading side of the wgmma backward: one warp brings K, V, Q and dO in by TMA, another the statistics of the rows.
+// The producer warps of the wgmma backward: one loads K, V, Q and dO by TMA, one the LSE and softmax_d of the rows, and
+// with 64-key tiles in deterministic mode one releases the dQ semaphores.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -11,129 +12,126 @@
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/clear_rows.h"
 #include "kernels/tma/tensor_map.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
 
 using namespace tma;
 
-// Issued by one lane; the whole warp walks along.
+// The load warp. One lane issues the TMA copies; all lanes run the loop.
 template <class Config>
 struct BwdLoader {
   using Element = typename Config::Element;
 
   const BwdLaunch& launch;
   BwdStorage<Config>& storage;
-  const bool issues;  // this lane
+  const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
   bool is_first = true;
-  uint32_t landed_phase = 0;
+  uint32_t pre_clear_phase = 0;
 
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
-      : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
+      : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
 
-  // kRows rows of kCols columns from `row` on, chunk by chunk, of a tile of kTileRows. Those before row `first` take no
-  // part: they become zeros, so that NaN there never meets the tensor cores.
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
+  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
   template <int kRows, int kCols, int kTileRows = kRows>
   __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                        int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
     constexpr int kAtoms = kCols / Config::kAtomCols;
-    const bool clears = first > row;
-    Barrier& landed = clears ? storage.landed : full;
-    if (issues) {
-      landed.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
-#pragma unroll
-      for (int atom = 0; atom < kAtoms; ++atom) {
-        cute::SM90_TMA_LOAD_5D::copy(&map, &landed.state, static_cast<uint64_t>(hint),
-                                     smem + atom * kTileRows * Config::kAtomCols, atom * Config::kAtomCols,
-                                     row + rows.shift, head, rows.outer, rows.origin);
-      }
+    const bool has_masked_rows = first > row;
+    Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
+    if (is_elected) {
+      tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
+      load_tile<kAtoms, Config::kAtomCols, kTileRows>(map, tma_full, smem, rows, row, head, hint);
     }
-    if (!clears) return;
-    landed.wait(landed_phase);
-    landed_phase ^= 1;
+    if (!has_masked_rows) return;
+    tma_full.wait(pre_clear_phase);
+    pre_clear_phase ^= 1;
     clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
-    if (issues) full.arrive();
+    if (is_elected) full.arrive();
   }
 
-  // The next index, the same in all lanes. With a semaphore, thread blocks take what is left as they get free, in
-  // deterministic mode the first one too: then whoever adds to dQ earlier is at work or done.
+  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
+  // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
   __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
-    const bool is_ordered = launch.params.dq_semaphore_ptr != nullptr;
-    if (first && (semaphore == nullptr || !is_ordered)) return blockIdx.x;
+    const bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
+    if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
-    const int begin = is_ordered ? 0 : gridDim.x;
-    const int fetched = issues ? atomicAdd(semaphore, 1) : 0;
+    const int begin = is_deterministic ? 0 : gridDim.x;
+    const int fetched = is_elected ? atomicAdd(semaphore, 1) : 0;
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
 
-  // Loads the blocks of this thread block, and tells the others which they are.
+  // Fetches, announces (work_full) and loads the work tiles of this thread block.
   __device__ __forceinline__ void run_all() {
-    PipelineState<2> slot;
+    PipelineState<2> work_state;
     int index = fetch(true, 0);
     while (true) {
-      storage.work_empty[slot.stage].wait(slot.phase ^ 1);
-      if (issues) {
-        storage.work[slot.stage] = index;
-        storage.work_full[slot.stage].arrive();
+      storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
+      if (is_elected) {
+        storage.work[work_state.stage] = index;
+        storage.work_full[work_state.stage].arrive();
       }
       __syncwarp();
-      slot.advance();
+      work_state.advance();
       if (index >= launch.grid.blocks) return;
-      const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-      if (!block.empty(Config::kBlockN)) run(block);
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) run(tile);
       index = fetch(false, index);
     }
   }
 
-  // K and V of a block into the L2 cache, while the block before it still uses their buffers.
-  __device__ __forceinline__ void prefetch_keys(const TmaRows& keys, int row, int head) const {
-    if (!issues) return;
+  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
+  __device__ __forceinline__ void prefetch_kv(const TmaRows& k_rows, int row, int head) const {
+    if (!is_elected) return;
 #pragma unroll
     for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
-      for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKeyParts) {
+      for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKvParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
           if (map == &launch.v_map && col >= Config::kHeadDimV) continue;
-          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + keys.shift, head, keys.outer, keys.origin);
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + k_rows.shift, head, k_rows.outer,
+                                                 k_rows.origin);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void load_keys(const TmaRows& keys, int row, int first_key, int head) {
+  __device__ __forceinline__ void load_kv(const TmaRows& k_rows, int row, int first_key, int head) {
     constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
-    constexpr int kRows = Config::kBlockN / Config::kKeyParts;
+    constexpr int kRows = Config::kBlockN / Config::kKvParts;
     const int stage = kv_state.stage;
 #pragma unroll
-    for (int i = 0; i < Config::kKeyParts; ++i) {
+    for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
-                                                     keys, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, first_key, head, kHint);
       load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                      keys, row + first, first_key, head, kHint);
+                                                      k_rows, row + first, first_key, head, kHint);
     }
   }
 
-  __device__ __forceinline__ void run(const BwdWorkTile& block) {
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     using cute::TMA::CacheHintSm90;
     const Flash_bwd_params& params = launch.params;
     const bool is_varlen = params.is_varlen();
-    const TmaRows keys(is_varlen, block.batch, block.k_begin, block.seqlen_k);
-    const TmaRows queries(is_varlen, block.batch, block.q_begin, block.seqlen_q);
-    const Visibility visibility{block.seqlen_q, block.seqlen_k, params.window};
+    const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
+    const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
+    const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
     const int first_row = first_unmasked_row(visibility);
-    const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     if (count == 0) {
-      // Nothing to load, but its dK and dV may leave through the buffers of K and V: the next block has to wait for
-      // that, and the consumers for this warp. Else they may free the buffers before it has seen the block before free
-      // them, and the parity of that has come round again.
-      if constexpr (!Config::kFreesKeysEarly) {
+      // Nothing to load, but dK and dV may be staged in the buffers of K and V: this phase of kv_empty and k_full must
+      // take place all the same. Without it consumers could release kv_empty again before this warp has seen the
+      // previous phase, whose parity would then have wrapped around.
+      if constexpr (!Config::kReleaseKvEarly) {
         storage.kv_empty[0][0].wait(kv_state.phase ^ 1);
-        if (issues) {
+        if (is_elected) {
           storage.k_full[0][0].arrive();
           storage.v_full[0][0].arrive();
         }
@@ -142,18 +140,18 @@ struct BwdLoader {
       return;
     }
     QStep at = order.start();
-    const int key = block.n_block * Config::kBlockN;
-    if (!is_first && Config::kKvStages == 1) prefetch_keys(keys, key, block.head_k);
+    const int key = tile.n_block * Config::kBlockN;
+    if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
     for (int i = 0; i < count; ++i) {
-      const int stage = state.stage, row = at.row_block * Config::kBlockM;
+      const int stage = state.stage, row = at.m_block * Config::kBlockM;
       storage.q_empty[stage].wait(state.phase ^ 1);
-      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], queries, row,
+      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
-      load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], queries, row,
+      load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                                first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_keys(keys, key, first_unmasked_key(visibility), block.head_k);
+      if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);
     }
@@ -161,58 +159,58 @@ struct BwdLoader {
   }
 };
 
-// What the other warps see of BwdLoader::run_all(): visit(BwdWorkTile) for each block that is not empty.
+// The other warps' side of BwdLoader::run_all(): visit(BwdWorkTile) for each work tile that is not empty.
 template <class Config, class Visit>
 __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
                                                    const Visit& visit) {
-  PipelineState<2> slot;
+  PipelineState<2> work_state;
   while (true) {
-    storage.work_full[slot.stage].wait(slot.phase);
-    const int index = __shfl_sync(0xffffffffu, storage.work[slot.stage], 0);
-    storage.work_empty[slot.stage].arrive();
-    slot.advance();
+    storage.work_full[work_state.stage].wait(work_state.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[work_state.stage], 0);
+    storage.work_empty[work_state.stage].arrive();
+    work_state.advance();
     if (index >= launch.grid.blocks) return;
-    const BwdWorkTile block = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-    if (!block.empty(Config::kBlockN)) visit(block);
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) visit(tile);
   }
 }
 
-// The words from which dropout draws in a step, by one warp.
+// The random bits from which a step computes its dropout mask, by one warp.
 template <class Config>
 __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                   const BwdWorkTile& block, const QStep& at, int stage) {
-  const DropoutStream stream = DropoutMask(params.dropout, block.batch, at.head).stream;
+                                                   const BwdWorkTile& tile, const QStep& at, int stage) {
+  const DropoutStream stream = DropoutMask(params.dropout, tile.batch, at.head).stream;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = lane; row < Config::kBlockM; row += 32) {
-    storage.dropout_row_bits[stage][row] = dropout_row(stream, at.row_block * Config::kBlockM + row);
+    storage.dropout_row_bits[stage][row] = dropout_row(stream, at.m_block * Config::kBlockM + row);
   }
 #pragma unroll
   for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
-    storage.dropout_col_bits[stage][pair] = dropout_column_pair(stream, block.n_block * (Config::kBlockN / 2) + pair);
+    storage.dropout_col_bits[stage][pair] = dropout_column_pair(stream, tile.n_block * (Config::kBlockN / 2) + pair);
   }
 }
 
-// The LSE and softmax_d of the rows of each step; rows without keys, by place or by an LSE of either infinity, and
-// those beyond the sequence get an LSE of +inf, which makes their probabilities 0. A step's values are on their way
-// while the buffers of the step are still in use.
+// The statistics warp: LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
+// LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
+// issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                const BwdWorkTile& block, PipelineState<Config::kStages>& state) {
+                                                const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
-  const int first_row = first_unmasked_row({block.seqlen_q, block.seqlen_k, params.window});
+  const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
+  const int first_row = first_unmasked_row({tile.seqlen_q, tile.seqlen_k, params.window});
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
-    const float* const lse = params.softmax_lse_ptr + lse_offset(params, block.batch, at.head, block.q_begin);
-    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, block.batch, at.head, block.q_begin);
+    const float* const lse = params.softmax_lse_ptr + lse_offset(params, tile.batch, at.head, tile.q_begin);
+    const float* const delta = params.softmax_d_ptr + softmax_d_offset(params, tile.batch, at.head, tile.q_begin);
     float lse_log2[kRows], softmax_d[kRows];
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      const int row = at.row_block * Config::kBlockM + 32 * j + lane;
-      const bool valid = row >= first_row && row < block.seqlen_q;
+      const int row = at.m_block * Config::kBlockM + 32 * j + lane;
+      const bool valid = row >= first_row && row < tile.seqlen_q;
       lse_log2[j] = valid ? lse_or_inf(lse[row]) * ScoreMod::kLog2e : INFINITY;
       softmax_d[j] = valid ? delta[row] : 0.0f;
     }
@@ -220,7 +218,7 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
     if constexpr (Config::kVariant != BwdVariant::kPlain) {
-      if (params.has_dropout) store_dropout_bits(params, storage, block, at, state.stage);
+      if (params.has_dropout) store_dropout_bits(params, storage, tile, at, state.stage);
     }
     storage.q_full[state.stage].arrive();
     storage.do_empty[state.stage].wait(state.phase ^ 1);
@@ -232,18 +230,19 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   }
 }
 
-// Deterministic mode, additions from registers: passes the turn at a tile of dQ when all consumers have added to it.
+// The semaphore warp (deterministic mode, reductions from registers): releases the dQ semaphore of a tile when all
+// consumer warps have reduced into it. Waits for dq_added, arrives on dq_released.
 template <class Config>
 __device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                      const BwdWorkTile& block, PipelineState<Config::kStages>& state) {
+                                                      const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   if (params.dq_semaphore_ptr == nullptr) return;
-  const QBlockOrder order = q_block_order(params, block, Config::kBlockM, Config::kBlockN);
+  const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
     storage.dq_added[state.stage].wait(state.phase);
     if (threadIdx.x % 32 == 0) {
-      dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(params, block, at, Config::kBlockM));
+      dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(params, tile, at, Config::kBlockM));
       storage.dq_released[state.stage].arrive();
     }
     __syncwarp();

@@ -1,4 +1,4 @@
-// Shared memory of the wgmma backward: tiles, barriers, and who waits for whom at each of them.
+// Shared memory of the wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,7 @@ using namespace tma;
 struct BwdLaunch {
   Flash_bwd_params params;
   BwdGrid grid;
-  int* tile_count_semaphore;  // null: equal numbers of blocks
+  int* tile_count_semaphore;  // null: static scheduler
   CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
   CUtensorMap dq_map;  // for DqLocation::kShared
 };
@@ -30,56 +30,66 @@ struct BwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
-  // A ring of dS^T of both consumers, for whoever computes dQ. Consumers with the same keys have one each.
+  // kSplitsKeys: a ring of two stages, each with the dS of both consumers. Else: a buffer per consumer.
   alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(1024) float dq[Config::kDqInShared > 0 ? Config::kDqInShared : 1];
-  alignas(1024) Element gradients[Config::kStagesGradients ? Config::kSmemV + Config::kSmemK : 1];
-  alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // beside Q; +inf for rows beyond the sequence
-  alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // beside dO
+  alignas(1024) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
+  alignas(1024) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
+  alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
+  alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
-  // Beside Q, with dropout: the words of the rows, and of the pairs of columns, that their head gives them.
+  // Stages of Q, with dropout: random bits of the rows and of the pairs of columns.
   static constexpr bool kMayDrop = Config::kVariant != BwdVariant::kPlain;
   alignas(16) RandomBits dropout_row_bits[Config::kStages][kMayDrop ? Config::kBlockM : 2];
   RandomBits dropout_col_bits[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
 
-  // full: the bytes of the tile, 1 arrival for them and 1 of each lane that writes statistics. empty: every thread that
-  // read (racecheck does not see that a warp's lanes are ordered before one of them that arrives for all, and eight
-  // arrivals instead of 256 save no time). dq_added: each consumer warp, dq_released: the warp that passes turns.
-  // ds_full: the consumers, ds_empty: who computed dQ. dq_full: those who computed dQ, dq_empty: the warp that adds.
-  // work_full: the loading warp, work_empty: all threads that read it.
-  Barrier k_full[Config::kKvStages][Config::kKeyParts], v_full[Config::kKvStages][Config::kKeyParts];
-  Barrier kv_empty[Config::kKvStages][Config::kKeyParts];
+  // Barrier: arrivals of a phase -> waited for by.
+  // k_full, v_full: load warp (1, plus the TMA bytes) -> consumers, dQ warpgroup (k_full).
+  // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp.
+  // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
+  // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
+  // ds_full: every consumer thread -> the warpgroup that computes dQ. ds_empty: its 128 threads -> consumers.
+  // dq_full: every thread that computed the tile -> DqReduceWarp. dq_empty: DqReduceWarp (1) -> who computes the next.
+  // dq_added: each consumer warp (1) -> semaphore warp. dq_released: semaphore warp (1) -> consumer warps.
+  // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
+  // pre_clear_full: load warp (1, plus the TMA bytes) -> load warp, which clears fully masked rows of the tile before
+  // it arrives on the tile's full barrier.
+  //
+  // Empty barriers count every reading thread: racecheck does not see that a warp's lanes are ordered before one lane
+  // that arrives for all, and 8 arrivals instead of 256 save no time.
+  Barrier k_full[Config::kKvStages][Config::kKvParts], v_full[Config::kKvStages][Config::kKvParts];
+  Barrier kv_empty[Config::kKvStages][Config::kKvParts];
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier dq_added[Config::kStages], dq_released[Config::kStages];
   Barrier work_full[2], work_empty[2];
-  Barrier landed;  // of tiles that the loading warp clears in part, for itself
+  Barrier pre_clear_full;
 
-  int work[2];  // blocks of keys of this thread block: the index of the one under way, and of the next
+  int work[2];  // work tile indices: the current one and the next
 
-  // Tiles in which dK and dV wait to be stored. With dQ in shared memory a consumer's rows are its part of dS^T.
-  static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK, "rows of keys are where theirs of dS^T are");
+  // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
+  static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
+                "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {
-    if constexpr (!Config::kFreesKeysEarly) return k[0];
-    if constexpr (Config::kStagesGradients) return gradients + Config::kSmemV;
-    return Config::kDkBesideDv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
+    if constexpr (!Config::kReleaseKvEarly) return k[0];
+    if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemV;
+    return Config::kDsHoldsDkv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
   }
   __device__ __forceinline__ Element* staged_dv() {
-    if constexpr (Config::kStagesGradients) return gradients;
-    return Config::kFreesKeysEarly ? ds[0] : v[0];
+    if constexpr (Config::kSeparateDkvSmem) return dkv;
+    return Config::kReleaseKvEarly ? ds[0] : v[0];
   }
 
-  // Where the tile of dQ at this place of the ring waits to be added.
+  // The buffer of stage `index` of the dQ tiles that DqReduceWarp reduces.
   __device__ __forceinline__ float* dq_tile(int index) { return dq + index % Config::kDqBuffers * Config::kDqTile; }
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kDqWarpgroup = Config::kHasDqWarpgroup ? 128 : 0;
     for (int i = 0; i < Config::kKvStages; ++i) {
-      for (int part = 0; part < Config::kKeyParts; ++part) {
+      for (int part = 0; part < Config::kKvParts; ++part) {
         k_full[i][part].init(1);
         v_full[i][part].init(1);
-        kv_empty[i][part].init(Config::kConsumers / Config::kKeyParts + kDqWarpgroup);
+        kv_empty[i][part].init(Config::kConsumers / Config::kKvParts + kDqWarpgroup);
       }
     }
     for (int i = 0; i < Config::kStages; ++i) {
@@ -90,7 +100,7 @@ struct BwdStorage {
       dq_added[i].init(Config::kConsumerWarps);
       dq_released[i].init(1);
     }
-    landed.init(1);
+    pre_clear_full.init(1);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
       work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));

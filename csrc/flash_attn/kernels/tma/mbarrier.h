@@ -1,5 +1,5 @@
-// mbarrier in shared memory. Every operation also orders the compiler's memory accesses, because plain loads and stores
-// stand beside the bulk copies that the barriers guard.
+// mbarrier in shared memory. Every operation clobbers memory for the compiler, because plain loads and stores access
+// the buffers that the barriers guard.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Barrier {
     return static_cast<uint32_t>(__cvta_generic_to_shared(&state));
   }
 
-  // By one thread, before fence_init() and a barrier of all threads.
+  // By one thread, followed by fence_init() and a barrier of all threads.
   __device__ __forceinline__ void init(uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
@@ -27,12 +27,12 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
 
-  // Arrives, and lets the phase wait for `bytes` of bulk copies too.
+  // Arrives and adds `bytes` of TMA copies to the transaction count of the phase.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
 
-  // Returns when the phase of this parity is complete.
+  // Waits until the phase of this parity is complete.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
         "{\n\t"
@@ -48,9 +48,9 @@ struct Barrier {
   }
 };
 
-// By every thread that wrote to a buffer of shared memory, before those are told that let bulk copies or wgmma read it;
-// or by the thread that starts the copy, behind its wait for those that wrote.
-// Unlike cute::tma_store_fence() it also keeps the compiler from moving plain stores behind it.
+// Proxy fence between plain stores to a buffer of shared memory and TMA or wgmma that read it: by every thread that
+// wrote, before it signals; or by the thread that issues the copy, after its wait for them.
+// Unlike cute::tma_store_fence() it also keeps the compiler from sinking plain stores below it.
 __device__ __forceinline__ void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace tma

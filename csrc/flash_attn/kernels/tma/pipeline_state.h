@@ -1,4 +1,4 @@
-// A place in a ring of shared memory buffers.
+// Stage and mbarrier phase parity in a ring of shared memory buffers.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,8 @@
 namespace flash {
 namespace tma {
 
-// A consumer waits for `phase`; a producer for the opposite one, so that it finds the buffers free in its first round.
+// Consumers wait for parity `phase` of a full barrier, producers for the opposite parity of an empty one, which a fresh
+// mbarrier passes: all buffers are free at first.
 template <int kStages>
 struct PipelineState {
   int stage = 0;

@@ -1,4 +1,4 @@
-// TMA descriptors of attention matrices: built on the host by one plain function, addressed on the device by rows.
+// TMA descriptors of attention matrices: built on the host by make_tensor_map(), addressed on the device by TmaRows.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 namespace flash {
 namespace tma {
 
-// What a box covers: `cols` columns (128 or 64 bytes, which also sets the swizzle) of `rows` rows.
+// The TMA box: `cols` columns (128 or 64 bytes, which also sets the swizzle mode) of `rows` rows.
 struct TensorMapBox {
   int cols;
   int rows;
@@ -26,7 +26,7 @@ struct TensorMapSource {
   int head_dim;
 };
 
-// `data`: rows of queries or of keys. Columns beyond `head_dim` are read as 0 and not written.
+// `data`: Q-like rows (is_query) or K-like rows. Columns beyond `head_dim` are read as 0 and not written.
 inline TensorMapSource tensor_map_source(const Flash_fwd_params& params, const void* data, const MatrixStrides& strides,
                                          bool is_query, int head_dim) {
   return {data,
@@ -42,7 +42,7 @@ using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's encoder, found at run time so that nothing links against the driver; null where it is missing.
+// cuTensorMapEncodeTiled, looked up at run time so that nothing links against libcuda; null if the driver lacks it.
 inline EncodeTensorMap find_tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};
@@ -56,11 +56,10 @@ inline EncodeTensorMap find_tensor_map_encoder() {
                                                                         : nullptr;
 }
 
-// Axes: (column, row, head, outer, origin). Dense: outer is the batch. Packed: rows are clipped at the end of any
-// sequence, although there is one map for all of them. The row axis has kPackedRows rows and a sequence stands at its
-// end; outer moves by single rows, so that the sequence meets its place in memory; and origin takes the kPackedRows
-// rows off again, by a stride whose multiple passes 2^64. So nothing outside a sequence is read or written, see
-// TmaRows.
+// Axes: (column, row, head, outer, origin). Dense: outer is the batch. Packed: one map for all sequences that still
+// clips rows at the end of each. The row axis has kPackedRows rows and a sequence is addressed at its end, where TMA
+// clips; outer has the stride of one row and moves the axis so that the sequence's last row coincides with its address;
+// origin subtracts kPackedRows rows again, by a stride whose multiple wraps around 2^64. See TmaRows.
 constexpr int kPackedRows = 1 << 30;
 constexpr int kTensorMapAxes = 5;
 
@@ -69,7 +68,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   if (encode == nullptr) return cudaErrorSymbolNotFound;
   constexpr int64_t kAny = 0x7fffffff;
   const int64_t bytes = dtype_bytes(dtype), row_bytes = source.strides.row * bytes;
-  // The stride of an axis of length 1 is never used, and may be anything.
+  // The stride of an axis of length 1 is never used; 16 satisfies the encoder whatever the tensor's is.
   auto stride_of = [](int64_t stride, int64_t length) { return static_cast<cuuint64_t>(length > 1 ? stride : 16); };
   const cuuint64_t lengths[kTensorMapAxes] = {
       static_cast<cuuint64_t>(source.head_dim), static_cast<cuuint64_t>(source.is_packed ? kPackedRows : source.rows),
@@ -91,9 +90,9 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() asked first
 }
 
-// Where the rows of a sequence stand in a tensor map.
+// Coordinates of the rows of a sequence in a tensor map.
 struct TmaRows {
-  int shift;  // row i of the sequence has the coordinate i + shift
+  int shift;  // row i of the sequence has the row coordinate i + shift
   int outer;
   int origin;
 
