@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_3 import _C, _checks
-from flash_attn_3._backward import backward
+from flash_attn_3._backward import backward, gradients
 from flash_attn_3._forward import forward
 
 _FUNCTIONAL = "(flash_attn_with_kvcache and torch.ops.flash_attn_3.fwd write)"
@@ -83,7 +83,7 @@ def _setup_context(ctx, inputs, output):
     out, lse, *scratch = output
     given = dict(zip(_PARAMETERS, inputs))
     ctx.save_for_backward(*inputs[:3], out, lse, *(given[name] for name in _LENGTHS))
-    ctx.options = {name: given[name] for name in _OPTIONS}
+    ctx.options = [given[name] for name in _OPTIONS]
     ctx.forward_only = {name: given[name] for name in _FORWARD_ONLY}
     ctx.mark_non_differentiable(*scratch)
     ctx.set_materialize_grads(False)
@@ -92,10 +92,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dout, dlse, *_):
     _checks.reject_beside("in training", **ctx.forward_only)
     q, k, v, out, lse, *lengths = ctx.saved_tensors
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    backward(dout, q, k, v, out, lse, *grads, *lengths, **ctx.options, dlse=dlse)
+    grads = gradients(torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, *lengths, *ctx.options)
     return (*grads, *[None] * (len(_PARAMETERS) - 3))
 
 

@@ -112,7 +112,10 @@ SCHEMAS = {
         "(Tensor(out!), Tensor)",
     ),
     "get_scheduler_metadata": (
-        [f"int {name}" for name in "batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim headdim_v".split()]
+        [
+            f"int {name}"
+            for name in "batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim headdim_v".split()
+        ]
         + ["ScalarType qkv_dtype", "Tensor seqused_k"]
         + optional("Tensor", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k")
         + ["int? page_size=None", "int max_seqlen_k_new=0", *WINDOW, "int attention_chunk=0", "bool has_softcap=False"]
@@ -381,7 +384,14 @@ def test_packed_queries_over_a_cache(device, form, sinks, value_dim):
         index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
         k, v = (torch.empty_like(x).index_copy(0, index.long(), x) for x in (k, v))
         where = {"cache_batch_idx": index}
-    options = {"cache_seqlens": lengths, "cu_seqlens_q": cu, "max_seqlen_q": 12, "causal": True, "sinks": sinks, **where}
+    options = {
+        "cache_seqlens": lengths,
+        "cu_seqlens_q": cu,
+        "max_seqlen_q": 12,
+        "causal": True,
+        "sinks": sinks,
+        **where,
+    }
     out, lse, *scratch = fa3.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
     assert_accurate(out, exact, plain, "out")
     assert_accurate(lse, exact_lse, plain_lse, "lse")
@@ -442,3 +452,231 @@ def test_new_keys_are_appended(device, through):
     with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected None with new keys"):
         cu = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
         fa3.flash_attn_with_kvcache(q.flatten(0, 1), *caches, *new, cu_seqlens_q=cu, cache_seqlens=lengths)
+
+
+# ---- operators in training ----
+
+TRAINING = {name: CASES[name] for name in ("causal", "masked rows", "head dim of v", "varlen", "varlen, keys in use")}
+
+
+def lengths_of(problem):
+    """cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k of a problem."""
+    return problem.cu_seqlens_q, problem.cu_seqlens_k, None, problem.seqused_k
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("strided", (False, True))
+def test_backward_operators(device, name, strided):
+    """fwd, then bwd and _flash_attn_backward into given gradients, as clients with an autograd of their own do it."""
+    problem = make_problem(TRAINING[name], device)
+    c, lengths, (q, k, v) = problem.case, lengths_of(problem), (problem.q, problem.k, problem.v)
+    out, lse, *scratch = OPS.fwd(q, k, v, None, None, None, None, *lengths[:2], None, *lengths[2:], is_causal=c.causal)
+    check_forward(problem, out, as_flash_attn(lse))
+    assert [x.shape for x in scratch] == [(0,), (0,)]
+    dout, grads = torch.randn_like(out), []
+    for x in (q, k, v):
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), device=device, dtype=x.dtype)
+        grads.append(wide[..., ::2] if strided else wide[..., : x.shape[-1]])
+    results = OPS.bwd(dout, q, k, v, out, lse, *grads, *lengths, None, None, None, c.causal)
+    assert len(results) == 5 and results[0].dtype == torch.float32
+    check_gradients(problem, dout, grads)
+    same = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    softmax_d = fa3._flash_attn_backward(
+        dout, q, k, v, out, lse, *lengths, problem.max_seqlen_q, problem.max_seqlen_k, *same, is_causal=c.causal,
+        deterministic=True,
+    )  # fmt: skip
+    assert softmax_d.shape == results[0].shape
+    check_gradients(problem, dout, same)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_forward_operator_is_differentiable(device, name):
+    problem = make_problem(TRAINING[name], device)
+    leaves = with_leaves(problem)
+    cu_q, cu_k, used_q, used_k = lengths_of(problem)
+    out, lse, *_ = fa3._flash_attn_forward(
+        *leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k,
+        max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k, causal=problem.case.causal,
+    )  # fmt: skip
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    problem.q, problem.k, problem.v = (x.detach() for x in leaves)
+    check_forward(problem, out.detach(), as_flash_attn(lse.detach()))
+    check_gradients(problem, dout, grads, dlse=dlse)
+
+
+@pytest.mark.parametrize("packed", ("queries", "keys", "neither"))
+def test_one_side_packed(device, packed):
+    """A batch of queries over packed keys and the reverse, and batches of which the first rows are in use."""
+    q = torch.randn(3, 10, 4, 32, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(3, 12, 2, 32, device=device, dtype=torch.bfloat16) for _ in range(2))
+    used_q, used_k = [10, 4, 0], [12, 7, 5]
+    as_int = {"dtype": torch.int32, "device": device}
+    options = {"causal": True, "seqused_q": torch.tensor(used_q, **as_int), "seqused_k": torch.tensor(used_k, **as_int)}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    inputs = list(leaves)
+    if packed == "queries":
+        inputs[0], options["cu_seqlens_q"] = q.flatten(0, 1), torch.arange(0, 40, 10, **as_int)
+    if packed == "keys":
+        inputs[1:], options["cu_seqlens_k"] = [k.flatten(0, 1), v.flatten(0, 1)], torch.arange(0, 48, 12, **as_int)
+    out, lse, *_ = fa3._flash_attn_forward(*inputs, **options)
+    assert lse.shape == ((4, 30) if packed == "queries" else (3, 4, 10))
+    rows = [
+        torch.nn.functional.pad(flash_attn.flash_attn_func(
+            q[i : i + 1, :n], k[i : i + 1, :m], v[i : i + 1, :m], causal=True
+        ), (0, 0, 0, 0, 0, 10 - n)) if n else q[i : i + 1] * 0
+        for i, (n, m) in enumerate(zip(used_q, used_k))
+    ]  # fmt: skip
+    expected = torch.cat(rows)
+    assert torch.allclose(out.view_as(expected).float(), expected.float(), atol=2e-2)
+    dout = torch.randn_like(expected)
+    grads = torch.autograd.grad(out, leaves, dout.view_as(out))
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, leaves, dout)):
+        assert torch.allclose(ours.float(), theirs.float(), atol=5e-2)
+
+
+def test_caches_have_no_backward(device):
+    q, k, v, table, cu, lengths = cache_problem(device)
+    out, *_ = fa3._flash_attn_forward(
+        q.requires_grad_(), k, v, cu_seqlens_q=cu, seqused_k=lengths, page_table=table, causal=True
+    )
+    with pytest.raises(NotImplementedError, match="^page_table: expected None in training"):
+        out.sum().backward()
+
+
+def test_forward_mode_is_rejected(device):
+    q = torch.randn(1, 4, 2, 32, device=device, dtype=torch.bfloat16)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            OPS.fwd(dual, q, q)
+
+
+def test_operators_are_sound(device):
+    """torch's own check of schemas, fakes, autograd registration and tracing."""
+    q, k, v = (torch.randn(2, 7, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(fa3._flash_attn_forward, (q, k, v), {"causal": True})
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+    packed = tuple(x.detach()[0].requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(fa3._flash_attn_forward, packed, {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4})
+    out, lse, *_ = OPS.fwd(q.detach(), k.detach(), v.detach())
+    arguments = tuple(x.detach() for x in (out, q, k, v, out, lse))
+    grads = {name: torch.empty_like(q, requires_grad=False) for name in ("dq", "dk", "dv")}
+    torch.library.opcheck(fa3._flash_attn_backward, arguments, grads)
+
+
+def test_compiled(device):
+    """The functions trace whole, rows in use included."""
+    q, k, v = (torch.randn(20, 4, 32, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 8, 20], dtype=torch.int32, device=device)
+    used = torch.tensor([5, 12], dtype=torch.int32, device=device)
+
+    def step(q, k, v):
+        dense = fa3.flash_attn_func(q[None], k[None], v[None], causal=True, return_attn_probs=True)
+        packed = fa3.flash_attn_varlen_func(q, k, v, cu, cu, 12, 12, used, used, causal=True)
+        direct = fa3._flash_attn_forward(q[None], k[None], v[None])[0]
+        return dense[0][0] + packed + direct[0], dense[1]
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        out, lse = function(q, k, v)
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))))
+    for eager, compiled in zip(*results):
+        assert torch.allclose(eager.float(), compiled.float(), atol=5e-2)
+
+
+# ---- clients ----
+
+
+@pytest.fixture
+def torch_fa3():
+    """torch's own client, from 2.10 on: it imports flash_attn_interface and calls the operators by position."""
+    module = pytest.importorskip("torch.nn.attention._fa3")
+    module._fa3_import_module("flash_attn_interface")
+    return module
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_torch_calls_the_operators(device, torch_fa3, packed):
+    problem = make_problem(CASES["varlen" if packed else "causal"], device)
+    q, k, v = problem.q, problem.k, problem.v
+    lengths = (problem.cu_seqlens_q, problem.cu_seqlens_k, problem.max_seqlen_q, problem.max_seqlen_k)
+    lengths = lengths if packed else (None, None, q.shape[1], k.shape[1])
+    given = None if packed else torch.empty_like(q.transpose(1, 2)).transpose(1, 2)  # as SDPA wants its output
+    out, lse = torch_fa3._fa3_run_forward(q, k, v, *lengths, None, True, None, None, None, given)
+    assert packed or out.data_ptr() == given.data_ptr()
+    check_forward(problem, out, as_flash_attn(lse))
+    dout = torch.randn_like(out)
+    grads = torch_fa3._fa3_run_backward(dout, q, k, v, out, lse, *lengths, None, True, -1, -1)
+    check_gradients(problem, dout, grads)
+
+
+@pytest.mark.devices("cuda")
+def test_torch_routes_sdpa_here(hopper, torch_fa3):
+    """activate_flash_attention_impl("FA3"): scaled_dot_product_attention's flash backend, which wants sm_90."""
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+    from torch.nn.attention._registry import restore_flash_attention_impl
+
+    leaves = [torch.randn(2, 4, 130, 64, device=hopper, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    activate_flash_attention_impl("FA3")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            grads = torch.autograd.grad(out, leaves, out.detach())
+    finally:
+        restore_flash_attention_impl()
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(out.transpose(1, 2), expected)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, leaves, expected.detach())):
+        assert torch.allclose(ours, theirs, atol=2e-2)
+
+
+def test_transformer_engine_imports_and_calls(device):
+    """Transformer Engine (d0067d0d) attention/dot_product_attention/backends.py:147-164 and context_parallel.py."""
+    from flash_attn_3.flash_attn_interface import (  # noqa: F401
+        _flash_attn_backward,
+        _flash_attn_forward,
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
+
+    problem = make_problem(CASES["varlen"], device)
+    q, k, v, cu_q, cu_k = problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k
+    options = {"softmax_scale": 0.2, "window_size_left": -1, "window_size_right": 0}
+    forward = (*[None] * 4, cu_q, cu_k, *[None] * 3, problem.max_seqlen_q, problem.max_seqlen_k, *[None] * 9)
+    out, lse, *_ = _flash_attn_forward(q, k, v, *forward, causal=True, **options)
+    check_forward(problem, out, as_flash_attn(lse), scale=0.2)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    dout = torch.randn_like(out)
+    backward = (cu_q, cu_k, None, None, problem.max_seqlen_q, problem.max_seqlen_k, *grads)
+    _flash_attn_backward(dout, q, k, v, out, lse, *backward, is_causal=True, deterministic=True, **options)
+    check_gradients(problem, dout, grads, scale=0.2)
+
+
+def test_diffusers_call(device):
+    """diffusers 0.42.1 models/attention_dispatch.py:788: all by keyword, always with the LSE."""
+    problem = make_problem(DENSE, device)
+    unused = dict.fromkeys(("qv", "q_descale", "k_descale", "v_descale", "softmax_scale", "pack_gqa"))
+    out, lse, *_ = fa3.flash_attn_func(
+        q=problem.q, k=problem.k, v=problem.v, **unused, causal=True, window_size=(-1, -1), attention_chunk=0,
+        softcap=0.0, num_splits=1, deterministic=False, sm_margin=0, return_attn_probs=True,
+    )  # fmt: skip
+    check_forward(problem, out, as_flash_attn(lse))
+    assert lse.permute(0, 2, 1).shape == problem.q.shape[:3]
+
+
+def test_xformers_call(device):
+    """xformers 0.0.35 ops/fmha/flash3.py: keys in pages, their lengths in seqused_k, queries packed or a batch."""
+    q, k, v, table, cu, lengths = cache_problem(device)
+    tail = (12, 48, table, None, None, None, None, None, None, None, None, 32**-0.5, True, -1, -1, 0, 0.0)
+    for queries, cu_q in ((q, cu), (q[:9].view(3, 3, 4, 32), None)):
+        head = (None, None, None, None, cu_q, None, None, None, lengths)
+        out, lse, *_ = OPS.fwd(queries, k, v, *head, *tail, cu_q is not None, None, 1, None, 0)
+        assert out.shape == queries.shape
+        bounds = cu if cu_q is not None else torch.arange(0, 12, 3, dtype=torch.int32)
+        (exact, exact_lse), (plain, _) = by_sequence(queries.reshape(-1, 4, 32), k, v, table, bounds, lengths)
+        assert_accurate(out.flatten(0, -3), exact, plain, "out")
+        lse = lse if cu_q is not None else lse.transpose(0, 1).flatten(1)
+        assert torch.allclose(lse.double(), exact_lse, atol=1e-4)
