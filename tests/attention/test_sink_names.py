@@ -10,6 +10,7 @@ import inspect
 
 import pytest
 import torch
+from transformers_state import keep_loaded_functions
 
 import flash_attn
 
@@ -91,7 +92,7 @@ def test_transformers_passes_the_sinks(device, monkeypatch):
     """Its own code from the states of a layer to the call: signature check, keyword arguments, the function."""
     gates = pytest.importorskip("transformers.modeling_flash_attention_utils")
     monkeypatch.setattr(gates, "is_flash_attn_2_available", lambda: True)  # it wants an installed one, and CUDA
-    monkeypatch.setattr(gates, "_loaded_implementation", None)
+    keep_loaded_functions(gates, monkeypatch)
     (_, varlen, *_), (process, _) = gates.lazy_import_flash_attention("flash_attention_2")
     assert varlen is flash_attn.flash_attn_varlen_func
     assert process.keywords["supports_mapping"]["s_aux"]
