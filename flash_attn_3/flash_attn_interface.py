@@ -60,11 +60,23 @@ def _records_gradients(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, **sequences):
-    """The forward of functions with `out`."""
+def _writes_straight(out, q, k, v, sinks):
+    """Whether the kernels write the result into out: not where they are traced, nor a head dim that is padded."""
+    if out is None:
+        return False
+    arguments.check_tensors(("q", "k", "v", "out"), (q, k, v, out))
     if _records_gradients(q, k, v, sinks, out):
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    arguments.check_tensors(("q", "k", "v", "out"), (q, k, v, out))
+    return q.shape[-1] % 8 == 0 and not torch.compiler.is_compiling()
+
+
+def _copied(out, result, with_lse):
+    """result, (out, lse) or out alone, in the given out."""
+    return (_checks.copied(out, result[0]), result[1]) if with_lse else _checks.copied(out, result)
+
+
+def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, **sequences):
+    """The forward straight into `out`."""
     left, right = arguments.window(window_size)
     out, lse = forward(
         q, k, v, out=out, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right,
@@ -112,12 +124,12 @@ def flash_attn_func(
     """
     _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
     sinks = _sinks(sinks, s_aux, learnable_sink)
-    if out is not None:
+    if _writes_straight(out, q, k, v, sinks):
         return _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs)
     result = flash_attn.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks=sinks
     )  # fmt: skip
-    return _result(result, return_attn_probs)
+    return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -211,7 +223,7 @@ def flash_attn_varlen_func(
     """
     _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
     sinks = _sinks(sinks, s_aux, learnable_sink)
-    if out is not None:
+    if _writes_straight(out, q, k, v, sinks):
         return _forward_into(
             out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
@@ -224,9 +236,11 @@ def flash_attn_varlen_func(
         in_use.gather(q), k, v, in_use.cu_seqlens, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
         window_size, softcap, None, deterministic, return_attn_probs, seqused_k=seqused_k, sinks=sinks,
     )  # fmt: skip
-    if not return_attn_probs:
-        return in_use.scatter(result)
-    return in_use.scatter(result[0]), in_use.scatter(_masked_rows_marked(result[1]), 1)
+    if return_attn_probs:
+        result = (in_use.scatter(result[0]), in_use.scatter(_masked_rows_marked(result[1]), 1))
+    else:
+        result = in_use.scatter(result)
+    return _copied(out, result, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -323,7 +337,7 @@ def _packed_over_cache(
     )  # fmt: skip
     if cu_seqlens_q is None:
         result, lse = result.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    return (result if out is None else out.copy_(result)), lse
+    return _checks.copied(out, result), lse
 
 
 def flash_attn_combine(

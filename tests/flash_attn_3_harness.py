@@ -28,6 +28,7 @@ CASES = {
     "causal": DENSE,
     "masked rows": Case(2, 90, 70, 4, 2, 64, "bfloat16", causal=True),
     "window, softcap": Case(2, 70, 90, 4, 4, 32, "bfloat16", window=(20, 3), softcap=2.0),
+    "padded head dim": Case(2, 30, 50, 4, 2, 36, "bfloat16", causal=True),
     "head dim of v": Case(1, 70, 90, 4, 2, 96, "bfloat16", head_dim_v=64),
     "sinks": Case(2, 70, 90, 4, 2, 64, "bfloat16", causal=True, sinks=True),
     "varlen": Case(4, 70, 90, 4, 2, 64, "bfloat16", kind="packed", causal=True),

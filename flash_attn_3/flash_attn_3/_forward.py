@@ -121,9 +121,7 @@ def _packed(
     if cu_seqlens_q is None:
         result = result.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    if out is not None and not straight:
-        result = out.copy_(result)
-    return result, lse
+    return result if straight else _checks.copied(out, result), lse
 
 
 def as_pages(k, page_table, kv_batch_idx, cu_seqlens_q):

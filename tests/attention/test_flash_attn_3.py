@@ -152,6 +152,9 @@ def test_out_is_written(device, name):
     out = torch.full_like(expected, float("nan"))
     result, same_lse = run(problem, out=out)
     assert result is out and torch.equal(out, expected) and torch.equal(same_lse, lse)
+    for wrong in (expected.new_empty(2, *expected.shape), torch.empty_like(expected, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="^out: expected"):
+            run(problem, out=wrong)
     problem.q = problem.q.requires_grad_()
     with pytest.raises(RuntimeError, match="^out: expected None where gradients are recorded"):
         run(problem, out=out)

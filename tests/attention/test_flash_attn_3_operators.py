@@ -136,3 +136,15 @@ def test_compiled(device):
         results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))))
     for eager, compiled in zip(*results):
         assert torch.allclose(eager.float(), compiled.float(), atol=5e-2)
+
+
+def test_out_compiled(device):
+    q = torch.randn(1, 20, 4, 32, device=device, dtype=torch.bfloat16)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q, out):
+        return fa3.flash_attn_func(q, q, q, causal=True, out=out)
+
+    out = torch.empty_like(q)
+    compiled(q, out)
+    assert torch.equal(out, fa3.flash_attn_func(q, q, q, causal=True))
