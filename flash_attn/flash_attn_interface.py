@@ -79,6 +79,8 @@ _OPTIONS_DOC = """
             independent to the last bit of the other sequences, of their number and of its position among them, whether
             the batch is dense or packed; slower where sequences are few or short. `set_batch_invariant` asks for it
             in all calls.
+        s_aux, learnable_sink: other names of sinks, which clients look for in the signature; keyword only. At most one
+            of the three is given (or the same tensor).
 """
 
 _RESULT_DOC = """
@@ -127,6 +129,8 @@ def flash_attn_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -140,7 +144,7 @@ def flash_attn_func(
     """
     return attend(
         (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip
 
 
@@ -159,6 +163,8 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -170,7 +176,7 @@ def flash_attn_qkvpacked_func(
     """
     return attend(
         (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip
 
 
@@ -190,6 +196,8 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -202,7 +210,7 @@ def flash_attn_kvpacked_func(
     """
     return attend(
         (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip
 
 
@@ -230,6 +238,8 @@ def flash_attn_varlen_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -258,7 +268,7 @@ def flash_attn_varlen_func(
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
     return attend(
         (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip
 
 
@@ -279,6 +289,8 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -293,7 +305,7 @@ def flash_attn_varlen_qkvpacked_func(
     sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip
 
 
@@ -317,6 +329,8 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Tensor | None = None,
     return_max_logit: bool = False,
     batch_invariant: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -331,5 +345,5 @@ def flash_attn_varlen_kvpacked_func(
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
     )  # fmt: skip

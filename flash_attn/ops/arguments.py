@@ -112,6 +112,17 @@ def sinks(value):
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
+def one_of_names(names, values):
+    """The one tensor that is given by any of the names of one argument; None stands for none."""
+    given = [(name, value) for name, value in zip(names, values) if value is not None]
+    check_tensors(*zip(*given))
+    first, tensor = given[0]
+    for name, value in given[1:]:
+        if value is not tensor:
+            raise TypeError(f"{name}: expected None, for {first} is given and both are the same argument, got a Tensor")
+    return tensor
+
+
 def head_dim(name, x):
     """The last size of x, which may have no dimensions: that is the backends' matter."""
     sizes = x.shape

@@ -11,7 +11,7 @@ _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 
 def attend(
     inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False,
+    return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None,
 ):  # fmt: skip
     """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns."""
     names = _NAMES[len(inputs) - 1]
@@ -26,6 +26,8 @@ def attend(
     left, right = arguments.window(window_size)
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
+    if s_aux is not None or learnable_sink is not None:
+        sinks = arguments.one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)

@@ -28,7 +28,7 @@ TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
-KEYWORDS = "*, sinks=None, return_max_logit=False, batch_invariant=False"
+KEYWORDS = "*, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
     "flash_attn_func": f"(q, k, v, {TAIL}, {KEYWORDS})",

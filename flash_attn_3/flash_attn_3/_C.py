@@ -1,0 +1,111 @@
+"""The operators torch.ops.flash_attn_3.{fwd, bwd, fwd_combine, get_scheduler_metadata}, registered by the import.
+
+Clients call them by position and compare their schemas, so these are FlashAttention-3's. Where it returns scratch
+memory there are empty tensors here. `fwd` writes k and v, the cache, where k_new is given; its schema does not say so,
+as that of FlashAttention-3 does not.
+"""
+
+import torch
+
+from flash_attn import flash_attn_combine
+from flash_attn.ops import calls
+from flash_attn_3 import _checks
+from flash_attn_3._backward import backward
+from flash_attn_3._forward import forward, mark_masked_rows
+
+_SCHEMAS = {
+    "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)",
+    "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fwd_combine": "(Tensor out_partial, Tensor lse_partial, Tensor(out!)? out=None, ScalarType? out_dtype=None) "
+    "-> (Tensor(out!), Tensor)",
+    "get_scheduler_metadata": "(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, "
+    "int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, "
+    "int? page_size=None, int max_seqlen_k_new=0, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, bool has_softcap=False, int num_splits=0, bool? pack_gqa=None, "
+    "int sm_margin=0) -> Tensor",
+}
+
+
+def no_scratch(like):
+    """The scratch memory that an operator of FlashAttention-3 returns and none is needed here."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def _fwd(*args):
+    out, lse = forward(*args)
+    return out, lse, no_scratch(lse), no_scratch(lse)
+
+
+def fwd_fake(q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, *_):
+    """Results of `fwd` by shape, dtype and device alone."""
+    result = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return result, lse, no_scratch(lse), no_scratch(lse)
+
+
+def _bwd(*args):
+    softmax_d = backward(*args)
+    return softmax_d, *(no_scratch(softmax_d) for _ in range(4))
+
+
+def softmax_d_fake(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+    """softmax_d by shape, dtype and device alone: (batch, nheads, rows), or (nheads, rows) if anything is packed."""
+    if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        return calls.softmax_d_fake(q, None)
+    if cu_seqlens_q is None:
+        return calls.softmax_d_fake(q.flatten(0, 1), q.new_empty(q.shape[0] + 1))
+    return calls.softmax_d_fake(q, cu_seqlens_q)
+
+
+def _bwd_fake(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, *rest):
+    lengths = (*rest, None, None, None, None)[:4]
+    softmax_d = softmax_d_fake(q, *lengths)
+    return softmax_d, *(no_scratch(softmax_d) for _ in range(4))
+
+
+def _fwd_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    with torch.no_grad():
+        out, lse = flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return out, mark_masked_rows(lse)
+
+
+def _fwd_combine_fake(out_partial, lse_partial, out=None, out_dtype=None):
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or out_partial.dtype)
+    return out, lse_partial.new_empty(lse_partial.shape[1:])
+
+
+def _get_scheduler_metadata(*args, **_):
+    """Nothing has to be scheduled ahead of a call: an empty tensor, which every function here ignores."""
+    seqused_k = args[8]
+    _checks.reject_unsupported(attention_chunk=args[19] if len(args) > 19 else 0)
+    return seqused_k.new_empty(0, dtype=torch.int32)
+
+
+_library = torch.library.Library("flash_attn_3", "DEF")
+
+
+def _register(name, function, fake):
+    _library.define(name + _SCHEMAS[name])
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_attn_3::{name}", fake, lib=_library)
+
+
+_register("fwd", _fwd, fwd_fake)
+_register("bwd", _bwd, _bwd_fake)
+_register("fwd_combine", _fwd_combine, _fwd_combine_fake)
+_register("get_scheduler_metadata", _get_scheduler_metadata, _get_scheduler_metadata)

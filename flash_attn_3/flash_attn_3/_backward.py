@@ -1,0 +1,86 @@
+"""FlashAttention-3's one backward over all forms of q, k and v: into given gradients, and as new ones."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.ops import calls, context
+from flash_attn.ops.attention_args import AttentionBackwardArgs
+from flash_attn_3._rows import RowsInUse, pack
+
+
+def backward(
+    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """softmax_d of `torch.ops.flash_attn_3.bwd`, which writes dq, dk and dv; None: computed and dropped."""
+    context.reject_forward_mode("flash_attn_3.bwd")
+    score = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+    args = _arguments(dout, None, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *score, deterministic)
+    args, restore = _packed(args, seqused_q, seqused_k)
+    if restore is None:
+        return calls.backward_into(args, dq, dk, dv)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (args.q, args.k, args.v)]
+    softmax_d = calls.backward_into(args, *grads)
+    for target, grad in zip((dq, dk, dv), restore(grads)):
+        if target is not None:
+            target.copy_(grad)
+    return softmax_d
+
+
+def gradients(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *options):
+    """(dq, dk, dv) from the gradients of out and LSE, by operators alone: traceable. options: from softmax_scale on."""
+    no_dropout = torch.empty(2, dtype=torch.int64, device=q.device)
+    args = _arguments(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *options)
+    args, restore = _packed(args._replace(rng_state=no_dropout), seqused_q, seqused_k)
+    grads = torch.ops.flash_attn_core.bwd(*args)
+    return grads if restore is None else restore(grads)
+
+
+def _arguments(
+    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right,
+    softcap, deterministic=False,
+):  # fmt: skip
+    return AttentionBackwardArgs(
+        dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, rng_state=None, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, alibi_slopes=None, sinks=None, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0],
+        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, causal=causal,
+        window_left=window_left, window_right=window_right, softcap=softcap, deterministic=deterministic,
+        batch_invariant=is_batch_invariant(),
+    )  # fmt: skip
+
+
+def _packed(args, seqused_q, seqused_k):
+    """(args, restore) with both sides packed, rows in use first; restore: the gradients in the shapes of q, k and v.
+
+    restore is None where nothing has to be rearranged.
+    """
+    one_form = (args.cu_seqlens_q is None) == (args.cu_seqlens_k is None)
+    if one_form and seqused_q is None and seqused_k is None:
+        return args, None
+    (q, cu_q), (k, cu_k) = pack(args.q, args.cu_seqlens_q), pack(args.k, args.cu_seqlens_k)
+    rows_q, rows_k = RowsInUse(cu_q, seqused_q, q.shape[0]), RowsInUse(cu_k, seqused_k, k.shape[0])
+
+    def queries(x):
+        return rows_q.gather(pack(x, args.cu_seqlens_q)[0])
+
+    def keys(x):
+        return rows_k.gather(pack(x, args.cu_seqlens_k)[0])
+
+    def per_row(x):
+        if x is None:
+            return None
+        return rows_q.gather(x if args.cu_seqlens_q is not None else x.transpose(0, 1).flatten(1), 1)
+
+    def restore(grads):
+        inputs = ((args.q, rows_q), (args.k, rows_k), (args.v, rows_k))
+        return [rows.scatter(grad).view(x.shape) for grad, (x, rows) in zip(grads, inputs)]
+
+    packed = args._replace(
+        dout=queries(args.dout), dlse=per_row(args.dlse), q=rows_q.gather(q), k=rows_k.gather(k), v=keys(args.v),
+        out=queries(args.out), lse=per_row(args.lse), cu_seqlens_q=rows_q.cu_seqlens, cu_seqlens_k=rows_k.cu_seqlens,
+        max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0],
+    )  # fmt: skip
+    return packed, restore

@@ -1,0 +1,48 @@
+"""Batches as packed rows, and packed rows of which only the first of each sequence are in use.
+
+Everything here is made of differentiable torch operations whose sizes are known on the host: nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def equal_steps(batch, step, device):
+    """cu_seqlens (batch + 1) of sequences of one length."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * step
+
+
+def pack(x, cu_seqlens):
+    """(x as (total, heads, head_dim), its cu_seqlens): x may be a batch (batch, seqlen, heads, head_dim)."""
+    if cu_seqlens is not None:
+        return x, cu_seqlens
+    return x.flatten(0, 1), equal_steps(x.shape[0], x.shape[1], x.device)
+
+
+class RowsInUse:
+    """The rows in use of packed sequences, put before all others.
+
+    seqused: None (all), or (batch,) integers: how many of the first rows of each sequence are in use, at most its
+    length. Results of rows that are not in use come out as those of rows that belong to no sequence.
+    """
+
+    def __init__(self, cu_seqlens, seqused, total):
+        self.cu_seqlens, self.order = cu_seqlens, None
+        if seqused is None or total == 0 or cu_seqlens.shape[0] == 1:
+            return
+        lengths = torch.minimum(seqused.clamp(min=0), cu_seqlens.diff())
+        rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+        known = sequence.clamp(0, lengths.shape[0] - 1)
+        unused = (sequence != known) | (rows - cu_seqlens[known] >= lengths[known])
+        self.order = torch.argsort(unused.to(torch.int8), stable=True)
+        self.cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def gather(self, x, axis=0):
+        """x with the rows in use first."""
+        return x if self.order is None else x.index_select(axis, self.order)
+
+    def scatter(self, x, axis=0):
+        """The inverse of gather."""
+        return x if self.order is None else torch.empty_like(x).index_copy(axis, self.order, x)

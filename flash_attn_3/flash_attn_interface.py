@@ -1,0 +1,380 @@
+"""FlashAttention-3's public functions, computed by flash_attn: the same arguments, results and conventions.
+
+What holds for all of them is what holds for those of `flash_attn` (dtypes, heads, head dims, positions, errors), but:
+
+softmax_lse  of a fully masked row is -inf here.
+dtypes       8-bit inputs are rejected.
+accepted     and without effect on the result: num_splits, pack_gqa, sm_margin, scheduler_metadata.
+rejected     with NotImplementedError that names it: qv, q_descale, k_descale, v_descale, attention_chunk,
+             cu_seqlens_k_new, rotary_seqlens.
+sinks        (nheads,), also named s_aux and learnable_sink: as in `flash_attn.flash_attn_func`; keyword only.
+out          a tensor for the result, which is returned; keyword only, without gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+import flash_attn
+from flash_attn._types import WindowSize
+from flash_attn.ops import arguments
+from flash_attn_3 import _checks
+from flash_attn_3._C import no_scratch
+from flash_attn_3._forward import as_pages, forward
+from flash_attn_3._operators import _flash_attn_backward, _flash_attn_forward  # noqa: F401
+from flash_attn_3._rows import RowsInUse, pack
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+flash_attn_3_gpu = torch.ops.flash_attn_3
+
+TensorOrTuple = Union[Tensor, Any]
+
+
+def _masked_rows_marked(lse):
+    return torch.nan_to_num(lse, nan=float("nan"), posinf=-float("inf"), neginf=-float("inf"))
+
+
+def _result(result, wanted):
+    """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
+    return (result[0], _masked_rows_marked(result[1])) if wanted else result
+
+
+def _sinks(sinks, s_aux, learnable_sink):
+    if s_aux is None and learnable_sink is None:
+        return sinks
+    return arguments.one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
+
+
+def _records_gradients(*tensors):
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _writes_straight(out, q, k, v, sinks):
+    """Whether the kernels write the result into out: not where they are traced, nor a head dim that is padded."""
+    if out is None:
+        return False
+    arguments.check_tensors(("q", "k", "v", "out"), (q, k, v, out))
+    if _records_gradients(q, k, v, sinks, out):
+        raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
+    return q.shape[-1] % 8 == 0 and not torch.compiler.is_compiling()
+
+
+def _copied(out, result, with_lse):
+    """result, (out, lse) or out alone, in the given out."""
+    return (_checks.copied(out, result[0]), result[1]) if with_lse else _checks.copied(out, result)
+
+
+def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, **sequences):
+    """The forward straight into `out`."""
+    left, right = arguments.window(window_size)
+    out, lse = forward(
+        q, k, v, out=out, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right,
+        softcap=softcap, sinks=None if sinks is None else arguments.sinks(sinks), **sequences,
+    )  # fmt: skip
+    return (out, lse) if wanted else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> TensorOrTuple:
+    """Attention over a batch of sequences of one length; MHA, GQA and MQA.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim)
+        k: (batch, seqlen_k, nheads_k, head_dim)
+        v: (batch, seqlen_k, nheads_k, head_dim_v)
+        softmax_scale, causal, window_size, softcap, deterministic: as in `flash_attn.flash_attn_func`.
+        return_attn_probs: bool. Also return the LSE.
+
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim_v)
+        softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q) float32.
+    """
+    _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
+    sinks = _sinks(sinks, s_aux, learnable_sink)
+    if _writes_straight(out, q, k, v, sinks):
+        return _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    result = flash_attn.flash_attn_func(
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks=sinks
+    )  # fmt: skip
+    return _copied(out, _result(result, return_attn_probs), return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+) -> TensorOrTuple:
+    """`flash_attn_func` with q, k and v in one tensor.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim).
+        num_heads_q: int. Heads of q among those of the second form.
+        All others and the results: as in `flash_attn_func`.
+    """
+    _checks.reject_unsupported(None, q_descale, k_descale, v_descale, attention_chunk)
+    arguments.check_tensors(("qkv",), (qkv,))
+    sinks = _sinks(sinks, s_aux, learnable_sink)
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    if qkv.dim() != 4:
+        return _result(flash_attn.flash_attn_qkvpacked_func(qkv, *options, sinks=sinks), return_attn_probs)
+    if num_heads_q is None:
+        raise TypeError("num_heads_q: expected an int for qkv of 4 dimensions, got None")
+    others = qkv.shape[2] - num_heads_q
+    if others < 0 or others % 2:
+        raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {num_heads_q}")
+    q, k, v = qkv.split([num_heads_q, others // 2, others // 2], dim=2)
+    return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks), return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> TensorOrTuple:
+    """Attention over sequences of different lengths, concatenated without padding.
+
+    Rows of q that belong to no sequence, or are not in use, have output 0 and LSE -inf.
+
+    Arguments:
+        q: (total_q, nheads, head_dim)
+        k: (total_k, nheads_k, head_dim)
+        v: (total_k, nheads_k, head_dim_v)
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn.flash_attn_varlen_func`.
+        seqused_q: int32 (batch,). How many of the first rows of each sequence of q are in use. Costs copies of q and
+            of the result.
+        seqused_k: int32 (batch,). The same for k and v, at no cost; in training it costs copies of them.
+        All others: as in `flash_attn_func`.
+
+    Returns:
+        out: (total_q, nheads, head_dim_v)
+        softmax_lse (with return_attn_probs): (nheads, total_q) float32.
+    """
+    _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
+    sinks = _sinks(sinks, s_aux, learnable_sink)
+    if _writes_straight(out, q, k, v, sinks):
+        return _forward_into(
+            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+        )  # fmt: skip
+    in_use = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
+    if seqused_k is not None and _records_gradients(q, k, v, sinks):
+        keys = RowsInUse(cu_seqlens_k, seqused_k, k.shape[0])
+        k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
+    result = flash_attn.flash_attn_varlen_func(
+        in_use.gather(q), k, v, in_use.cu_seqlens, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+        window_size, softcap, None, deterministic, return_attn_probs, seqused_k=seqused_k, sinks=sinks,
+    )  # fmt: skip
+    if return_attn_probs:
+        result = (in_use.scatter(result[0]), in_use.scatter(_masked_rows_marked(result[1]), 1))
+    else:
+        result = in_use.scatter(result)
+    return _copied(out, result, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> TensorOrTuple:
+    """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q.
+        v_cache: like k_cache, without new keys with a head dim of its own.
+        page_table: int32 (batch, max_pages), the block_table of `flash_attn.flash_attn_with_kvcache`, whose arguments
+            the others are, and whose rules hold.
+        cu_seqlens_q: int32 (batch + 1,). Where each sequence of packed queries begins: prefill and decode in one call.
+            Not with new keys (k, v) or rotary embedding; no more are sinks and another head dim of v_cache.
+        max_seqlen_q: int; not needed.
+        num_splits: int. As there; does not change what is computed.
+
+    Returns:
+        out: (batch, seqlen_q, nheads, head_dim_v), or (total_q, nheads, head_dim_v).
+        with return_softmax_lse: out, softmax_lse (batch, nheads, seqlen_q) or (nheads, total_q) float32, and two empty
+            tensors where FlashAttention-3 has the partial results of its splits.
+    """
+    _checks.reject_unsupported(
+        qv, q_descale, k_descale, v_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens
+    )  # fmt: skip
+    arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    sinks = _sinks(sinks, s_aux, learnable_sink)
+    appends = any(x is not None for x in (k, v, rotary_cos, rotary_sin))
+    if appends:
+        _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q, sinks=sinks)
+    if appends or (cu_seqlens_q is None and sinks is None and v_cache.shape[-1] == q.shape[-1]):
+        result, lse = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0), True,
+            out=out,
+        )  # fmt: skip
+    else:
+        result, lse = _packed_over_cache(
+            q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale,
+            causal, window_size, softcap, sinks, out,
+        )  # fmt: skip
+    if not return_softmax_lse:
+        return result
+    return result, _masked_rows_marked(lse), no_scratch(lse), no_scratch(lse)
+
+
+def _packed_over_cache(
+    q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale, causal,
+    window_size, softcap, sinks, out,
+):  # fmt: skip
+    """(out, lse) of packed queries over the pages of a cache; the rows of a cache without pages are pages too."""
+    rows, cu_rows = pack(q, cu_seqlens_q)
+    page_table, cu_seqlens_k = as_pages(k_cache, page_table, cache_batch_idx, cu_rows)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = cu_rows.new_full((cu_rows.shape[0] - 1,), cache_seqlens)
+    result, lse, _ = flash_attn.flash_attn_varlen_func(
+        rows, k_cache, v_cache, cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1], 0.0,
+        softmax_scale, causal, window_size, softcap, None, False, True, page_table, seqused_k=cache_seqlens,
+        leftpad_k=cache_leftpad, sinks=sinks,
+    )  # fmt: skip
+    if cu_seqlens_q is None:
+        result, lse = result.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    return _checks.copied(out, result), lse
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn.flash_attn_combine`, with LSE -inf where every split masks the row fully."""
+    out, lse = flash_attn.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return out, _masked_rows_marked(lse)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor on the device of cache_seqlens: nothing has to be scheduled ahead of a call here.
+
+    Pass it as scheduler_metadata, or do not. What does plan ahead: `flash_attn.KvCachePlan`.
+    """
+    _checks.reject_unsupported(attention_chunk=attention_chunk)
+    arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
