@@ -46,7 +46,8 @@ inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, 
   check_launch(run_mha_fwd(split, plan, stream), "flash_fwd_kernel", q);
   const bool is_fp16 = plan.dtype == Dtype::kFp16;
   if (plan.num_splits > 1) {
-    check_launch(FP16_SWITCH(is_fp16, [&] { return run_fwd_combine_<kDtype>(split, stream); }), "fwd_merge_kernel", q);
+    check_launch(FP16_SWITCH(is_fp16, [&] { return run_fwd_combine_<kDtype>(split, stream); }), "fwd_combine_kernel",
+                 q);
   }
   if (params.p_ptr != nullptr) {
     check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
