@@ -116,6 +116,22 @@ def test_collective_builder_is_never_included():
     assert [p for p in SOURCES if any("collective_builder" in name for name in includes(p))] == []
 
 
+def test_each_family_applies_score_modifiers_at_one_place():
+    """ScoreMod::apply() in the forwards, grad() in the backward of both families, modified() for S_dmask."""
+    calls = {
+        "kernels/sm80": r"\bScoreMod\(.*\)\s*\.apply\(",
+        "kernels/sm90": r"\bScoreMod::apply<",
+        "kernels/decode": r"(?<!void )\bmodify_packed_scores\(|(?<!Packed)ScoreMod.*\.apply\(",
+        "kernels/common": r"\.grad\(",
+        "kernels/passes": r"\.modified\(",
+    }
+    for layer, call in calls.items():
+        texts = [p.read_text(encoding="utf-8") for p in SOURCES if layer_of(p.relative_to(CSRC).as_posix()) == layer]
+        assert sum(len(re.findall(call, text)) for text in texts) == 1, layer
+    others = [p for p in SOURCES if CSRC / "kernels" / "common" not in p.parents and ".grad(" in p.read_text("utf-8")]
+    assert others == []
+
+
 def test_environment_is_read_under_the_gil():
     """os.environ changes the environment under it; a getenv beside that reads freed memory. The entry points read what
     they need before they release it, in one place."""

@@ -88,7 +88,7 @@ pass_keys skip_k; pass_token arrive_at_order_barrier; pass_turn dq_semaphore_rel
 pass_turn_of release_dq_semaphore; pass_turns release_dq_semaphores; pass_values skip_v; peek_turn dq_semaphore_peek;
 piece_place swizzle_offset; prefers_shared_dq prefers_dq_in_smem; q_place q_state; raise_reference update_row_max;
 raise_references update_row_maxima; read_col_words read_col_bits; right_edges masked_right_count;
-RingIndex PipelineState; row_block_at work_tile_at; row_blocks m_blocks; row_limits col_bounds;
+RingIndex PipelineState; row_block_at work_tile_at; row_blocks m_blocks; row_limits bounds;
 row_order work_tile_order; row_walk q_block_order; row_words row_bits; RowBlock WorkTile; RowLimits ColBounds;
 RowOrder WorkTileOrder; RowStep QStep; RowWalk QBlockOrder; run_beside_dq_group run_beside_dq_warpgroup;
 run_blocks blocks_per_split; run_col_words run_col_bits; run_edges run_masked; run_fwd_merge_ run_fwd_combine_;

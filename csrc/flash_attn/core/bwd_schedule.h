@@ -83,9 +83,10 @@ struct QBlockOrder {
 
 // The value of the dQ semaphore of an m_block at which `n_block`, which visits it, may reduce: the number of visiting
 // n_blocks before it.
-FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Visibility& visibility, int m_block, int n_block, int block_m,
+template <class Mask>
+FLASH_HOST_DEVICE constexpr int dq_semaphore_value(const Mask& mask, int m_block, int n_block, int block_m,
                                                    int block_n) {
-  return n_block - visibility.key_begin(m_block * block_m) / block_n;
+  return n_block - mask.key_begin(m_block * block_m) / block_n;
 }
 
 }  // namespace flash

@@ -15,44 +15,48 @@ struct SkippedBlocks {
   int right = 0;
 };
 
-FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Visibility& visibility, const KvBlockOrder& order,
-                                                         int row_begin, int row_end, int block_n) {
+template <class Mask>
+FLASH_HOST_DEVICE constexpr SkippedBlocks skipped_blocks(const Mask& mask, const KvBlockOrder& order, int row_begin,
+                                                         int row_end, int block_n) {
   const int unmasked = order.unmasked(), count = order.count();
   SkippedBlocks skipped;
   skipped.begin = order.unmasked_steps_end();
-  const int visible_end = (visibility.key_end(row_end - 1) + block_n - 1) / block_n;
+  const int visible_end = (mask.key_end(row_end - 1) + block_n - 1) / block_n;
   const int behind = order.range.end - visible_end;  // negative where a split ends before these blocks
   const int right = behind < 0 ? 0 : behind < count ? behind : count;
   skipped.right = right - (order.first >= count - right);
-  if (visibility.window.left == kUnbounded) return skipped;
+  if (!mask.may_mask_left()) return skipped;
   const int first_row = row_begin < row_end ? row_begin : row_end - 1;
-  const int before = visibility.key_begin(first_row) / block_n - order.range.begin;
+  const int before = mask.key_begin(first_row) / block_n - order.range.begin;
   const int left = before < 0 ? 0 : before < count - right ? before : count - right;
   skipped.left = left - (order.first >= unmasked && order.first < unmasked + left);
   return skipped;
 }
 
 // What a consumer warpgroup needs to know of the order.
+template <class Bounds>
 struct WarpgroupTripCount {
   static constexpr int kNoBlock = -1;
 
   SkippedBlocks skipped;
   int count = 0;  // steps without the ones skipped at the end
-  ColBounds bounds;
+  Bounds bounds;
   int first_to_mask = kNoBlock;  // n_block of step 0 if it may need a mask
   int first_masked_block = 0;    // n_block of the first masked step that is not skipped, if any
 };
 
-FLASH_HOST_DEVICE constexpr WarpgroupTripCount warpgroup_trip_count(const Visibility& visibility,
-                                                                    const KvBlockOrder& order, int row_begin,
-                                                                    int row_end, int block_n) {
-  WarpgroupTripCount steps;
-  steps.skipped = skipped_blocks(visibility, order, row_begin, row_end, block_n);
+template <class Mask>
+FLASH_HOST_DEVICE constexpr WarpgroupTripCount<typename Mask::Bounds> warpgroup_trip_count(const Mask& mask,
+                                                                                           const KvBlockOrder& order,
+                                                                                           int row_begin, int row_end,
+                                                                                           int block_n) {
+  WarpgroupTripCount<typename Mask::Bounds> steps;
+  steps.skipped = skipped_blocks(mask, order, row_begin, row_end, block_n);
   steps.count = order.count() - steps.skipped.right;
-  steps.bounds = col_bounds(visibility, row_begin);
+  steps.bounds = mask.bounds(row_begin);
   const int first = order.block(0), key = first * block_n;
-  const bool masks = masks_right(steps.bounds, visibility.seqlen_k, key + block_n) ||
-                     masks_left(steps.bounds, row_end - row_begin, key);
+  const bool masks =
+      masks_right(steps.bounds, mask.seqlen_k, key + block_n) || masks_left(steps.bounds, row_end - row_begin, key);
   if (masks) steps.first_to_mask = first;
   const int masked_blocks = steps.skipped.begin < steps.count ? steps.skipped.begin : steps.count;
   steps.first_masked_block = order.block(masked_blocks + steps.skipped.left);

@@ -19,11 +19,11 @@ struct TileCoords {
   int key_begin;
 };
 
-template <int kBlockM, int kBlockN, class Scores, class Coords>
-__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Visibility& visibility,
+template <int kBlockM, int kBlockN, class Scores, class Coords, class Mask>
+__device__ __forceinline__ void mask_scores(Scores& scores, const Coords& coords, const Mask& mask,
                                             const TileCoords& tile_coords) {
-  const int row_end = min(tile_coords.row_begin + kBlockM, visibility.seqlen_q);
-  apply_mask(scores, coords, visibility, tile_coords.row_begin, row_end, tile_coords.key_begin,
+  const int row_end = min(tile_coords.row_begin + kBlockM, mask.seqlen_q);
+  apply_mask(scores, coords, mask, tile_coords.row_begin, row_end, tile_coords.key_begin,
              tile_coords.key_begin + kBlockN);
 }
 
@@ -79,8 +79,8 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
 // Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
 // elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
-          class Gradients>
-__device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Visibility& visibility,
+          class Gradients, class Mask>
+__device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Mask& mask,
                                                       const TileCoords& tile_coords, const Coords& coords,
                                                       const Bits& bits, const RowValues& lse_log2,
                                                       const RowValues& softmax_d, Scores& scores, Gradients& dp) {
@@ -98,9 +98,9 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   subtract_softmax_d(dp, softmax_d);
   if (params.has_score_mod) {
     ScoreMod(params, tile_coords.batch, tile_coords.head)
-        .apply_with_derivative(scores, dp, coords, visibility.diagonal(tile_coords.row_begin), tile_coords.key_begin);
+        .grad(scores, dp, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
   }
-  mask_scores<kBlockM, kBlockN>(scores, coords, visibility, tile_coords);
+  mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll
   for (int mi = 0; mi < kRows; ++mi) {

@@ -17,11 +17,11 @@ __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
 // Waits until n_block may reduce into the dQ tile of an m_block. By every thread that reduces. `peeked`: the counter as
 // dq_semaphore_peek() returned it. The fence orders the reductions after those of earlier n_blocks; fence.acquire,
 // where it exists, invalidates the L1 cache and waits for nothing else.
-template <class Config>
-__device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Visibility& visibility,
-                                                     int m_block, int n_block, int64_t dq_tile, int peeked) {
+template <class Config, class Mask>
+__device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& params, const Mask& mask, int m_block,
+                                                     int n_block, int64_t dq_tile, int peeked) {
   const int* const semaphore = params.dq_semaphore_ptr + dq_tile;
-  const int value = dq_semaphore_value(visibility, m_block, n_block, Config::kBlockM, Config::kBlockN);
+  const int value = dq_semaphore_value(mask, m_block, n_block, Config::kBlockM, Config::kBlockN);
   while (peeked != value) peeked = dq_semaphore_peek(semaphore);
 #if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
   asm volatile("fence.acquire.gpu;" ::: "memory");

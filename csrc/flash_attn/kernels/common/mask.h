@@ -3,22 +3,33 @@
 
 #include <cute/tensor.hpp>
 
-#include "core/block_range.h"
+#include "core/visibility.h"
+#include "params/flash.h"
 
 namespace flash {
+
+// The mask of a kernel of this configuration (core/visibility.h). Windows are fields at run time: one type serves all.
+template <class Config>
+using MaskOf = Visibility;
+
+// Of the sequence of a work tile.
+template <class Config, class Tile>
+__device__ __forceinline__ MaskOf<Config> mask_of(const Flash_fwd_params& params, const Tile& tile) {
+  return {tile.seqlen_q, tile.seqlen_k, params.window};
+}
 
 // Masks keys [col_begin, col_end) for `rows` rows with these column bounds. Left and right are tested apart because
 // most masked blocks touch one side only. Columns are compared as distances from the thread's first column, which are
 // compile-time constants.
-template <class Scores, class Coords>
-__device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const ColBounds& bounds, int rows,
-                                           int seqlen_k, int col_begin, int col_end) {
+template <class Scores, class Coords, class Bounds>
+__device__ __forceinline__ void apply_bounds(Scores& scores, const Coords& coords, const Bounds& bounds, int rows,
+                                             int seqlen_k, int col_begin, int col_end) {
   using namespace cute;
   const auto distance = [&](int ni) { return coords.col(ni) - coords.col(0); };
   if (masks_right(bounds, seqlen_k, col_end)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const int limit = min(bounds.end + coords.row(mi), seqlen_k) - col_begin - coords.col(0);
+      const int limit = min(bounds.key_end(coords.row(mi)), seqlen_k) - col_begin - coords.col(0);
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         if (distance(ni) >= limit) scores(mi, ni) = -INFINITY;
@@ -28,7 +39,7 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords,
   if (masks_left(bounds, rows, col_begin)) {
 #pragma unroll
     for (int mi = 0; mi < size<0>(scores); ++mi) {
-      const int limit = bounds.begin + coords.row(mi) - col_begin - coords.col(0);
+      const int limit = bounds.key_begin(coords.row(mi)) - col_begin - coords.col(0);
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         if (distance(ni) < limit) scores(mi, ni) = -INFINITY;
@@ -38,11 +49,10 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords,
 }
 
 // For rows [row_begin, row_end).
-template <class Scores, class Coords>
-__device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const Visibility& visibility,
-                                           int row_begin, int row_end, int col_begin, int col_end) {
-  apply_mask(scores, coords, col_bounds(visibility, row_begin), row_end - row_begin, visibility.seqlen_k, col_begin,
-             col_end);
+template <class Scores, class Coords, class Mask>
+__device__ __forceinline__ void apply_mask(Scores& scores, const Coords& coords, const Mask& mask, int row_begin,
+                                           int row_end, int col_begin, int col_end) {
+  apply_bounds(scores, coords, mask.bounds(row_begin), row_end - row_begin, mask.seqlen_k, col_begin, col_end);
 }
 
 }  // namespace flash

@@ -1,10 +1,14 @@
 // Score modifiers, applied to raw scores before the mask when Flash_fwd_params::has_score_mod: softcap, then ALiBi.
 // Results are in units of log2(e), so that the softmax scale is 1. One run-time branch around each loop.
+//
+// apply(): scores to modified scores, in the forwards. grad(): the same, and dS to the gradient of raw scores, in the
+// backward. Each kernel family calls them at one place, and the tile of scores comes with its coordinates, so that a
+// modifier is written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "core/block_range.h"
+#include "core/softcap_series.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -61,10 +65,15 @@ struct ScoreMod {
     return -slope_log2 * fabsf(static_cast<float>(diagonal - col));
   }
 
-  // apply(), and multiplies `gradients` of the same layout by the derivative of the cap.
+  // One modified score.
+  __device__ __forceinline__ float modified(float score, int diagonal, int col) const {
+    return (softcapped ? cap(score) : score * scale_log2) + bias(diagonal, col);
+  }
+
+  // apply(), and the chain rule on `gradients` of the same layout: times the derivative of the cap; a bias has none.
   template <class Scores, class Gradients, class Coords>
-  __device__ __forceinline__ void apply_with_derivative(Scores& scores, Gradients& gradients, const Coords& coords,
-                                                        int diagonal0, int col0) const {
+  __device__ __forceinline__ void grad(Scores& scores, Gradients& gradients, const Coords& coords, int diagonal0,
+                                       int col0) const {
     using namespace cute;
     if (softcapped) {
 #pragma unroll
@@ -114,8 +123,8 @@ struct ScoreMod {
   // apply() for a warp with registers to spare: softcap by SoftcapSeries if no score of the warp exceeds its bound;
   // ALiBi converts the distance to float once, because a conversion takes as long as an exponential.
   template <Modifiers kModifiers, class Scores, class Coords>
-  __device__ __forceinline__ static void apply_by_warp(const Flash_fwd_params& params, float slope_log2, Scores& scores,
-                                                       const Coords& coords, int diagonal0, int col0) {
+  __device__ __forceinline__ static void apply(const Flash_fwd_params& params, float slope_log2, Scores& scores,
+                                               const Coords& coords, int diagonal0, int col0) {
     using namespace cute;
     constexpr bool kAny = kModifiers == Modifiers::kAny;
     const bool softcapped = kAny ? params.softcap > 0.0f : kModifiers == Modifiers::kSoftcap;

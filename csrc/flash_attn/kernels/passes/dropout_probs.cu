@@ -61,11 +61,6 @@ __device__ const Element* key_row(const Flash_fwd_params& params, const WorkTile
   return at.valid ? base + at.page * params.k_strides.batch + at.row * params.k_strides.row : nullptr;
 }
 
-// The modified score in base-2 units.
-__device__ float logit(const ScoreMod& score_mod, float score, int diagonal, int col) {
-  return (score_mod.softcapped ? score_mod.cap(score) : score * score_mod.scale_log2) + score_mod.bias(diagonal, col);
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_constant__ Flash_fwd_params params) {
   __shared__ float q_tile[kTile][kTile + 1];  // (row, d)
@@ -106,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
     if (row < tile.seqlen_q && col < tile.seqlen_k) {
       const bool visible = col >= visibility.key_begin(row) && col < visibility.key_end(row);
       const float log2_sum = lse[row] * ScoreMod::kLog2e;
-      if (visible) from_float(exp2f(logit(score_mod, score[i], visibility.diagonal(row), col) - log2_sum), result);
+      if (visible) from_float(exp2f(score_mod.modified(score[i], visibility.diagonal(row), col) - log2_sum), result);
       if (!dropout_keeps(mask.stream, row, col, mask.threshold)) make_dropped(result);
     }
     static_cast<Element*>(

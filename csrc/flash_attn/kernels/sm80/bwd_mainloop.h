@@ -13,6 +13,7 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/row_store.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
@@ -43,7 +44,7 @@ struct BwdMainloop {
 
   const Flash_bwd_params& params;
   const BwdWorkTile& tile;
-  const Visibility visibility;
+  const MaskOf<Config> visibility;
   const int first_row;  // rows before it are fully masked and are cleared in shared memory
   const QBlockOrder order;
   const typename Config::RowCopyT copy;
@@ -59,9 +60,9 @@ struct BwdMainloop {
                                          Element* smem_)
       : params(params_),
         tile(tile_),
-        visibility{tile_.seqlen_q, tile_.seqlen_k, params_.window},
+        visibility(mask_of<Config>(params_, tile_)),
         first_row(first_unmasked_row(visibility)),
-        order(q_block_order(params_, tile_, Config::kBlockM, Config::kBlockN)),
+        order(q_block_order(params_, tile_, visibility, Config::kBlockM, Config::kBlockN)),
         copy(params_.d),
         stages(stages_),
         smem(smem_) {

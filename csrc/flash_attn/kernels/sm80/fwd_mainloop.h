@@ -84,7 +84,7 @@ struct FwdMainloop {
 
   const Flash_fwd_params& params;
   const WorkTile& tile;
-  const Visibility visibility;
+  const MaskOf<Config> visibility;
   const BlockRange range;
   const KvLoader<Config> loader;
   const AccumulatorCoords<Config::kWarps> coords;
@@ -96,7 +96,7 @@ struct FwdMainloop {
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, const WorkTile& tile_, Element* smem_)
       : params(params_),
         tile(tile_),
-        visibility{tile_.seqlen_q, tile_.seqlen_k, params_.window},
+        visibility(mask_of<Config>(params_, tile_)),
         range(block_range(visibility, tile_.row_begin, tile_.row_end, Config::kBlockN)),
         loader(params_, tile_),
         smem(smem_) {
@@ -145,7 +145,7 @@ struct FwdMainloop {
 
   // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
   __device__ __forceinline__ void clear_masked_values(int key) const {
-    if (params.window.left == kUnbounded) return;
+    if (!visibility.may_mask_left()) return;
     clear_rows<Config>(min(first_unmasked_key(visibility) - key, Config::kBlockN), smem_v());
   }
 

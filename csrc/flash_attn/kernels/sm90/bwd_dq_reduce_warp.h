@@ -6,6 +6,7 @@
 
 #include "core/bwd_schedule.h"
 #include "kernels/common/dq_semaphore.h"
+#include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/bulk_reduce.h"
 
@@ -23,7 +24,8 @@ struct DqReduceWarp {
   PipelineState<2> state;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order =
+        q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     QStep at = order.start();
     for (int i = 0; i < count; ++i) {
@@ -38,7 +40,7 @@ struct DqReduceWarp {
     const bool is_elected = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
     int* const semaphore = params.dq_semaphore_ptr + dq_tile;
     if (is_elected && is_deterministic) {
-      const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+      const MaskOf<Config> visibility = mask_of<Config>(params, tile);
       dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, dq_semaphore_peek(semaphore));
       fence_before_reductions();
     }

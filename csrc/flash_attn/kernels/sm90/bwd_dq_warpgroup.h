@@ -8,6 +8,7 @@
 #include "core/bwd_schedule.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/dq_tile.h"
+#include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_dq.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/swizzle.h"
@@ -39,7 +40,8 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     if (Config::kDqInSmem && tile.n_block == 0) start_head(tile);
-    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order =
+        q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     if (count == 0) return;
     for (int i = 0; i < Config::kKvParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);
@@ -64,7 +66,7 @@ struct DqWarpgroup {
   }
 
   __device__ __forceinline__ BlockRange n_block_range(const BwdWorkTile& tile, int m_block) const {
-    const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int row_begin = m_block * Config::kBlockM;
     return block_range(visibility, row_begin, min(row_begin + Config::kBlockM, tile.seqlen_q), Config::kBlockN);
   }

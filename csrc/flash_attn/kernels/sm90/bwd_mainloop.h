@@ -12,6 +12,7 @@
 #include "kernels/common/differentiate.h"
 #include "kernels/common/dq_semaphore.h"
 #include "kernels/common/dq_tile.h"
+#include "kernels/common/mask.h"
 #include "kernels/sm90/bwd_dq.h"
 #include "kernels/sm90/bwd_named_barriers.h"
 #include "kernels/sm90/bwd_row_values.h"
@@ -52,7 +53,7 @@ struct BwdMainloop {
   const BwdWorkTile& tile;
   const int group;   // of the consumers
   const int thread;  // of the warpgroup
-  const Visibility visibility;
+  const MaskOf<Config> visibility;
   const QBlockOrder order;
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
@@ -72,8 +73,8 @@ struct BwdMainloop {
         tile(tile_),
         group(group_),
         thread(threadIdx.x % 128),
-        visibility{tile_.seqlen_q, tile_.seqlen_k, launch_.params.window},
-        order(q_block_order(launch_.params, tile_, Config::kBlockM, Config::kBlockN)),
+        visibility(mask_of<Config>(launch_.params, tile_)),
+        order(q_block_order(launch_.params, tile_, visibility, Config::kBlockM, Config::kBlockN)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),

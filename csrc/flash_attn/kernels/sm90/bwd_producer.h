@@ -8,6 +8,7 @@
 #include "core/unmasked.h"
 #include "kernels/common/differentiate.h"
 #include "kernels/common/dq_semaphore.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/clear_rows.h"
@@ -121,9 +122,9 @@ struct BwdLoader {
     const bool is_varlen = params.is_varlen();
     const TmaRows k_rows(is_varlen, tile.batch, tile.k_begin, tile.seqlen_k);
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
-    const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_unmasked_row(visibility);
-    const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order = q_block_order(params, tile, visibility, Config::kBlockM, Config::kBlockN);
     const int count = order.count();
     if (count == 0) {
       // Nothing to load, but dK and dV may be staged in the buffers of K and V: this phase of kv_empty and k_full must
@@ -199,8 +200,9 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
                                                 const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
-  const int first_row = first_unmasked_row({tile.seqlen_q, tile.seqlen_k, params.window});
+  const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+  const QBlockOrder order = q_block_order(params, tile, visibility, Config::kBlockM, Config::kBlockN);
+  const int first_row = first_unmasked_row(visibility);
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
@@ -236,7 +238,8 @@ template <class Config>
 __device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                       const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   if (params.dq_semaphore_ptr == nullptr) return;
-  const QBlockOrder order = q_block_order(params, tile, Config::kBlockM, Config::kBlockN);
+  const QBlockOrder order =
+      q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {

@@ -193,7 +193,7 @@ struct FwdMainloop {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
     }
     auto scores = row_col_view(acc_s);
-    if (!kMaskFirstOnDemand || n_block != WarpgroupTripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
+    if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);
     if constexpr (Config::kHasScoreMod) {
       // Not set_row_max(): with it ptxas orders the softcap loop so that it takes 2.5 % longer.
       float correction[kRows];

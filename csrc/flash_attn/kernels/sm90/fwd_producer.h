@@ -134,7 +134,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
       continue;
     }
     if constexpr (!kMayOverlap) begin();
-    pipeline.commit(tile, order, launch.params.window, split);
+    pipeline.commit(launch.params, tile, order, split);
     pipeline.acquire();
   }
   begin();
@@ -271,10 +271,9 @@ struct FwdProducer {
   // Keys before a window's first visible key, NaN perhaps, share a block with visible ones: their V is cleared. The
   // mask takes care of K.
   __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
-    const Window& window = launch.params.window;
     const int n_block = block_to_load<Config>(work.order, i);
-    const int unmasked_begin_key =
-        window.left == kUnbounded ? 0 : first_unmasked_key({work.tile.seqlen_q, work.tile.seqlen_k, window});
+    const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
+    const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
                                                n_block, work.rows, work.head_k,
                                                unmasked_begin_key - n_block * Config::kBlockN);

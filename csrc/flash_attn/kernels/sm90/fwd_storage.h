@@ -5,6 +5,7 @@
 
 #include "core/softcap_series.h"
 #include "core/trip_count.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/fwd_config.h"
 #include "kernels/tma/mbarrier.h"
@@ -35,6 +36,7 @@ struct alignas(16) Slot {
 template <class Config>
 struct FwdStorage {
   using Element = typename Config::Element;
+  using TripCount = WarpgroupTripCount<typename MaskOf<Config>::Bounds>;
 
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
@@ -62,7 +64,7 @@ struct FwdStorage {
   Barrier tile_full[kTileSlots], trip_count_full[kTileSlots], tile_empty[kTileSlots];
   Slot<WorkTile> tile[kTileSlots];  // an empty tile ends the kernel
   Slot<KvBlockOrder> order[kTileSlots];
-  Slot<WarpgroupTripCount> steps[kTileSlots][Config::kWarpGroups];
+  Slot<TripCount> steps[kTileSlots][Config::kWarpGroups];
   int split[kTileSlots];  // index of the KV split
   ShortSoftcapSeries short_series;
 
@@ -94,10 +96,12 @@ struct FwdStorage {
 // masked for the warpgroup's rows. The first block is always computed.
 template <class Config>
 struct FwdWork {
+  using TripCount = typename FwdStorage<Config>::TripCount;
+
   WorkTile tile;
   KvBlockOrder order;
-  WarpgroupTripCount steps;  // of the warpgroup's rows
-  int split = 0;             // index of the KV split
+  TripCount steps;  // of the warpgroup's rows
+  int split = 0;    // index of the KV split
 
   // Steps without the blocks skipped at the end.
   __device__ __forceinline__ int count() const { return Config::kNoMask ? order.count() : steps.count; }
@@ -107,9 +111,6 @@ struct FwdWork {
   __device__ __forceinline__ int second() const { return steps.skipped.begin > 1 ? 1 : 1 + steps.skipped.left; }
 
   __device__ __forceinline__ bool exists() const { return !tile.empty(); }
-  __device__ __forceinline__ Visibility visibility(const Window& window) const {
-    return {tile.seqlen_q, tile.seqlen_k, window};
-  }
 };
 
 // Work pipeline of a consumer group: the scheduler warp commits tiles, the other warps wait for and release them. The
@@ -124,8 +125,8 @@ struct WorkPipeline {
   // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void commit(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
-                                         int split) {
+  __device__ __forceinline__ void commit(const Flash_fwd_params& params, const WorkTile& tile,
+                                         const KvBlockOrder& order, int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
       storage.tile[state.stage].value = tile;
@@ -135,10 +136,9 @@ struct WorkPipeline {
     }
     if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {
-        const Visibility visibility{tile.seqlen_q, tile.seqlen_k, window};
         const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
         storage.steps[state.stage][lane].value =
-            warpgroup_trip_count(visibility, order, first_row, row_end, Config::kBlockN);
+            warpgroup_trip_count(mask_of<Config>(params, tile), order, first_row, row_end, Config::kBlockN);
       }
       storage.trip_count_full[state.stage].arrive();
     }

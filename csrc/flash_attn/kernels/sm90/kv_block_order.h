@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/block_range.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/fwd_config.h"
 #include "kernels/sm90/fwd_launch_params.h"
@@ -18,12 +19,12 @@ template <class Config>
 __device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, const WorkTile& tile, int split = 0,
                                                        int splits = 1) {
   const Flash_fwd_params& params = launch.params;
-  const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
+  const MaskOf<Config> visibility = mask_of<Config>(params, tile);
   KvBlockOrder order{block_range(visibility, tile.row_begin, tile.row_end, Config::kBlockN)};
   if constexpr (Config::kSplitKv) order.range = split_range(order.range, split, splits);
   if constexpr (Config::kHasScoreMod) {
     if (order.count() == 0) return order;
-    const int row = tile.row_begin + (params.window.right == kUnbounded ? Config::kBlockM / 2 : 0);
+    const int row = tile.row_begin + (visibility.may_mask_right() ? 0 : Config::kBlockM / 2);
     order.start_at(min(max(visibility.diagonal(row) / Config::kBlockN, order.range.begin), order.range.end - 1));
   } else if constexpr (Config::kAlignUnmasked) {
     order.align_unmasked(launch.unmasked_blocks);

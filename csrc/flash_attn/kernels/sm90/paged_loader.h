@@ -136,7 +136,7 @@ struct PagedLoader {
       const int head = launch.group.divide(tile.head);
       const bool fits = launch.page_box_rows > 0 && tile.k_begin % launch.page_box_rows == 0;
       // Of the whole sequence, not of this tile's window: load_rows() is slower than boxes.
-      const int unmasked_begin_key = first_unmasked_key(work.visibility(params.window));
+      const int unmasked_begin_key = first_unmasked_key(mask_of<Config>(params, work.tile));
       for (int i = 0; i < work.order.count(); ++i) {
         const int key = block_to_load<Config>(work.order, i) * Config::kBlockN;
         if (fits && key >= unmasked_begin_key && key + Config::kBlockN <= tile.seqlen_k) {
