@@ -1,5 +1,5 @@
-// The pybind11 module flash_attn_2_cuda: entry points, and the dispatch to the instantiations of the kernels. A call is
-// checked, then api/forward.h or api/backward.h carries it out: set_params -> plan -> allocate -> launch -> return.
+// The pybind11 module flash_attn_2_cuda: entry points, and the dispatch to the instantiations of the kernels. After the
+// checks api/forward.h or api/backward.h runs the call: set_params -> plan -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -37,7 +37,7 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_split_params& params, const plan:
     if constexpr (kHeadDim == kPair.head_dim) {
       return run_mha_fwd_wgmma_<kDtype, kHeadDim, kPair.value_dim()>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;  // in no plan
+    return cudaErrorInvalidValue;  // no plan has this
   } else {
     if constexpr (kHeadDim >= plan::kLeastWgmmaHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
@@ -62,7 +62,7 @@ cudaError_t run_mha_bwd_family(const Flash_bwd_params& params, const plan::BwdPl
     if constexpr (kHeadDim == kPair.head_dim) {
       return run_mha_bwd_wgmma_<kDtype, kHeadDim, kPair.value_dim()>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;  // in no plan
+    return cudaErrorInvalidValue;  // no plan has this
   } else {
     if constexpr (plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_bwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
@@ -84,15 +84,15 @@ namespace {
 
 // ---- entry points ----
 
-// S_dmask is padded to multiples of 128, as FlashAttention-2 does. A maximum length that a caller names may be loose:
-// no sequence is longer than kMaxLength.
+// S_dmask is padded to multiples of 128, as in FlashAttention-2. The caller's maximum length may be loose: no sequence
+// is longer than kMaxLength.
 int probability_rows(int64_t max_seqlen) {
   constexpr int64_t kProbabilityTile = 128;
   const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
   return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
 }
 
-// Of both passes: what decides how sequences are laid out.
+// Dense or packed: the sequences of a call, in the forward and the backward.
 template <class Params>
 Params dense_sequences(int64_t batch, bool batch_invariant) {
   Params params;
@@ -110,7 +110,7 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
   return params;
 }
 
-// What the arguments of an entry point come to: the call's results, or its plan.
+// An entry point returns its results, or its plan for explain().
 using Tensors = std::vector<at::Tensor>;
 
 template <class Result>
@@ -283,7 +283,7 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 
-// Of every entry point that launches: what needs the GIL first, then without it.
+// Of every entry point: reads the environment under the GIL, then releases it.
 struct CallGuard {
   CallEnvironment environment;
   py::gil_scoped_release release;

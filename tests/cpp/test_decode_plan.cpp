@@ -1,4 +1,4 @@
-// Plans of attention against a KV cache: a table of calls with what runs them, and what holds for all sizes.
+// Plans of attention over a KV cache: a table of calls and their plans, and rules for all sizes.
 #include <algorithm>
 #include <string>
 
@@ -125,7 +125,7 @@ flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
   return forward;
 }
 
-// Where many query rows go.
+// Many query rows: which kernels take them.
 void check_chunks() {
   DecodeProblem problem{1, 2048, 32, 8, 128, 16384};
   problem.options.seqlen_new = 2048;
@@ -162,7 +162,7 @@ void check_chunks() {
   stays("16 packed rows");
 }
 
-// Options may choose kernels, never where a schedule that was made without them cuts.
+// Options may choose kernels, but must not move the split points of a schedule that was made without them.
 void check_schedule_does_not_depend_on_options() {
   for (int seqlen_q : {1, 5, 300}) {
     for (int num_splits : {0, 1, 4}) {
@@ -235,7 +235,7 @@ void check_tiles() {
   }
 }
 
-// Any number of splits: more than there are key blocks are as many as there are, and the plan is the same.
+// Any number of splits: more than there are n_blocks make one split per n_block, and the plan is the same.
 void check_many_splits() {
   using namespace flash::plan;
   for (const Device& device : kDevices) {
@@ -257,7 +257,7 @@ void check_many_splits() {
   }
 }
 
-// Sizes as large as their types: refused, or counted without overflow.
+// Sizes up to the limits of their types: rejected, or counted without overflow.
 void check_large_plans() {
   using namespace flash::plan;
   constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
@@ -282,7 +282,7 @@ void check_large_plans() {
   }
 }
 
-// The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
+// The number of CTAs follows the capacity where some would be launched idle; the CTA ranges must not.
 void check_allocation_does_not_matter() {
   using namespace flash::plan;
   for (int num_splits : {0, 1, 7}) {
@@ -299,7 +299,7 @@ void check_allocation_does_not_matter() {
   }
 }
 
-// Equal lengths: no tile is cut where some nine tenths of the thread blocks can have whole tiles each.
+// Equal lengths: no tile is split where some nine tenths of the CTAs can have whole tiles each.
 void check_whole_tiles() {
   using namespace flash::plan;
   struct Expected {
@@ -322,13 +322,13 @@ void check_whole_tiles() {
   }
 }
 
-// Equal lengths: thread blocks are launched in pairs only where stretches are halves of tiles up to some length.
+// Equal lengths: 2-CTA clusters only where CTA ranges are halves of tiles up to some length.
 void check_pairs() {
   using namespace flash::plan;
   struct Expected {
     int batch, heads_k;
     bool in_clusters;
-    int most_keys;  // of which a tile is cut into halves
+    int most_keys;  // most keys whose tile is split into halves
   };
   for (const Expected& expected :
        {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},

@@ -1,4 +1,4 @@
-// Which family serves a call, and the tiles of the wgmma family against the limits of its GPU.
+// Which family runs a call, and the tiles of the wgmma family against the limits of its GPU.
 #include <string>
 
 #include "check.h"
@@ -42,7 +42,7 @@ void check_choice() {
   }
 }
 
-// The kernels for one wave of row tiles, and those for more.
+// The kernels for one wave of m_blocks, and those for more.
 void check_one_wave() {
   for (int64_t row_tiles : {1, 132, 133, 1000}) {
     const FamilyQuery query{90, 128, row_tiles, 132, false, 1, 1, 2048, 2048};
@@ -101,7 +101,7 @@ void check_measured() {
   }
 }
 
-// The same where the wgmma family may share the keys out, as calls without dropout have it.
+// The same where wgmma may split the keys, as in calls without dropout.
 FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
   query.split_kv_tiles = query.row_tiles;
@@ -160,7 +160,7 @@ void check_backward_choice() {
   }
 }
 
-constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // of which the sanitizers need some
+constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // headroom that the sanitizers need
 
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   const int bytes = flash::plan::sm90_bwd_smem_bytes(tile, true, false, flash::Dtype::kBf16);
@@ -168,7 +168,7 @@ void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   check::that((tile.block_n == 128 || tile.block_n == 64) && tile.block_m == 64, "two consumers", tile.head_dim);
 }
 
-// With dQ of all rows there are no bytes to spare for the sanitizers.
+// With dQ of all rows there is no headroom for the sanitizers.
 void check_shared_dq_tile() {
   const int bytes = flash::plan::sm90_bwd_smem_bytes(flash::plan::kSm90SharedDqTile, false, true, flash::Dtype::kBf16);
   check::that(bytes <= kSmemBytes, "shared memory of the backward with dQ", bytes);

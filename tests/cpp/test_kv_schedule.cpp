@@ -1,5 +1,5 @@
-// The line of work on a KV cache: every block of every tile is done once, cuts are where they may be, and partial
-// results have slots of their own.
+// The stream-K schedule: every n_block of every tile is computed once, split points are where the rule permits, and
+// partial results have slots of their own.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -29,7 +29,7 @@ bool may_cut(const SplitPoints& split_points, const Tile& tile, int offset) {
   }
 }
 
-// The kernel's way to find a segment where tiles are cut anywhere or nowhere, in both widths.
+// The kernel's span under kAnywhere and kWhole, in both widths.
 void check_free_segment(const SplitPoints& split_points, const Tile& tile, int64_t share, int index,
                         const BlockSpan& expected) {
   if (split_points.rule != SplitRule::kAnywhere && split_points.rule != SplitRule::kWhole) return;
@@ -66,7 +66,7 @@ void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share
     check::that(parts <= split_points.value, "number of parts", parts, split_points.value);
 }
 
-// Free cuts: both stretches of a pair know of a half, and have nothing else.
+// kAnywhere: both CTAs of a cluster agree on their halves, and have nothing else.
 void check_halves(const SplitPoints& split_points, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
   for (int pair = 0; 2 * pair + 1 < thread_blocks; ++pair) {
     for (const Tile& tile : tiles) {
@@ -105,7 +105,7 @@ void check_line(std::mt19937& random) {
   std::set<int> slots;
   for (const Tile& tile : tiles) check_tile(split_points, tile, share, thread_blocks, slots);
   if (split_points.rule == SplitRule::kAnywhere) check_halves(split_points, tiles, share, thread_blocks);
-  // A merge is found by the first stretch that begins inside of the tile.
+  // The combine finds a split tile by the first CTA boundary inside it.
   for (const Tile& tile : tiles) {
     int found = 0;
     for (int index = 1; index < thread_blocks; ++index) {
@@ -118,7 +118,7 @@ void check_line(std::mt19937& random) {
   }
 }
 
-// Lines as long as 32 bits allow, and beyond: no product or sum passes the type (-fsanitize=undefined).
+// Linearised work as long as 32 bits allow, and longer: no product or sum overflows (-fsanitize=undefined).
 void check_long_lines(std::mt19937& random) {
   auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
   for (int i = 0; i < 20000; ++i) {
@@ -129,7 +129,7 @@ void check_long_lines(std::mt19937& random) {
     const int count = static_cast<int>(1 + below(most));
     const Tile tile{0, count, below(total - count + 1)};
     const SplitPoints split_points{i % 5 ? SplitRule::kAnywhere : SplitRule::kWhole, static_cast<int>(below(1 << 20))};
-    // A stretch that begins beyond the line is never asked for its segments.
+    // A CTA whose range begins beyond the work never asks for a span.
     const int index = static_cast<int>(below((total - 1) / share + 1));
     check_free_segment(split_points, tile, share, index,
                        flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index));

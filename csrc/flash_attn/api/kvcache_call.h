@@ -1,4 +1,4 @@
-// The arguments of a call against a KV cache, by name.
+// The arguments of a call over a KV cache, by name.
 #pragma once
 
 #include <ATen/core/Tensor.h>

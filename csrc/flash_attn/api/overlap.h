@@ -1,5 +1,5 @@
-// What a call writes must be memory of its own: no element twice, and none that the call reads.
-// flash_attn/cpu/overlap.py is the twin for CPU tensors.
+// What a call writes must not overlap itself, nor what the call reads. flash_attn/cpu/overlap.py is the twin for CPU
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,7 +43,7 @@ struct Operand {
 
 using Operands = std::initializer_list<Operand>;
 
-// All of them have passed the checks of their shapes. Costs nothing where nothing is given to write to.
+// All of them have passed the checks of their shapes. Costs nothing where no output is given.
 inline void check(Operands written, Operands read) {
   const auto is_given = [](const Operand& operand) { return operand.tensor != nullptr; };
   if (std::none_of(written.begin(), written.end(), is_given)) return;

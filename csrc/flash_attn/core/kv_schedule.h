@@ -1,8 +1,7 @@
-// How the work on a KV cache is shared out. The key blocks of all tiles stand in one line: sequences, their row tiles,
-// the K/V heads of these, and the blocks of keys that the tile visits. Every thread block takes an equal stretch of the
-// line; a tile that a stretch cuts leaves partial results, which are merged afterwards. Lengths are only known on the
-// device, so the host decides the number of thread blocks and nothing else. tests/cpp checks the arithmetic by brute
-// force.
+// Stream-K schedule of attention over a KV cache. The n_blocks of all tiles are linearised: sequences, their row tiles,
+// the K/V heads of these, and the n_blocks that the tile visits. Every CTA takes an equal range of them; a tile that a
+// CTA range splits leaves partial results, which are combined afterwards. Lengths are only known on the device, so the
+// host decides the number of CTAs and nothing else. tests/cpp checks the arithmetic by brute force.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +11,11 @@
 
 namespace flash {
 
-// Where a tile may be cut.
+// Where a tile may be split.
 enum class SplitRule : int {
-  kAnywhere,  // between any two blocks, but tiles of at most `value` blocks stay whole
-  kParts,     // into at most `value` parts of equal size
-  kChunks,    // where the block index is a multiple of `value`
+  kAnywhere,  // between any two n_blocks, but tiles of at most `value` n_blocks are not split
+  kParts,     // into at most `value` splits of equal size
+  kChunks,    // where the n_block is a multiple of `value`
   kWhole      // nowhere
 };
 
@@ -24,7 +23,8 @@ struct SplitPoints {
   SplitRule rule = SplitRule::kWhole;
   int value = 0;
 
-  // The first permitted cut at or after `offset` of a tile of `count` blocks whose first block is `first_block`.
+  // The first permitted split point at or after `offset` of a tile of `count` n_blocks whose first one is
+  // `first_block`.
   FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
     if (offset <= 0) return 0;
     if (offset >= count || rule == SplitRule::kWhole) return count;
@@ -40,7 +40,7 @@ struct SplitPoints {
   }
 };
 
-// Blocks [from, to) of a tile, counted from its first one.
+// n_blocks [from, to) of a tile, counted from its first one.
 struct BlockSpan {
   int from = 0;
   int to = 0;
@@ -52,13 +52,13 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int64_t offset, int count) {
   return offset < 0 ? 0 : offset > count ? count : static_cast<int>(offset);
 }
 
-// In 32 bits a maximum and a minimum take an instruction each.
+// In 32 bits the minimum and the maximum are one instruction each.
 FLASH_HOST_DEVICE constexpr int clamp_offset(int offset, int count) {
   const int from_zero = offset > 0 ? offset : 0;
   return from_zero < count ? from_zero : count;
 }
 
-// What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
+// What CTA `index` computes of the tile at [tile_begin, tile_begin + count) of the linearised work.
 FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
                                                  int64_t tile_begin, int64_t share, int index) {
   BlockSpan segment;
@@ -67,8 +67,8 @@ FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points
   return segment;
 }
 
-// block_span() of a tile that is cut anywhere or nowhere. Place: int64_t, or int in a line of fewer than
-// kMostShortPlaces places, which takes half of the instructions.
+// block_span() for SplitRule::kAnywhere and kWhole. Place: int64_t, or int where the linearised work has fewer than
+// kMostShortPlaces n_blocks, which takes half the instructions.
 constexpr int kMostShortPlaces = 1 << 30;
 
 template <class Place>
@@ -80,43 +80,43 @@ FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(const SplitPoints& split_p
   return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
 }
 
-// Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
-// where thread blocks are launched in pairs, these two merge it.
+// Whether a span is half of its tile and the CTA ranges 2 i and 2 i + 1 that have the tile hold nothing else: in a
+// launch of 2-CTA clusters, the two combine it through DSMEM.
 FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& segment, int count, int64_t share, int index) {
   return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
 }
 
-// Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
-// leaves at most one other tile unfinished (slot 1).
+// Workspace slot of a partial result: a CTA range begins inside at most one tile (slot 0), and leaves at most one other
+// tile unfinished (slot 1).
 FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
   return 2 * index + (segment.from == 0 ? 1 : 0);
 }
 
-// Blocks of the line for each thread block.
+// n_blocks of each CTA range.
 FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
   const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
   return share > min_blocks_per_cta ? share : min_blocks_per_cta;
 }
 
-// The combine of tiles that were cut anywhere. A warp reads so many parts of a row at once; where a tile has more of
-// them, all warps of a thread block add up parts of one row, else each has a row of its own. Sizes by reference: a
-// kernel reads its parameters where it uses them.
+// Combine after SplitRule::kAnywhere. A warp loads this many partial results of a row at a time; where a tile has more,
+// all warps of a CTA add up one row, else each has a row of its own. Sizes by reference: a kernel loads its parameters
+// where it uses them.
 constexpr int kCombineLoads = 8;
 constexpr int kCombineWarps = 4;
 
 FLASH_HOST_DEVICE constexpr int kv_combine_rows(const bool& one_row) { return one_row ? 1 : kCombineWarps; }
 
-// Thread blocks of a tile, or of a place where one may have been cut.
+// CTAs of a tile, or of a CTA boundary that may split one.
 FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bool& one_row) {
   return (slot_rows + kv_combine_rows(one_row) - 1) / kv_combine_rows(one_row);
 }
 
-// Few tiles: those of a dense batch have their thread blocks each; else each place where a stretch begins has.
+// Few tiles: in a dense batch each has CTAs of its own in the combine; else each CTA boundary has.
 FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& heads_k, const int& thread_blocks) {
   return static_cast<int64_t>(items) * heads_k < thread_blocks;
 }
 
-// Thread blocks of the combine.
+// CTAs of the combine.
 constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
                                   int slot_rows, bool one_row) {
   const int64_t tiles = static_cast<int64_t>(items) * heads_k;
@@ -125,22 +125,22 @@ constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
-// A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.
+// A schedule made ahead for all layers of a step (KvCachePlan): header, then one entry per CTA.
 struct SchedHeader {
   int64_t share = 1;
   int64_t total = 0;
 };
 
 struct SchedEntry {
-  int64_t item_begin = 0;  // place in the line of the item in which the stretch begins
-  int item = 0;            // sequence * row tiles + row tile; items that do not exist begin no stretch
+  int64_t item_begin = 0;  // offset in the linearised work of the work item in which the CTA range begins
+  int item = 0;            // sequence * row tiles + row tile; the number of work items where the CTA range is empty
   int padding = 0;
 };
 
-// What a request's lengths say. Requests that do not fit have no keys.
+// What a request's lengths say. Without `fits` the request has no keys.
 struct KvLengths {
-  int first_row = 0;  // of the cache, that counts as key 0
-  int seqlen_k = 0;   // keys, the new ones included
+  int first_row = 0;  // row of the cache that is key 0
+  int seqlen_k = 0;   // keys, the appended ones included
   bool fits = false;
 };
 
@@ -153,8 +153,8 @@ FLASH_HOST_DEVICE constexpr KvLengths kv_lengths(int cached, int leftpad, int se
   return lengths;
 }
 
-// Rows that the rotary tables need for a request: the new keys stand at the rows from `cached` on, and so do the
-// queries, one row each or, if `one_position`, all at the first.
+// Rows of the rotary tables that a request needs: new keys are rotated by the rows from `cached` on, and so are the
+// queries, one row each or, if `one_position`, all by the first.
 FLASH_HOST_DEVICE constexpr int64_t kv_rotary_rows(int64_t cached, int seqlen_q, int seqlen_new, bool one_position) {
   const int positions = one_position && seqlen_q > 1 ? 1 : seqlen_q;
   return cached + (positions > seqlen_new ? positions : seqlen_new);
@@ -166,8 +166,7 @@ struct KvTokens {
   int end = 0;
 };
 
-// The key blocks that a tile visits. A tile that sees no key still takes one place in the line: somebody has to write
-// its rows.
+// The n_blocks that a tile visits. A fully masked tile still takes one, because its rows have to be written.
 FLASH_HOST_DEVICE constexpr int kv_count(const BlockRange& range) { return range.count() > 0 ? range.count() : 1; }
 
 }  // namespace flash

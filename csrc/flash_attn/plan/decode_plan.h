@@ -1,6 +1,6 @@
-// How attention against a KV cache runs: problem and device -> plan. Kernel, tile, variant, the split of the key blocks
-// over the thread blocks, the combine, the passes ahead of it and the memory of all follow from what the host knows;
-// lengths are only read on the device. Plain C++17.
+// Plan of attention over a KV cache: problem and device -> plan. Kernel, tile, variant, the split of the n_blocks over
+// the CTAs, the combine, the passes ahead of it and the memory of all follow from what the host knows; lengths are only
+// read on the device. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 namespace flash {
 namespace plan {
 
-constexpr int kReservedSmemBytes = 1024;  // what the driver takes of each thread block's shared memory
+constexpr int kReservedSmemBytes = 1024;  // the driver's part of each CTA's shared memory
 
 struct KvResidency {
   int blocks_per_sm;
-  int stages;  // buffers of each ring
+  int stages;  // of each K/V ring
 };
 
-// As many thread blocks per multiprocessor as the registers were compiled for, if each still gets two buffers.
+// As many CTAs per multiprocessor as the registers were compiled for, if each still gets two stages.
 constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem_per_block) {
   for (int blocks = tile.blocks_per_sm; blocks > 0; --blocks) {
     const int share = smem_per_sm / blocks - kReservedSmemBytes;
@@ -33,8 +33,8 @@ constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem
   return {1, 0};
 }
 
-// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, and
-// no place where keys are cut may depend on it.
+// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, so no
+// split point may depend on it.
 struct DecodeOptions {
   int seqlen_new = 0;  // rows that the call appends to each sequence
   Window window;
@@ -43,8 +43,8 @@ struct DecodeOptions {
   bool has_leftpad = false;
   int page_size = 0;         // 0: the cache is not paged
   bool q_vectors = true;     // rows of q may be read in 16-byte vectors
-  int kv_vector_bytes = 16;  // in vectors of how many bytes keys and values may be read
-  // What the call is to the forward's kernels; none: they cannot read q and the cache, or write out, where they lie.
+  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read
+  // The call as the forward's kernels see it; none: they cannot read q and the cache, or write out, where these lie.
   std::optional<FwdProblem> forward;
   const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
 };
@@ -57,14 +57,14 @@ struct DecodeProblem {
   int heads_k = 0;
   int head_dim = 0;
   int capacity = 0;    // rows that the cache holds per sequence
-  int num_splits = 0;  // 0: the line of work is split evenly; n: at most n splits per sequence
+  int num_splits = 0;  // 0: the linearised work is split evenly; n: at most n splits per sequence
   bool batch_invariant = false;
   bool is_packed = false;  // a packed forward: seqlen_q is then the sum of the queries of all sequences
-  int packed_keys = 0;     // of a packed sequence in the mean
+  int packed_keys = 0;     // keys of a packed sequence, on average
   DecodeOptions options = {};
 
   constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
-  // Packed rows of one K/V head and sequence, of a packed batch in the mean.
+  // Packed rows of one K/V head and sequence, in a packed batch on average.
   constexpr int64_t all_rows() const { return static_cast<int64_t>(seqlen_q) * group(); }
   constexpr int64_t rows() const {
     const int64_t sequences = is_packed && batch > 0 ? batch : 1;
@@ -72,7 +72,7 @@ struct DecodeProblem {
   }
 };
 
-// What attends.
+// Which kernels compute the attention.
 enum class DecodeKernel {
   kNone,     // there are no queries
   kSplitKv,  // the kernels of the KV cache
@@ -81,22 +81,22 @@ enum class DecodeKernel {
 
 struct DecodePlan {
   // ---- the schedule: by the sizes alone ----
-  int tile_size;      // index into kKvTiles
-  int stages;         // 0: the device has too little shared memory
-  int row_tiles;      // tiles of one K/V head and sequence of a dense batch
-  int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
+  int tile_size;  // index into kKvTiles
+  int stages;     // 0: the GPU has too little shared memory
+  int row_tiles;  // tiles of one K/V head and sequence of a dense batch
+  int64_t items;  // row tiles of all sequences, or slots of a packed batch (varlen_first_slot()); each of all K/V heads
   bool is_too_large;  // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
-  bool combines_one_row;       // by a thread block of the combine, whose warps add up parts each
-  int64_t min_blocks_per_cta;  // key blocks of a thread block
+  bool combines_one_row;       // all warps of a CTA of the combine add up one row
+  int64_t min_blocks_per_cta;  // of each CTA
   SplitPoints split_points;
-  int run_blocks;           // batch-invariant: key blocks that are summed before they are merged; else unbounded
-  int max_runs;             // of one tile, when cuts.rule is kChunks
+  int run_blocks;           // n_blocks of a fixed split (batch-invariant); else unbounded
+  int max_runs;             // of one tile, when the split rule is kChunks
   int slot_rows;            // rows of a partial result
   int64_t slots;            // partial results that the workspace holds
-  bool combines;            // some tile of the fullest cache may be cut
-  int64_t combine_blocks;   // thread blocks of the combine
-  int64_t schedule_words;   // header and a record for each thread block, of 4 bytes
+  bool combines;            // some tile of a full cache may be split
+  int64_t combine_blocks;   // CTAs of the combine
+  int64_t schedule_words;   // header and an entry for each CTA, in 4-byte words
   int64_t workspace_words;  // partial results behind them
 
   // ---- the launches: by the options too ----
@@ -105,37 +105,36 @@ struct DecodePlan {
   bool appends;      // a pass writes the new rows into the cache
   bool rotates;      // kForward: a pass rotates the queries
   bool is_plain;     // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
-  bool in_clusters;  // kSplitKv: thread blocks are launched as clusters of two (kernels/decode/cluster_pair.h)
+  bool in_clusters;  // kSplitKv: CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
-// A thread block should have this many bytes of K and V to read, else the combine costs more than the split saves; half
-// as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
+// A CTA should have this many bytes of K and V to read, else the combine costs more than the split saves; half as many
+// where unsplit tiles would leave half of the multiprocessors idle, because there a key costs latency rather than
 // bandwidth.
 constexpr int64_t kMinCtaBytes = 128 * 1024;
 constexpr int kRunKeys = 512;
 constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
-constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
+constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their n_blocks can be counted in 64 bits
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Key blocks of a tile over a full cache; one without keys takes a place too.
+// n_blocks of a tile over a full cache; a fully masked tile takes one too.
 constexpr int64_t kv_most_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
 
 constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
   return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
 }
 
-// Thread blocks among which the line of work is split: as many as are resident, or somewhat fewer where tiles of equal
-// lengths then need no cut and no combine.
+// CTAs among which the linearised work is split: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no split and no combine.
 constexpr int64_t splitting_ctas(int64_t tiles, int64_t resident) {
   const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
   return whole * 10 >= resident * 9 ? whole : resident;
 }
 
-// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them
-// (kv_is_cluster_half()): shares are rounded up, so that with somewhat more thread blocks than two for each tile they
-// still are halves of tiles of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter
-// ones, pairs do not pay.
+// Whether sequences of equal lengths may be split into halves that a 2-CTA cluster combines (kv_is_cluster_half()): CTA
+// ranges are rounded up, so that with somewhat more CTAs than two for each tile they still are halves of tiles of fewer
+// than 2 / (1 - 2 tiles / thread_blocks) n_blocks. Where there are only shorter tiles, clusters do not pay.
 constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
   return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
 }
@@ -153,22 +152,23 @@ constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, De
   plan.is_too_large = plan.items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
 }
 
-// How many thread blocks there are, and where they may cut a tile. `even`: split evenly, wherever that cuts.
+// Number of CTAs, and where they may split a tile. `even`: evenly, wherever that splits a tile.
 constexpr void plan_splits(const DecodeProblem& problem, const Device& device, bool even, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const int block_n = kv_block_n(tile);
-  // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
+  // Packed sequences count with their mean length, so that they are split as the same sequences in a dense batch.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
   plan.min_blocks_per_cta = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
-  // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
+  // More CTAs than a full cache has CTA ranges for would idle. The bound changes no range.
   const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
   const int64_t sharing = even ? splitting_ctas(tiles, resident) : resident;
   const int64_t useful = ceil_div(most_blocks, plan.min_blocks_per_cta);
   plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
-  // Decides in which order more than kCombineLoads parts are added up: by the mean, as a dense batch would.
+  // Decides the order in which more than kCombineLoads partial results are added up: by the mean length, as a dense
+  // batch would.
   const int64_t mean_blocks =
       tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
   const int64_t parts = ceil_div(mean_blocks, plan.min_blocks_per_cta);
@@ -181,8 +181,8 @@ constexpr void plan_splits(const DecodeProblem& problem, const Device& device, b
   plan.slots = plan.split_points.rule == SplitRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
 }
 
-// Batch-invariant: a tile is cut between all its runs, or not at all where it has one, where the call asks for no
-// split, or where the partial results of all runs would take too much memory.
+// Batch-invariant: a tile is split at all its fixed split points, or not at all where it has none, where the call asks
+// for no split, or where the partial results would take too much memory.
 constexpr void plan_runs(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
@@ -196,7 +196,7 @@ constexpr void plan_runs(const DecodeProblem& problem, DecodePlan& plan) {
   plan.slots = cut ? slots : plan.thread_blocks;
 }
 
-// Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
+// Whether some tile of a full cache may be split, which needs a combine.
 constexpr bool kv_may_split(const SplitPoints& split_points, int64_t most_blocks) {
   switch (split_points.rule) {
     case SplitRule::kWhole: return false;
@@ -228,8 +228,8 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
          plan.run_blocks == kUnbounded && most_places < kMostShortPlaces;
 }
 
-// The plan of a forward over the cache. Tiles of 16 packed rows are what the kernels of the KV cache are made for; of
-// more rows only where tiles of rows would leave multiprocessors idle.
+// The plan of a forward over the cache. The decode kernels are made for tiles of 16 packed rows; with more they are
+// taken only where m_blocks would leave multiprocessors idle.
 inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
   const bool is_free = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
   const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();

@@ -1,5 +1,5 @@
-// Shared memory of the wgmma kernels, field by field as their storage structs have it; the launches assert that both
-// agree. Plain C++17.
+// Shared memory of the wgmma kernels, field by field as in their storage structs; the launches assert that both agree.
+// Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace flash {
 namespace plan {
 
 constexpr int kBarrierBytes = 8;
-constexpr int kSwizzleBytes = 1024;    // what tiles are aligned to, so that the swizzle depends on the offset alone
-constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), which only device code can see
+constexpr int kSwizzleBytes = 1024;    // alignment of tiles, so that the swizzle depends on the offset alone
+constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), a device-only type
 
-// The layout of a struct: fields one after the other.
+// Size of a struct, field by field.
 class SmemLayout {
  public:
   constexpr SmemLayout& add(int64_t bytes, int alignment) {
@@ -34,7 +34,7 @@ class SmemLayout {
 
 constexpr int slot_bytes(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// sizeof(sm90::FwdStorage) for each team.
+// sizeof(sm90::FwdStorage), one for each consumer group.
 constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, Dtype dtype) {
   const int element = dtype_bytes(dtype), groups = tile.block_m / 64;
   const bool draws = variant == FwdVariant::kDropout;

@@ -1,4 +1,5 @@
-// Where a thread block's stretch of the line of work begins (kv_schedule.h): from a plan, or by adding up all items.
+// Where a CTA range of the linearised work begins (kv_schedule.h): read from a schedule, or found by a prefix sum over
+// all work items.
 #pragma once
 
 #include "kernels/decode/request.h"
@@ -9,13 +10,13 @@ namespace decode {
 struct CtaWork {
   int64_t share = 1;
   int64_t item_begin = 0;
-  int item = 0;    // kv_items(): nothing to do
-  int cached = 0;  // share == 0: kv_cached() of the only request, asked for ahead of everything else
+  int item = 0;    // kv_items(): the CTA range is empty
+  int cached = 0;  // share == 0: kv_cached() of the only request, loaded before everything else to hide its latency
 };
 
 __device__ __forceinline__ int kv_items(const Flash_kvcache_params& params) { return params.items; }
 
-// Where there is only one item, of so much work.
+// Of a batch with one work item, which has `work` n_blocks.
 __device__ __forceinline__ CtaWork cta_work_of_one(const Flash_kvcache_params& params, int index, int64_t work) {
   CtaWork start;
   start.share = blocks_per_cta(work, params.thread_blocks, params.min_blocks_per_cta);
@@ -23,7 +24,7 @@ __device__ __forceinline__ CtaWork cta_work_of_one(const Flash_kvcache_params& p
   return start;
 }
 
-// Inclusive sums over the threads of a block, at most 1024. scratch: one value for each warp.
+// Inclusive prefix sums over the threads of a block, at most 1024. scratch: one value for each warp.
 __device__ __forceinline__ int64_t block_prefix_sum(int64_t value, int64_t* scratch, int64_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -40,7 +41,8 @@ __device__ __forceinline__ int64_t block_prefix_sum(int64_t value, int64_t* scra
   return value;
 }
 
-// The items of one thread of a block: neighbours, so that sums over threads are sums over items.
+// The work items of one thread of a block: consecutive, so that prefix sums over threads are prefix sums over work
+// items.
 struct KvItems {
   int begin;
   int end;
@@ -52,12 +54,12 @@ struct KvItems {
   }
 };
 
-// Where stretch `index` begins, as every warp finds out for itself: at most 32 items, one to a lane.
+// Start of CTA range `index` with at most 32 work items, one per lane: every warp finds it without a block barrier.
 __device__ __forceinline__ CtaWork find_cta_work_of_few(const Flash_kvcache_params& params, int index) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   const int items = kv_items(params), lane = threadIdx.x % 32;
   const int64_t work = lane < items ? kv_item_work(params, lane) : 0;
-  int64_t end = work;  // of the lane's item in the line
+  int64_t end = work;  // of the lane's work item, in the linearised work
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int64_t below = __shfl_up_sync(kAllLanes, end, distance);
@@ -71,8 +73,8 @@ __device__ __forceinline__ CtaWork find_cta_work_of_few(const Flash_kvcache_para
   return start;
 }
 
-// Thread block `index` of the attention; all threads together. scratch: 8-byte words, one for each warp and two more.
-// With one item and no plan the share is left at 0: whoever loads the item knows its work.
+// Start of CTA range `index`; all threads together. scratch: 8-byte words, one for each warp and two more. With one
+// work item and no schedule `share` stays 0: whoever loads the work item knows its n_blocks.
 __device__ __forceinline__ CtaWork find_cta_work(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   const int items = kv_items(params);
   CtaWork start;
@@ -115,13 +117,13 @@ __device__ __forceinline__ CtaWork find_cta_work(const Flash_kvcache_params& par
   return start;
 }
 
-// The tile in which a stretch begins.
+// The tile in which a CTA range begins.
 struct KvPlace {
   int head = 0;  // K/V head
   int64_t tile_begin = 0;
 };
 
-// count: blocks of each of the item's tiles. A stale plan may name a head that does not exist.
+// count: n_blocks of each of the work item's tiles. A stale schedule may name a head that does not exist.
 __device__ __forceinline__ KvPlace kv_state(const CtaWork& start, int index, int count) {
   const int64_t offset = max(index * start.share - start.item_begin, int64_t{0});
   const int64_t head = offset / count;

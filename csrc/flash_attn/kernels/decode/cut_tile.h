@@ -1,5 +1,4 @@
-// A tile that was cut, as the combine finds it: by its index, by a place in the line of work where a stretch begins, or
-// by its runs.
+// A split tile, as the combine finds it: by its index, by a CTA boundary inside it, or by its fixed splits.
 #pragma once
 
 #include "kernels/decode/cta_work.h"
@@ -7,19 +6,19 @@
 namespace flash {
 namespace decode {
 
-// A tile of which several partial results exist.
+// A tile with several partial results.
 struct SplitTile {
   KvQueries queries;
   int head = 0;
-  int first_row = 0;  // packed
-  int rows = 0;       // 0: nothing to merge
+  int first_row = 0;  // packed row
+  int rows = 0;       // 0: nothing to combine
   BlockRange range;
   int64_t tile_begin = 0, share = 1;
-  int64_t tile = 0;         // index of the tile, of its runs' slots
-  int first = 0, last = 0;  // thread blocks, or runs, that left a partial result; some thread blocks may have none
+  int64_t tile = 0;         // index of the tile, for the slots of its fixed splits
+  int first = 0, last = 0;  // CTAs, or fixed splits, that left a partial result; some CTAs between may have none
 };
 
-// Where thread block `index` left its part of the tile; -1: it has none.
+// Workspace slot of CTA `index`'s partial result of the tile; -1: it has none.
 __device__ __forceinline__ int slot_of_part(const Flash_kvcache_params& params, const SplitTile& tile, int index) {
   const BlockSpan segment =
       block_span(params.split_points, tile.range.begin, kv_count(tile.range), tile.tile_begin, tile.share, index);
@@ -42,7 +41,7 @@ __device__ __forceinline__ int tile_rows(const Flash_kvcache_params& params, con
   return min(kv_rows(params, tile.queries) - tile.first_row, params.tile_rows);
 }
 
-// The parts of a tile whose place in the line is known; its rows stay 0 if it was not cut.
+// The partial results of a tile whose offset in the linearised work is known; `rows` stays 0 if it was not split.
 __device__ __forceinline__ void find_parts(const Flash_kvcache_params& params, int first, SplitTile& tile) {
   const int count = kv_count(tile.range);
   const int64_t last = (tile.tile_begin + count - 1) / tile.share;
@@ -54,7 +53,7 @@ __device__ __forceinline__ void find_parts(const Flash_kvcache_params& params, i
   if (segment.to < count && !has_pair) tile.rows = tile_rows(params, tile);
 }
 
-// The tile that holds the beginning of thread block `index`'s stretch, if this is the first such place inside of it.
+// The tile that CTA boundary `index` splits, if no earlier boundary does.
 __device__ __forceinline__ SplitTile tile_split_before(const Flash_kvcache_params& params, int index,
                                                        int64_t* scratch) {
   SplitTile tile;
@@ -73,7 +72,7 @@ __device__ __forceinline__ SplitTile tile_split_before(const Flash_kvcache_param
   return tile;
 }
 
-// Tile `index` of all; the threads add up the work before it.
+// Tile `index` of all; the threads add up the n_blocks before it.
 __device__ __forceinline__ SplitTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   SplitTile tile;
   const int items = kv_items(params), item = index / params.h_k;

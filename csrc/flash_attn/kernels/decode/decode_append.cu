@@ -1,5 +1,5 @@
-// New keys and values into their places of a KV cache, keys rotated where the call asks for it. A request that cannot
-// be served is not written at all.
+// Writes new keys and values into the KV cache, keys rotated where the call asks for it. Of an invalid request nothing
+// is written.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -16,11 +16,11 @@ using namespace decode;
 constexpr int kThreads = 256;
 constexpr int kChunksPerThread = 4;
 
-// Chunks of 8 elements of one request: seqlen_new x h_k x (K, V) rows of `row_chunks`.
+// 16-byte vectors of one request: seqlen_new x h_k x (K, V) rows of `row_chunks`.
 struct AppendShape {
   int row_chunks;
   int64_t chunks;
-  int64_t blocks;  // thread blocks of a request
+  int64_t blocks;  // CTAs of a request
 
   __host__ __device__ explicit AppendShape(const Flash_kvcache_params& params)
       : row_chunks((params.d + 7) / 8),
@@ -55,7 +55,7 @@ struct Append {
     return static_cast<Element*>(base) + batch * strides.batch + at * strides.row + row.head * strides.head;
   }
 
-  // Eight columns from `col` on.
+  // One vector, from column `col` on.
   __device__ void copy(const Element* from, Element* to, int col) const {
     if (params.new_vectors) {
       *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(from + col);

@@ -1,6 +1,5 @@
-// Merges the partial results of the tiles that the KV-cache kernel cut. A few thread blocks, each with its rows, for
-// every place where a tile may have been cut; they find out by themselves whether there is something to do, while the
-// attention still runs.
+// Combines the partial results of split tiles. A few CTAs, each with its rows, for every CTA boundary that may split a
+// tile; they find out whether there is work while the attention still runs (PDL).
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -14,12 +13,12 @@ namespace {
 
 using namespace decode;
 
-constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
+constexpr int kThreads = 128;  // with their registers they fit beside two CTAs of the attention
 constexpr int kWarps = kCombineWarps;
 static_assert(kThreads == 32 * kWarps);
 constexpr int kBatchedLoads = kCombineLoads;
 
-// A row of a partial result, spread over the lanes of a warp, kQuads float4 to a lane.
+// A row of a partial result over the lanes of a warp, kQuads float4 per lane.
 template <int kQuads>
 struct RowValue {
   float4 quads[kQuads];
@@ -57,7 +56,7 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
+// The partial results of a tile, one per lane and 32 at a time; the first ones are looked up before they are written.
 struct PartsOfLane {
   int index;
   int slot;
@@ -78,7 +77,8 @@ struct PartsOfLane {
   }
 };
 
-// The warps that share a row, and which of them this one is: each adds up a stretch of every 32 parts.
+// How many warps add up one row, and which of them this one is: each takes consecutive ones of every 32 partial
+// results.
 struct RowWarps {
   int count;
   int index;
@@ -87,16 +87,16 @@ struct RowWarps {
   __device__ int first_part() const { return parts() * index; }
 };
 
-// Where the statistics of each lane's part lie, and a row of the parts from `first_part` on: for the first ones known
-// before the attention has ended, so that nothing but loads stands between its end and theirs. A part that does not
-// exist, which weighs nothing, is read as the one of lane 0, which does.
+// Addresses of each lane's row statistics and of a row of the partial results from `first_part` on, computed before the
+// attention ends so that only the loads follow its end. A missing partial result, whose weight is 0, is read as that of
+// lane 0, which exists.
 template <int kQuads>
 struct RowLoads {
   const float2* stats;
   const float4* rows;
   int stats_at;
   int row_at[kBatchedLoads];
-  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not written
+  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not stored
 
   __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_part)
       : stats(reinterpret_cast<const float2*>(params.partial_stats)),
@@ -116,7 +116,7 @@ struct RowLoads {
     }
   }
 
-  // Keeps the compiler from putting the arithmetic off until the loads.
+  // Keeps the compiler from sinking the address arithmetic to the loads.
   __device__ void settle() {
     asm volatile("" : "+r"(stats_at));
 #pragma unroll
@@ -137,7 +137,7 @@ struct RowLoads {
   }
 };
 
-// Sum of the partial results that a warp has read so far, of 32 parts at a time. `weight` is that of the lane's part.
+// Adds kBatchedLoads of the 32 partial results to the sum. `weight` is that of the lane's.
 template <int kQuads>
 __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
                          const RowValue<kQuads> (&values)[kBatchedLoads]) {
@@ -151,8 +151,8 @@ __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
   }
 }
 
-// This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
-// row works out for itself.
+// This warp's part of the sum of a row's partial results, and the statistics of all of them, which every warp of the
+// row computes for itself.
 template <int kQuads>
 __device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTile& tile, int row, const RowWarps& warps,
                               PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
@@ -191,7 +191,7 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTil
   return stats;
 }
 
-// All runs of a row in the order of their keys, as KvEpilogue carries them.
+// Ordered reduce: all fixed splits of a row in the order of their keys, as KvEpilogue accumulates them.
 template <int kQuads>
 __device__ RowStats combine_ordered(const Flash_kvcache_params& params, const SplitTile& tile, int row,
                                     RowValue<kQuads>& sum) {
@@ -226,7 +226,7 @@ __device__ RowStats combine_ordered(const Flash_kvcache_params& params, const Sp
   return stats;
 }
 
-// Where a row of the result goes.
+// Output addresses of a row.
 template <class Element, int kQuads>
 struct RowPlace {
   OutputPlace<Element> quads[kQuads];
@@ -256,7 +256,7 @@ __device__ bool combines_by_tile(const Flash_kvcache_params& params) {
   return !params.is_varlen() && kv_has_few_tiles(params.items, params.h_k, params.thread_blocks);
 }
 
-// All warps have a share of one row; on return the first one has the sum.
+// Sum over the warps of one row; on return the first warp has it.
 template <int kQuads>
 __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -275,7 +275,7 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   }
 }
 
-// Tiles that were cut anywhere.
+// After SplitRule::kAnywhere and kParts.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       combines_by_tile(params) ? tile_at(params, index, scratch) : tile_split_before(params, index + 1, scratch);
   const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
   const bool idle = begin >= end;
-  // The first thread block waits in any case, so that this kernel never ends before the attention has.
+  // The first CTA waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
   const int warp = threadIdx.x / 32;
   const bool splits_row = rows == 1;
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
   loads.settle();
   const RowPlace<Element, kQuads> place(params, tile, row);
-  if (splits_row) __syncthreads();  // the scratch is done with
+  if (splits_row) __syncthreads();  // all reads of the scratch precede its reuse
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (writes) place.store(params, stats, sum);
 }
 
-// Tiles that were cut between their runs.
+// After SplitRule::kChunks.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {

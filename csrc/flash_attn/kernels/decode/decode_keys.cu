@@ -1,4 +1,4 @@
-// Where the keys of each request stand, for the families of the forward, which serve calls of many query rows.
+// Key ranges of each request, for the forward's kernel families, which serve calls of many query rows.
 #include <atomic>
 
 #include "kernels/common/launch.h"

@@ -1,4 +1,4 @@
-// Rotated queries, for the families of the forward, which serve calls of many query rows.
+// Rotated queries, for the forward's kernel families, which serve calls of many query rows.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -18,7 +18,7 @@ struct RotateArguments {
   void* rotated;
 };
 
-// Of a row: its pairs, then the columns that are not rotated.
+// Units of work of a row: its rotated pairs, then the columns that are not rotated.
 __host__ __device__ int units_of_row(const Flash_kvcache_params& params) { return params.d - params.rotary.pairs; }
 
 template <class Element>

@@ -1,4 +1,4 @@
-// The schedule of attention against a KV cache, made once for all layers of a step (kv_schedule.h).
+// Makes the schedule of attention over a KV cache once for all layers of a step (kv_schedule.h).
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -19,7 +19,7 @@ struct PlanArguments {
   SchedHeader* schedule;
 };
 
-// What the threads add up: items, or the segments of a packed batch.
+// What the prefix sum runs over: work items, or the segments of a packed batch.
 __device__ int units(const Flash_kvcache_params& params) { return params.is_varlen() ? params.b + 2 : params.items; }
 
 __device__ int segment_tiles(const Flash_kvcache_params& params, const KvQueries& queries) {
@@ -37,7 +37,7 @@ __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
   return work;
 }
 
-// The item of a unit, which begins at record.item_begin, that holds `target`.
+// The work item of `unit`, which begins at record.item_begin, that holds n_block `target`.
 __device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& record) {
   record.item = unit;
   if (!params.is_varlen()) return;
@@ -52,7 +52,7 @@ __device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t t
   record.item = packed_first_item(params, queries, unit) + tile;
 }
 
-// The item at `target` of the line: first the thread whose units hold it, then the unit among those.
+// The work item at n_block `target` of the linearised work: first the thread whose units hold it, then the unit.
 __device__ SchedEntry record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {

@@ -1,6 +1,5 @@
-// The end of a run of key blocks: the groups' results are merged through the spare stages of their rings and become
-// output rows, a partial result in the workspace, a sum that is carried to the tile's next run, or one of two halves
-// that a pair of thread blocks merges.
+// End of a split: the warp groups' results are combined through the free stages of their K/V rings and become output
+// rows, a partial result in the workspace, a sum to accumulate the next split onto, or a DSMEM half of a 2-CTA cluster.
 #pragma once
 
 #include "kernels/common/partial.h"
@@ -11,7 +10,7 @@
 namespace flash {
 namespace decode {
 
-// What becomes of a run.
+// What becomes of a split's result.
 enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
 
 template <class Config>
@@ -25,10 +24,10 @@ struct KvEpilogue {
   const Flash_kvcache_params& params;
   const WorkPart& part;
   const KvRing<Config>& ring;
-  RowStats* const stats;  // shared: (kGroups + 1, 16), the last ones of what is carried
+  RowStats* const stats;  // shared: (kGroups + 1, 16), the last row for the accumulated sum
 
-  // All threads together. slot: of the workspace, for partial results and what is carried; accumulates: an earlier run
-  // of the tile left a sum there.
+  // All threads together. slot: of the workspace, for partial and accumulated results; accumulates: the previous split
+  // of the tile left its sum there.
   __device__ __forceinline__ void finish(Mainloop& mainloop, PartialKind end, int64_t slot, bool accumulates) const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
@@ -49,8 +48,8 @@ struct KvEpilogue {
     }
   }
 
-  // The tile of at most 16 rows that a pair of thread blocks has shown to each other. Each finishes every other
-  // kThreads pieces of it.
+  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each finishes every
+  // other kThreads vectors of it.
   __device__ __forceinline__ void combine_halves() const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
@@ -65,12 +64,12 @@ struct KvEpilogue {
   }
 
  private:
-  // A row's 8-column groups are permuted, against bank conflicts.
+  // The 8-column vectors of a row are swizzled against bank conflicts.
   __device__ __forceinline__ static int place(int row, int col) {
     return row * kHeadDim + (col / 8 ^ (row & kKeyMask)) * 8 + col % 8;
   }
 
-  // MMA tile mi of this warp to its group's spare stage, as far as it has rows.
+  // Stores MMA tile mi of this warp, as far as it has rows, to its group's free stage.
   __device__ __forceinline__ void show(Mainloop& mainloop, int mi, int rows) const {
     const int lane = threadIdx.x % 32;
     float* const to = ring.spare_stage(ring.group());
@@ -120,8 +119,8 @@ struct KvEpilogue {
     }
   }
 
-  // What this thread block shows to the other one of its pair lies in a stage: after the only part of its stretch all
-  // of them are free, or hold at this place what this thread has just read.
+  // This CTA's half lies in a K/V stage: after the only part of its range all stages are free, or hold at this offset
+  // what this thread has just read.
   __device__ __forceinline__ float4* half(int row, int col) const {
     return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + place(row, col));
   }

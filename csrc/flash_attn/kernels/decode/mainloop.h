@@ -1,5 +1,5 @@
-// The tile loop of the KV-cache kernel: S = Q K^T, online softmax, O += P V, one step of keys a warp at a time. Groups
-// of warps walk the same blocks of keys, each its own part of them, and meet only when a run of blocks is merged.
+// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V, a warp takes one step of keys at a time. Warp
+// groups visit the same n_blocks, each its own keys of them, and meet only when a split is combined.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,11 +30,11 @@ struct KvMainloop {
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
   ExactSoftmax<kRows> softmax;
-  bool has_invalid_page = false;  // some key so far lies in a page outside of the pool
+  bool has_invalid_page = false;  // some key so far lies in an invalid page
 
   WorkPart part;
   KvTokens tokens;
-  // Keys [full_begin, full_end) are visible to every row of the tile.
+  // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
 
@@ -57,7 +57,7 @@ struct KvMainloop {
     softmax.clear();
   }
 
-  // The step of the ring that has landed, of key block `block`.
+  // The current step of the ring, of n_block `block`.
   __device__ __forceinline__ void step(int block) {
     using namespace cute;
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)

@@ -1,4 +1,4 @@
-// Finished rows of attention against a KV cache: normalised, converted and written, with their LSE.
+// Final rows of attention over a KV cache: normalised, converted and stored, with their LSE.
 #pragma once
 
 #include "kernels/common/convert.h"
@@ -9,13 +9,13 @@
 namespace flash {
 namespace decode {
 
-// Where four columns of a row go. Worked out apart from the result, which a kernel may have to wait for.
+// Address of four columns of a row. Apart from the result, so that a kernel can compute it before a wait.
 template <class Element>
 struct OutputPlace {
   Element* to = nullptr;
-  float* lse = nullptr;  // of the thread of column 0
-  int cols = 0;          // of the four that exist
-  bool vector = false;   // written in one piece
+  float* lse = nullptr;  // only for the thread of column 0
+  int cols = 0;          // how many of the four exist
+  bool vector = false;   // stored as one 8-byte vector
 };
 
 template <class Element>
@@ -38,7 +38,7 @@ template <class Element>
 __device__ __forceinline__ void store_output(const OutputPlace<Element>& place, float scale_log2, const RowStats& stats,
                                              const float4& value) {
   const float factor = output_factor(stats);
-  // A row that counts as unseen is 0 even where its sum is not a number.
+  // A fully masked or rejected row is 0 even where its sum is NaN.
   const float4 result = factor == 0.0f ? float4{} : scaled(factor, value);
   const uint2 packed{pack_pair(result.x, result.y, Element{}), pack_pair(result.z, result.w, Element{})};
   if (place.vector) {

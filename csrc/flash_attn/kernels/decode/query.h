@@ -1,4 +1,4 @@
-// The packed query rows of a tile into shared memory, rotated where the call asks for it.
+// Loads the packed query rows of a tile into shared memory, rotated where the call asks for it.
 #pragma once
 
 #include "kernels/decode/config.h"
@@ -19,7 +19,7 @@ struct KvQuery {
   const WorkPart& part;
   Element* const smem;  // (kRows, kHeadDim)
 
-  // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.
+  // All threads together; on return the rows are visible to all of them. Missing rows are zeros.
   __device__ __forceinline__ void load() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
@@ -34,7 +34,7 @@ struct KvQuery {
     __syncthreads();
   }
 
-  // As part of every thread's next group of copies; nothing is rotated.
+  // In every thread's next cp.async group; without rotary.
   __device__ __forceinline__ void copy_async() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
     for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {

@@ -1,5 +1,5 @@
-// The stream of K and V into shared memory. Every group of warps has a ring of stages that runs ahead of the
-// arithmetic, also from one tile into the next, and meets no other group.
+// cp.async ring of K and V in shared memory. Every warp group has its own, which runs ahead of the MMAs, across tiles
+// too, and meets no other group.
 #pragma once
 
 #include "core/unmasked.h"
@@ -12,8 +12,8 @@
 namespace flash {
 namespace decode {
 
-// The barriers of a thread block beside __syncthreads().
-enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + group, for Config::kGroupThreads threads
+// Named barriers beside __syncthreads().
+enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config::kGroupThreads threads
 
 template <class Config>
 __device__ __forceinline__ void sync_group() {
@@ -31,25 +31,25 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const q_rows;          // shared: the first tile's are asked for ahead of its keys (kPlain)
-  Element* const stages;          // of this group
-  WorkPart* const parts;          // of this group: the tiles of the steps under way
-  WorkWalk<Config::kPlain> walk;  // at the tile of the next step to load
-  int block = 0;                  // of the next step to load
+  Element* const q_rows;          // shared: Q of the first tile is copied behind its first keys (kPlain)
+  Element* const stages;          // of this warp group
+  WorkPart* const parts;          // of this warp group: the work parts of the steps in flight
+  WorkWalk<Config::kPlain> walk;  // at the part of the next step to load
+  int block = 0;                  // n_block of the next step to load
   int block_end = 0;
-  int vacant;                       // stages to fill, and one more while the first step has not been looked for
-  int pending = 0;                  // steps loaded and not used
-  int entered = 0;                  // tiles begun by the loads
-  int taken = 0;                    // tiles begun by the arithmetic
-  int fill = 0;                     // the stage that takes the next step
-  int use = 0;                      // the stage of the step under way
+  int vacant;                       // free stages, and one more until the first step is found
+  int pending = 0;                  // steps loaded, not yet computed
+  int entered = 0;                  // parts begun by the loads
+  int taken = 0;                    // parts begun by the MMAs
+  int fill = 0;                     // the stage that the next step is loaded into
+  int use = 0;                      // the stage of the current step
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
-  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies; kPlain: the page of a step
+  int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see pages_from
   int page_row = 0;
-  int pages_from = 0;         // kPlain: the block whose page lane 0 knows, the others know those of the blocks after it
-  uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
-  bool may_read_new = false;  // the kernel that appends has finished
+  int pages_from = 0;         // kPlain: lane 0 holds the page of this n_block, lane i that of the i-th after it
+  uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
+  bool may_read_new = false;  // the append kernel has finished
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& start, char* smem)
       : params(params_),
@@ -74,14 +74,14 @@ struct KvRing {
     return stages - group() * params.stages * Config::kStageElements;
   }
 
-  // Between two steps, 16 rows of fp32 results fit into the stage that is filled next.
+  // 16 rows of fp32 results fit into the stage that is filled next, which is free between two steps.
   __device__ __forceinline__ float* spare_stage(int of_group) const {
     Element* const first = first_stage() + of_group * params.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill * Config::kStageElements);
   }
 
-  // Loads into every stage that is free, as far as there are steps; false: none is left to be used. The first time it
-  // only looks for the first step, so that loads and walk stand once in the code.
+  // Loads into every free stage, while there are steps; false: no step is left to compute. The first call only finds
+  // the first step, so that loads and iteration stand once in the code.
   __device__ __forceinline__ bool advance() {
     do {
       if (vacant <= params.stages) load_next();
@@ -90,16 +90,16 @@ struct KvRing {
     return pending > 0;
   }
 
-  // Whether the queries of the tile that was taken last come with its first step.
+  // Whether the queries of the part begun last arrive with its first step.
   __device__ __forceinline__ bool loads_query() const { return Config::kPlain && taken == 1; }
 
-  // The tile of the next step to use, when the one before is done.
+  // The part of the next step, when the one before is done.
   __device__ __forceinline__ WorkPart next_part() {
     sync_group<Config>();
     return parts[taken++ % plan::kKvParts];
   }
 
-  // The oldest step in flight has landed, for all warps of the group.
+  // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
     wait_for_copies_but(params.stages - 1);
     sync_group<Config>();
@@ -126,7 +126,7 @@ struct KvRing {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();
-      // Behind the first keys, which take as long to come as the arithmetic on the places of the queries.
+      // Behind the first keys, whose latency covers the address arithmetic of the queries.
       if (Config::kPlain && taken == 0 && vacant == params.stages)
         KvQuery<Config>{params, walk.part, q_rows}.copy_async();
       ++block;
@@ -150,7 +150,7 @@ struct KvRing {
     }
   }
 
-  // Of the steps from the next one on; they are used one step later, so that the latency is hidden.
+  // Pages of the next 32 steps; used one step later, which hides the latency.
   __device__ __forceinline__ void look_up_pages() {
     pages_from = block;
     const int key = key_begin() + lane() * Config::kBlockN;
@@ -161,7 +161,7 @@ struct KvRing {
                : 0;
   }
 
-  // All reads of an entry precede the step before the one that overwrites it.
+  // A slot is overwritten at least one step after its last read.
   __device__ __forceinline__ void enter_tile() {
     const WorkPart& part = walk.part;
     if (threadIdx.x % Config::kGroupThreads == 0) parts[entered % plan::kKvParts] = part;
@@ -179,7 +179,7 @@ struct KvRing {
 
   __device__ __forceinline__ int key_begin() const { return block * Config::kBlockN + group() * Config::kStep; }
 
-  // Where the row of this lane lies; a table entry is asked for one step ahead, so that its latency is hidden.
+  // Address of this lane's row; the block table entry is loaded one step ahead to hide its latency.
   __device__ __forceinline__ void find_page() {
     const int key = key_begin() + lane() % Config::kStep;
     if (!is_paged()) {
@@ -197,7 +197,7 @@ struct KvRing {
   __device__ __forceinline__ void load_step() {
     const WorkPart& part = walk.part;
     const int keys =
-        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
+        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
     const int first = num_masked_keys();
     if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
       wait_for_previous_kernel();
@@ -212,8 +212,8 @@ struct KvRing {
     }
   }
 
-  // Keys of the step and after it that come before the first one that some query of the request sees: they become
-  // zeros. Worked out where there may be some, so that it takes no register elsewhere.
+  // Keys from the step's first one that lie before the first unmasked key of the request: zero-filled. Computed only
+  // where there may be some, so that it takes no register elsewhere.
   __device__ __forceinline__ int num_masked_keys() const {
     const WorkPart& part = walk.part;
     if (params.window.left == kUnbounded || block != part.first_block) return 0;
@@ -221,13 +221,13 @@ struct KvRing {
     return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
-  // Keys before it, which no query of the request sees, share a step with it: they need no page.
+  // Keys before it are masked for every query of the request and need no page, though they share its step.
   __device__ __forceinline__ int first_required_key() const {
     const KvRequest& request = walk.part.request;
     return kv_required_rows(params, request).begin - request.first_row;
   }
 
-  // All rows of the step are neighbours.
+  // Consecutive rows: one page, or no pages.
   __device__ __forceinline__ void load_whole_step(int first_key, int keys, Element* k_to, Element* v_to) {
     int row = key_begin(), at = 0;
     if (is_paged()) {
@@ -251,18 +251,18 @@ struct KvRing {
   }
 
   __device__ __forceinline__ void load_any_step(int first, int keys, Element* k_to, Element* v_to) {
-    int found = page;  // -1: nowhere
+    int found = page;  // -1: none
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
       const int at = lane() % Config::kStep;
-      const bool missing = !in_pool && at < keys && !params.is_varlen();  // there: zeros
+      const bool missing = !in_pool && at < keys && !params.is_varlen();  // packed batches: invalid pages are zeros
       if (__any_sync(0xffffffffu, missing)) {
         missing_bits |= __any_sync(0xffffffffu, missing && key_begin() + at >= first_required_key()) ? 1 : 0;
       }
       if (!in_pool) found = -1;
     }
     if (params.kv_bytes == 16 && step_is_strided()) {
-      // If a row of the step has a key, the first one has.
+      // If any row of the step has a key, the first one has.
       found = __shfl_sync(0xffffffffu, found, 0);
       const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
       const int rows = found >= 0 ? keys : 0;
@@ -279,20 +279,19 @@ struct KvRing {
     }
   }
 
-  // Narrow reads go through the L1 cache, which would keep the old contents of a line that old and new rows share.
+  // Reads below 16 bytes go through L1, which would keep a stale line that old and new rows share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
     const KvRequest& request = walk.part.request;
     return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_bytes < 16;
   }
 
-  // The rows of a step are neighbours, within one page. (Rows without a key may lie anywhere: they are not read.)
+  // The rows of a step are consecutive, within one page. (Rows without a key may lie anywhere: they are not read.)
   __device__ __forceinline__ bool step_is_strided() const {
     return !is_paged() ||
            (params.paged.page_size.divisor % Config::kStep == 0 && walk.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row. kBounded: rows that are not valid, and columns beyond the head dim, become
-  // zeros.
+  // rows(row of the step, pass) -> Row. kBounded: zero-fills invalid rows and columns beyond the head dim.
   template <bool kBounded, class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Element* to) const {
     const int lane_row = lane() / kLanesPerRow, lane_chunk = lane() % kLanesPerRow;
@@ -300,7 +299,7 @@ struct KvRing {
     const int place0 = lane_chunk ^ Swizzle::key(lane_row);
 #pragma unroll
     for (int i = 0; i < Config::kRowPasses; ++i) {
-      // lane_row and the first row of a pass have no bits of the key in common.
+      // lane_row and the first row of a pass share no bits of the swizzle key.
       const int place = place0 ^ Swizzle::key(i * Config::kRowsPerPass);
       const int row = row0 + i * Config::kRowsPerPass;
       const Row from = rows(row, i);
@@ -332,7 +331,7 @@ struct KvRing {
     copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
   }
 
-  // Lane `row` knows where a row lies: `found` is its page.
+  // Lane `row` holds the address of a row: `found` is its page.
   __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int found, int first,
                                                int keys, int row) const {
     const int at = __shfl_sync(0xffffffffu, found, row);
@@ -346,7 +345,7 @@ struct KvRing {
     copy<true>([&](int row, int) { return scattered_row(head, strides, found, first, keys, row); }, to);
   }
 
-  // Rows that 16-byte accesses cannot read, in pieces of 4 or of 2 bytes. Small code rather than fast.
+  // Rows without 16-byte alignment, in 4- or 2-byte copies; small code rather than fast.
   __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int found, int first,
                                               int keys, Element* to) const {
     const int first_row = row_warp() * Config::kWarpRows;

@@ -1,4 +1,4 @@
-// The parts of tiles in a thread block's stretch of the line of work, one after the other.
+// Iterates over the work parts in a CTA's range of the linearised work.
 #pragma once
 
 #include <type_traits>
@@ -8,31 +8,31 @@
 namespace flash {
 namespace decode {
 
-// A thread block's part of one tile. Sixteen-byte pieces, because it passes through shared memory.
+// A CTA's n_blocks of one tile. Aligned to 16-byte vectors, because it passes through shared memory.
 struct alignas(16) WorkPart {
   KvRequest request;
   int row_tile = 0;
   int head = 0;  // K/V head
   BlockSpan segment;
-  int first_block = 0, end_block = 0;  // key blocks of the whole tile; none where the second is not larger
+  int first_block = 0, end_block = 0;  // n_blocks of the whole tile; fully masked where end_block <= first_block
 
   __device__ __forceinline__ bool empty() const { return end_block <= first_block; }
   __device__ __forceinline__ int count() const { return empty() ? 1 : end_block - first_block; }
   __device__ __forceinline__ bool whole() const { return segment.from == 0 && segment.to == count(); }
 
-  // Key blocks of the part. A tile without keys takes one step like any other, over nothing but zeros.
+  // n_blocks of the part. A fully masked tile takes one step like any other, over zeros.
   __device__ __forceinline__ int block_begin() const { return first_block + segment.from; }
   __device__ __forceinline__ int block_end() const { return first_block + segment.to; }
 };
 
-// kPlain: of a dense batch whose line has fewer than kMostShortPlaces places, and tiles are cut anywhere or nowhere.
+// kPlain: of a dense batch with fewer than kMostShortPlaces n_blocks, under SplitRule::kAnywhere or kWhole.
 template <bool kPlain>
 struct WorkWalk {
-  using Place = std::conditional_t<kPlain, int, int64_t>;  // in the line; 32 bits take half of the instructions
+  using Place = std::conditional_t<kPlain, int, int64_t>;  // offsets in the linearised work
 
   const Flash_kvcache_params& params;
-  const int index;  // of the thread block
-  Place share;      // 0: to be found from the only item
+  const int index;  // of the CTA
+  Place share;      // 0: follows from the only work item
   Place tile_begin;
   int item;
   int cached;
@@ -49,8 +49,8 @@ struct WorkWalk {
 
   __device__ __forceinline__ bool done() const { return item >= kv_items(params); }
 
-  // To the next part, at the first call to the first one. There is one copy of this code in a kernel: most of its time
-  // is spent on fetching instructions.
+  // To the next part; the first call goes to the first one. One copy of this code per kernel, because most of its time
+  // is instruction fetch.
   __device__ __forceinline__ void next() {
     do {
       bool enters_item = !begun;
@@ -97,7 +97,7 @@ struct WorkWalk {
     part.end_block = range.end;
   }
 
-  // The next one that has rows.
+  // The next work item that has rows.
   __device__ __forceinline__ void load_packed_item() {
     for (; !done(); ++item) {
       const KvItem found = packed_item(params, item);
@@ -108,7 +108,7 @@ struct WorkWalk {
     }
   }
 
-  // The share of the only item, the tile in which the stretch begins.
+  // n_blocks per CTA of a single work item, and the tile in which the CTA range begins.
   __device__ __forceinline__ void find_place() {
     if (share == 0) {
       const Place work = static_cast<Place>(params.h_k) * part.count();
