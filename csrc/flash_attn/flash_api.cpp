@@ -114,7 +114,7 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
 using Tensors = std::vector<at::Tensor>;
 
 template <class Result>
-Result carry_out(const FwdCall& call) {
+Result run_or_explain(const FwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
@@ -123,7 +123,7 @@ Result carry_out(const FwdCall& call) {
 }
 
 template <class Result>
-Result carry_out(const BwdCall& call) {
+Result run_or_explain(const BwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
@@ -131,7 +131,7 @@ Result carry_out(const BwdCall& call) {
   }
 }
 
-void check_scores(const at::Tensor& q, int64_t batch, double p_dropout, const Scores& scores) {
+void check_scores(const at::Tensor& q, int64_t batch, double p_dropout, const ScoreOptions& scores) {
   checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
@@ -143,9 +143,9 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit, bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 4, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   checks::output(out, q, checks::output_shape(q, v));
@@ -155,7 +155,7 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
-  return carry_out<Result>(FwdCall{
+  return run_or_explain<Result>(FwdCall{
       sequences, q, k, v, out, {batch, heads, seqlen_q}, scores, p_dropout, return_softmax, gen, return_max_logit});
 }
 
@@ -169,9 +169,9 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       int64_t /*num_splits*/, const OptionalTensor& sinks, bool return_max_logit,
                       bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 3, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
     checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
@@ -203,7 +203,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   sequences.varlen.seqused_k = int_or_null(seqused_k);
   sequences.varlen.leftpad_k = int_or_null(leftpad_k);
   sequences.paged = set_params_pages(block_table, k);
-  return carry_out<Result>(FwdCall{
+  return run_or_explain<Result>(FwdCall{
       sequences, q, k, v, out, {q.size(1), q.size(0)}, scores, p_dropout, return_softmax, gen, return_max_logit});
 }
 
@@ -220,7 +220,7 @@ void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::
 }
 
 void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& out, const at::Tensor& softmax_lse, const Scores& scores) {
+                   const at::Tensor& out, const at::Tensor& softmax_lse, const ScoreOptions& scores) {
   const overlap::Operands read = {{"dout", gradients.dout},
                                   {"q", q},
                                   {"k", k},
@@ -242,9 +242,9 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                const OptionalTensor& sinks, bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 4, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
@@ -252,7 +252,7 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
-  return carry_out<Result>(
+  return run_or_explain<Result>(
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 
@@ -267,9 +267,9 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                       const OptionalTensor& sinks, bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 3, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
@@ -279,7 +279,7 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
-  return carry_out<Result>(
+  return run_or_explain<Result>(
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 

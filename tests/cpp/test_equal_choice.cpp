@@ -64,16 +64,16 @@ void check_split(const FwdProblem& dense, const Device& device) {
   };
   const DecodePlan a = plan_of(dense), b = plan_of(packed(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
-  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
-              dense.batch, dense.seqlen_q);
-  check::that(a.combines_one_row == b.combines_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
+  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value,
+              "split points", dense.batch, dense.seqlen_q);
+  check::that(a.combines_one_row == b.combines_one_row, "combine", dense.batch, dense.seqlen_q, dense.seqlen_k);
   const int block_n = flash::plan::kv_block_n(flash::plan::kv_tile(dense.head_dim, a.tile_size));
   const int64_t tiles = dense.batch * dense.heads_k * a.row_tiles;
-  const int64_t full = tiles * flash::plan::kv_most_blocks(static_cast<int>(dense.seqlen_k), block_n);
+  const int64_t full = tiles * flash::plan::kv_max_blocks(static_cast<int>(dense.seqlen_k), block_n);
   for (int64_t work = tiles; work <= full; work += full / 7 + 1) {
     check::that(flash::blocks_per_cta(work, a.thread_blocks, a.min_blocks_per_cta) ==
                     flash::blocks_per_cta(work, b.thread_blocks, b.min_blocks_per_cta),
-                "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
+                "n_blocks of a CTA", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
   }
 }
 

@@ -169,7 +169,7 @@ void check_tile_order() {
   const FwdPlan causal = plan_of(dense(1, 8192, 16, 128, kCausal), kH100);
   check::that(causal.band_heads > 1 && causal.num_tail_tiles == 10, "causal", causal.num_tail_tiles);
   const FwdPlan full = plan_of(dense(1, 8192, 32, 64), kH100);
-  check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal row blocks");
+  check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal trip counts");
   const FwdPlan sliding = plan_of(dense(1, 8192, 16, 128, kSliding), kH100);
   check::that(sliding.unmasked_blocks > 1 && causal.unmasked_blocks == 1, "blocks behind a window");
   check::that(plan_of(packed(32, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "sorted");

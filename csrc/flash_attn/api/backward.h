@@ -36,7 +36,7 @@ struct BwdCall {
   const at::Tensor& v;
   const at::Tensor& out;
   const at::Tensor& lse;
-  Scores scores;
+  ScoreOptions scores;
   double p_dropout;
   bool deterministic;
   const OptionalTensor& rng_state;

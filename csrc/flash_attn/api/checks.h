@@ -68,17 +68,17 @@ template <class... Parts>
 
 // Elements in memory at strides, which is all that kernels can read.
 inline void strided(const char* name, const at::Tensor& tensor) {
-  auto refuse = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
-  if (!tensor.defined()) refuse("an undefined one");
-  if (tensor.is_nested()) refuse("a nested one");
+  auto reject = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
+  if (!tensor.defined()) reject("an undefined one");
+  if (tensor.is_nested()) reject("a nested one");
   if (tensor.layout() == at::kStrided) {
-    if (!tensor.has_storage()) refuse("one without storage");
+    if (!tensor.has_storage()) reject("one without storage");
     return;
   }
   const bool is_sparse = tensor.layout() == at::kSparse || tensor.is_sparse_csr() ||
                          tensor.layout() == at::kSparseCsc || tensor.layout() == at::kSparseBsr ||
                          tensor.layout() == at::kSparseBsc;
-  refuse(is_sparse ? "a sparse one" : "one of another layout");
+  reject(is_sparse ? "a sparse one" : "one of another layout");
 }
 
 inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
@@ -143,7 +143,7 @@ inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
 }
 
 // What the forward and backward kernels require beyond query().
-inline void whole_chunks(const at::Tensor& q) {
+inline void whole_vectors(const at::Tensor& q) {
   if (q.size(-1) % 8 != 0) fail("q", "expected a head dim that is a multiple of 8, got ", q.size(-1));
 }
 

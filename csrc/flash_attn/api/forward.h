@@ -22,7 +22,7 @@ struct FwdCall {
   const at::Tensor& v;
   const OptionalTensor& out;
   at::DimVector lse_shape;
-  Scores scores;
+  ScoreOptions scores;
   double p_dropout;
   bool return_softmax;
   const OptionalGenerator& gen;

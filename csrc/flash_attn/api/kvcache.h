@@ -27,7 +27,7 @@ inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, 
   const plan::DecodePlan plan = plan::plan_decode(problem, device_of(device));
   if (plan.is_too_large) {
     const int64_t rows = plan::kv_tile(problem.head_dim, plan.tile_size).rows(), heads_k = problem.heads_k;
-    checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", rows, " rows, got ", plan.items,
+    checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", rows, " rows, got ", plan.work_items,
                  " for each of ", heads_k, " K/V heads");
   }
   return plan;

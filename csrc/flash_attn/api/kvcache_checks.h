@@ -55,8 +55,8 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   at_most("k", k->size(1), "rows");
 }
 
-inline void cache_places(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
-                         const OptionalTensor& leftpad, const OptionalTensor& table) {
+inline void cache_location(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
+                           const OptionalTensor& leftpad, const OptionalTensor& table) {
   const int64_t batch = q.size(0);
   block_table(table, q, batch);
   lengths("cache_leftpad", leftpad, q, batch);
@@ -148,7 +148,7 @@ inline void kvcache(const KvCacheCall& call) {
   alibi(call.alibi_slopes, q, q.size(0));
   output(call.out, q, q.sizes());
   new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
-  cache_places(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
+  cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
   if (call.plan.has_value()) strided("plan", *call.plan);
   rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores())));
   kvcache_overlap(call);

@@ -72,7 +72,7 @@ inline PagedKv cache_pages(const KvCacheCall& call) {
 
 // The call as a forward over packed keys or pages, whose lengths only the device knows.
 inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
-  const Scores scores = call.scores();
+  const ScoreOptions scores = call.scores();
   Flash_fwd_params params;
   set_params_qkv(params, call.q, call.k_cache, call.v_cache);
   params.b = static_cast<int>(call.q.size(0));
@@ -162,7 +162,7 @@ inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodePro
   params.capacity = problem.capacity;
   params.window = problem.options.window;
   params.q_vectors = problem.options.q_vectors;
-  params.kv_bytes = problem.options.kv_vector_bytes;
+  params.kv_vector_bytes = problem.options.kv_vector_bytes;
   params.device = device;
   params.multiprocessors = multiprocessor_count(device);
 }
@@ -175,14 +175,14 @@ inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan
   params.padded_dim = tile.head_dim;
   params.stages = plan.stages;
   params.row_tiles = plan.row_tiles;
-  params.items = static_cast<int>(plan.items);
+  params.work_items = static_cast<int>(plan.work_items);
   params.thread_blocks = plan.thread_blocks;
   params.min_blocks_per_cta = plan.min_blocks_per_cta;
   params.split_points = plan.split_points;
-  params.run_blocks = plan.run_blocks;
-  params.max_runs = plan.max_runs;
+  params.split_blocks = plan.split_blocks;
+  params.max_splits = plan.max_splits;
   params.slot_rows = plan.slot_rows;
-  params.merges = plan.combines;
+  params.combines = plan.combines;
   params.combines_one_row = plan.combines_one_row;
   params.is_plain = plan.is_plain;
   params.in_clusters = plan.in_clusters;
@@ -213,7 +213,7 @@ inline void set_params_new_rows(Flash_kvcache_params& params, const KvCacheCall&
   params.vnew_ptr = call.v->const_data_ptr();
   params.knew_strides = cache_strides(*call.k);
   params.vnew_strides = cache_strides(*call.v);
-  params.new_vectors = params.kv_bytes == 16 && vector_bytes(*call.k) == 16 && vector_bytes(*call.v) == 16;
+  params.new_vectors = params.kv_vector_bytes == 16 && vector_bytes(*call.k) == 16 && vector_bytes(*call.v) == 16;
 }
 
 inline void set_params_rotary(Flash_kvcache_params& params, const KvCacheCall& call) {

@@ -56,7 +56,7 @@ inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim
   return strides;
 }
 
-struct Scores {
+struct ScoreOptions {
   double softmax_scale;
   bool is_causal;
   int64_t window_left, window_right;
@@ -65,7 +65,7 @@ struct Scores {
   const OptionalTensor& sinks;
 };
 
-inline Window make_window(const Scores& scores) {
+inline Window make_window(const ScoreOptions& scores) {
   auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
   Window window{side(scores.window_left), side(scores.window_right)};
   if (scores.is_causal) window.right = 0;
@@ -80,12 +80,12 @@ inline float normal_float(double value) {
 }
 
 // Whether ScoreMod is needed: softcap, ALiBi or a scale that is not positive.
-inline bool has_score_mod(const Scores& scores) {
+inline bool has_score_mod(const ScoreOptions& scores) {
   return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
          !(normal_float(scores.softmax_scale) > 0.0f);
 }
 
-inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
+inline void set_params_scores(Flash_fwd_params& params, const ScoreOptions& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
@@ -146,7 +146,7 @@ inline void set_params_qkv(Flash_fwd_params& params, const at::Tensor& q, const 
 
 // Options of a call, and its operands; packed batches and pages are set by the caller.
 inline void set_params_fprop(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const Scores& scores, double p_dropout) {
+                             const ScoreOptions& scores, double p_dropout) {
   set_params_qkv(params, q, k, v);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);

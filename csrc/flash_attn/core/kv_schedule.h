@@ -13,30 +13,30 @@ namespace flash {
 
 // Where a tile may be split.
 enum class SplitRule : int {
-  kAnywhere,  // between any two n_blocks, but tiles of at most `value` n_blocks are not split
-  kParts,     // into at most `value` splits of equal size
-  kChunks,    // where the n_block is a multiple of `value`
-  kWhole      // nowhere
+  kAnywhere,     // between any two n_blocks, but tiles of at most `value` n_blocks are not split
+  kEqualSplits,  // into at most `value` splits of equal size
+  kFixedSplits,  // where the n_block is a multiple of `value`
+  kNowhere
 };
 
 struct SplitPoints {
-  SplitRule rule = SplitRule::kWhole;
+  SplitRule rule = SplitRule::kNowhere;
   int value = 0;
 
   // The first permitted split point at or after `offset` of a tile of `count` n_blocks whose first one is
   // `first_block`.
   FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
     if (offset <= 0) return 0;
-    if (offset >= count || rule == SplitRule::kWhole) return count;
+    if (offset >= count || rule == SplitRule::kNowhere) return count;
     if (rule == SplitRule::kAnywhere) return count <= value ? count : offset;
-    if (rule == SplitRule::kChunks) {
+    if (rule == SplitRule::kFixedSplits) {
       const int64_t block = static_cast<int64_t>(first_block) + offset;
-      const int64_t cut = (block + value - 1) / value * value - first_block;
-      return cut < count ? static_cast<int>(cut) : count;
+      const int64_t point = (block + value - 1) / value * value - first_block;
+      return point < count ? static_cast<int>(point) : count;
     }
-    const int part = (count - 1) / value + 1;  // count + value may pass 2^31
-    const int64_t cut = (static_cast<int64_t>(offset) + part - 1) / part * part;
-    return cut < count ? static_cast<int>(cut) : count;
+    const int split_blocks = (count - 1) / value + 1;  // count + value may pass 2^31
+    const int64_t point = (static_cast<int64_t>(offset) + split_blocks - 1) / split_blocks * split_blocks;
+    return point < count ? static_cast<int>(point) : count;
   }
 };
 
@@ -60,42 +60,42 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int offset, int count) {
 
 // What CTA `index` computes of the tile at [tile_begin, tile_begin + count) of the linearised work.
 FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
-                                                 int64_t tile_begin, int64_t share, int index) {
-  BlockSpan segment;
-  segment.from = split_points.next(first_block, count, clamp_offset(index * share - tile_begin, count));
-  segment.to = split_points.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
-  return segment;
+                                                 int64_t tile_begin, int64_t cta_blocks, int index) {
+  BlockSpan span;
+  span.from = split_points.next(first_block, count, clamp_offset(index * cta_blocks - tile_begin, count));
+  span.to = split_points.next(first_block, count, clamp_offset((index + 1) * cta_blocks - tile_begin, count));
+  return span;
 }
 
-// block_span() for SplitRule::kAnywhere and kWhole. Place: int64_t, or int where the linearised work has fewer than
-// kMostShortPlaces n_blocks, which takes half the instructions.
-constexpr int kMostShortPlaces = 1 << 30;
+// block_span() for SplitRule::kAnywhere and kNowhere. Index: int64_t, or int where the linearised work has fewer than
+// kMaxBlocks32 n_blocks, which takes half the instructions.
+constexpr int kMaxBlocks32 = 1 << 30;
 
-template <class Place>
-FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(const SplitPoints& split_points, int count, Place tile_begin,
-                                                      Place share, int index) {
-  const Place first = index * share - tile_begin;
-  const BlockSpan segment{clamp_offset(first, count), clamp_offset(first + share, count)};
-  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return segment;
-  return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+template <class Index>
+FLASH_HOST_DEVICE constexpr BlockSpan block_span_anywhere(const SplitPoints& split_points, int count, Index tile_begin,
+                                                          Index cta_blocks, int index) {
+  const Index first = index * cta_blocks - tile_begin;
+  const BlockSpan span{clamp_offset(first, count), clamp_offset(first + cta_blocks, count)};
+  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return span;
+  return {span.from > 0 ? count : 0, span.to > 0 ? count : 0};
 }
 
 // Whether a span is half of its tile and the CTA ranges 2 i and 2 i + 1 that have the tile hold nothing else: in a
 // launch of 2-CTA clusters, the two combine it through DSMEM.
-FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& segment, int count, int64_t share, int index) {
-  return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
+FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& span, int count, int64_t cta_blocks, int index) {
+  return count == 2 * cta_blocks && span.from == index % 2 * cta_blocks && span.to == span.from + cta_blocks;
 }
 
 // Workspace slot of a partial result: a CTA range begins inside at most one tile (slot 0), and leaves at most one other
 // tile unfinished (slot 1).
-FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
-  return 2 * index + (segment.from == 0 ? 1 : 0);
+FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& span) {
+  return 2 * index + (span.from == 0 ? 1 : 0);
 }
 
 // n_blocks of each CTA range.
 FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
-  const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
-  return share > min_blocks_per_cta ? share : min_blocks_per_cta;
+  const int64_t cta_blocks = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
+  return cta_blocks > min_blocks_per_cta ? cta_blocks : min_blocks_per_cta;
 }
 
 // Combine after SplitRule::kAnywhere. A warp loads this many partial results of a row at a time; where a tile has more,
@@ -112,28 +112,28 @@ FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bo
 }
 
 // Few tiles: in a dense batch each has CTAs of its own in the combine; else each CTA boundary has.
-FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& heads_k, const int& thread_blocks) {
-  return static_cast<int64_t>(items) * heads_k < thread_blocks;
+FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& work_items, const int& heads_k, const int& thread_blocks) {
+  return static_cast<int64_t>(work_items) * heads_k < thread_blocks;
 }
 
 // CTAs of the combine.
-constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
+constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int work_items, int heads_k, int thread_blocks,
                                   int slot_rows, bool one_row) {
-  const int64_t tiles = static_cast<int64_t>(items) * heads_k;
-  if (rule == SplitRule::kChunks) return tiles;
-  const bool by_tile = !is_varlen && kv_has_few_tiles(items, heads_k, thread_blocks);
+  const int64_t tiles = static_cast<int64_t>(work_items) * heads_k;
+  if (rule == SplitRule::kFixedSplits) return tiles;
+  const bool by_tile = !is_varlen && kv_has_few_tiles(work_items, heads_k, thread_blocks);
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
 // A schedule made ahead for all layers of a step (KvCachePlan): header, then one entry per CTA.
 struct SchedHeader {
-  int64_t share = 1;
+  int64_t cta_blocks = 1;
   int64_t total = 0;
 };
 
 struct SchedEntry {
-  int64_t item_begin = 0;  // offset in the linearised work of the work item in which the CTA range begins
-  int item = 0;            // sequence * row tiles + row tile; the number of work items where the CTA range is empty
+  int64_t work_item_begin = 0;  // offset in the linearised work of the work item in which the CTA range begins
+  int work_item = 0;  // sequence * row tiles + row tile; the number of work items where the CTA range is empty
   int padding = 0;
 };
 

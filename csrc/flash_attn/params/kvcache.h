@@ -35,10 +35,10 @@ struct Flash_kvcache_params : Flash_fwd_params {
 
   FastDiv group;           // query heads of a K/V head
   int row_tiles = 0;       // row tiles of one K/V head and sequence of a dense batch
-  int items = 0;           // work items: row tiles of all sequences, or slots of a packed batch; each of all K/V heads
+  int work_items = 0;      // work items: row tiles of all sequences, or slots of a packed batch; each of all K/V heads
   bool q_vectors = false;  // rows of q may be read in 16-byte vectors
   bool o_vectors = false;  // rows of o may be written in 8-byte vectors
-  int kv_bytes = 16;       // bytes of the vectors in which k and v may be read: 16, 4 or 2
+  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read: 16, 4 or 2
   bool new_vectors = false;  // new rows and caches may be read and written in 16-byte vectors
   bool is_plain = false;     // the kernel without what decoding rarely needs (kernels/decode/config.h)
 
@@ -48,10 +48,10 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int thread_blocks = 0;
   int64_t min_blocks_per_cta = 1;
   SplitPoints split_points;
-  int run_blocks = kUnbounded;  // n_blocks of a fixed split (batch-invariant); else unbounded
-  int max_runs = 0;             // workspace slots of a tile when the split rule is kChunks
+  int split_blocks = kUnbounded;  // n_blocks of a fixed split (batch-invariant); else unbounded
+  int max_splits = 0;             // workspace slots of a tile when the split rule is kFixedSplits
   int slot_rows = 0;
-  bool merges = false;            // some tile may be split
+  bool combines = false;          // some tile may be split
   bool in_clusters = false;       // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
   bool combines_one_row = false;  // all warps of a CTA of the combine add up one row
   const SchedHeader* __restrict__ schedule = nullptr;  // header and entries; null: every CTA finds its own range

@@ -99,11 +99,11 @@ inline Explanation explain(const BwdPlan& plan) {
   return result;
 }
 
-inline const char* cut_rule_name(SplitRule rule) {
+inline const char* split_rule_name(SplitRule rule) {
   switch (rule) {
     case SplitRule::kAnywhere: return "anywhere";
-    case SplitRule::kParts: return "equal splits";
-    case SplitRule::kChunks: return "fixed splits";
+    case SplitRule::kEqualSplits: return "equal splits";
+    case SplitRule::kFixedSplits: return "fixed splits";
     default: return "nowhere";
   }
 }
@@ -120,12 +120,12 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
   result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
-  result["num_work_tiles"] = plan.items * problem.heads_k;
+  result["num_work_tiles"] = plan.work_items * problem.heads_k;
   result["least_blocks"] = plan.min_blocks_per_cta;  // n_blocks of a CTA, unless the work is less
-  result["split"] = std::string(cut_rule_name(plan.split_points.rule));
-  if (plan.split_points.rule == SplitRule::kParts) result["num_splits"] = int64_t{plan.split_points.value};
+  result["split"] = std::string(split_rule_name(plan.split_points.rule));
+  if (plan.split_points.rule == SplitRule::kEqualSplits) result["num_splits"] = int64_t{plan.split_points.value};
   if (plan.split_points.rule == SplitRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.split_points.value};
-  if (plan.run_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.run_blocks};
+  if (plan.split_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.split_blocks};
   result["combines"] = plan.combines;
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
 }

@@ -59,8 +59,8 @@ constexpr bool may_split_kv(const FwdProblem& problem) {
 
 constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
   const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
-  constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int keys = static_cast<int>(problem.keys() < kMostKeys ? problem.keys() : kMostKeys);
+  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
+  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
   const Visibility sequence{rows, keys, problem.window};
   FamilyQuery query{};
   query.capability = device.capability;
@@ -81,7 +81,7 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   return query;
 }
 
-constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
+constexpr bool is_wgmma_device(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
 // Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls; the ratios are what
 // counts (docs/tuning/fwd_sm90.md).
@@ -98,7 +98,7 @@ struct FamilyCosts {
   } splits;
   struct {
     int64_t call_16, work_16, call, work_32, work;  // tiles of up to 16, of up to 32 and of more packed rows
-  } split;
+  } decode;
 };
 
 constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
@@ -141,9 +141,9 @@ constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
   const int64_t longest = (blocks + splits - 1) / splits * block_n;
   const int64_t tiles = query.split_kv_tiles * splits, waves = waves_of(tiles, query);
-  const int64_t drawn = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
-  const bool draws = waves > 1 && query.mean_keys < query.seen_keys;
-  const int64_t keys = !draws ? waves * longest : drawn < longest ? longest : drawn;
+  const int64_t dynamic_keys = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
+  const bool is_dynamic = waves > 1 && query.mean_keys < query.seen_keys;
+  const int64_t keys = !is_dynamic ? waves * longest : dynamic_keys < longest ? longest : dynamic_keys;
   const auto& cost = family_costs(query).splits;
   const int64_t results = query.split_kv_rows * splits * query.head_dim / 1000;
   return cost.call + cost.tile * tiles + cost.key * keys + cost.results * results;
@@ -169,7 +169,7 @@ constexpr SplitsCost best_num_splits(const FamilyQuery& query) {
 // rows.
 constexpr int64_t decode_cost(const FamilyQuery& query) {
   const auto& costs = family_costs(query);
-  const auto& cost = costs.split;
+  const auto& cost = costs.decode;
   const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.decode_rows)).rows();
   const int64_t work = query.seen_keys * query.decode_tiles * costs.head_dim / query.multiprocessors;
   return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
@@ -186,9 +186,9 @@ struct FamilyChoice {
 constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
   const SplitsCost best = best_num_splits(query);
-  const bool wgmma = wgmma_serves(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
-  const int64_t whole = wgmma ? best.cost : mma_sync_cost(query);
-  if (query.may_use_decode && decode_cost(query) < whole) return {Family::kDecode};
+  const bool wgmma = is_wgmma_device(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
+  const int64_t forward_cost = wgmma ? best.cost : mma_sync_cost(query);
+  if (query.may_use_decode && decode_cost(query) < forward_cost) return {Family::kDecode};
   return wgmma ? FamilyChoice{Family::kWgmma, best.splits, in_one_wave} : FamilyChoice{Family::kMmaSync};
 }
 
@@ -204,7 +204,7 @@ inline int forced_num_splits(const char* forced) {
 
 // A batch-invariant call's family, whatever its sizes: no KV splits, and one kernel for any number of m_blocks.
 constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
-  return {wgmma_serves(query) ? Family::kWgmma : Family::kMmaSync};
+  return {is_wgmma_device(query) ? Family::kWgmma : Family::kMmaSync};
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
@@ -212,11 +212,11 @@ constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
 // anything else leaves the choice as it is. In a batch-invariant call it chooses the family alone.
 inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
-  const int wanted = forced_num_splits(forced);
+  const int requested = forced_num_splits(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
   if (query.batch_invariant) return invariant_family(query);
-  if (wanted > 0 && wgmma_serves(query)) {
-    return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
+  if (requested > 0 && is_wgmma_device(query)) {
+    return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : requested, std::strchr(forced, ':') != nullptr};
   }
   if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);

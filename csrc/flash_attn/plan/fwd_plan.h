@@ -88,10 +88,10 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
   // The query heads of one K/V head read the same K and V.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
-  const bool in_bands = problem.is_uneven() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
+  const bool in_bands = problem.has_variable_trip_count() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
   const int consumer_groups = device.multiprocessors * plan.consumer_groups;
   plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
-  plan.sort_varlen_tiles = problem.is_varlen && problem.is_uneven() && problem.batch <= kSortedSequences;
+  plan.sort_varlen_tiles = problem.is_varlen && problem.has_variable_trip_count() && problem.batch <= kSortedSequences;
   int64_t short_tiles = 0;
   if (!problem.is_varlen) {
     const FwdPolicy policy = sm90_fwd_policy(plan.head_dim, plan.head_dim_v, plan.variant);
@@ -145,7 +145,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
 }
 
 // Whether the wgmma family has the kernel of its plan. V of its own head dim has to consist of whole 16-byte vectors.
-inline bool wgmma_takes(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
+inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
   const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
@@ -181,7 +181,7 @@ inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const c
   const FamilyChoice choice = choose_family(family_query(problem, device), forced);
   if (choice.family == Family::kWgmma) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
-    if (wgmma_takes(problem, device, plan)) return plan;
+    if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
     FwdProblem padded = problem;

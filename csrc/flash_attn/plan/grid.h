@@ -56,8 +56,8 @@ constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device,
 constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
                                      const Sm90FwdTile& short_tile) {
   if (problem.batch_invariant) return false;
-  const bool may_be_even = !problem.masked_right() && short_tile.consumer_groups == 1;
-  if (may_be_even && problem.blocks(plain.block_m) <= device.multiprocessors &&
+  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
       problem.blocks(short_tile.block_m) > device.multiprocessors) {
     return false;
   }
@@ -107,10 +107,10 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
   if (problem.seqlen_q > kSharedDqRows || problem.max_head_dim() > kSm90SharedDqTile.head_dim) return false;
   const int64_t heads = problem.batch * problem.heads, multiprocessors = device.multiprocessors;
   if (heads > kMaxGridBlocks) return false;
-  const int64_t key_blocks = (problem.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
+  const int64_t n_blocks = (problem.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
   const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
-  const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
-  return 2 * rounds * key_blocks <= 3 * waves;
+  const int64_t waves = (heads * n_blocks + multiprocessors - 1) / multiprocessors;
+  return 2 * rounds * n_blocks <= 3 * waves;
 }
 
 // `block_n`: keys of a CTA.

@@ -55,7 +55,7 @@ struct FwdProblem {
   constexpr bool masked_right() const { return window.right != kUnbounded; }
   constexpr bool is_masked() const { return masked_right() || window.left != kUnbounded; }
   // Whether m_blocks have different trip counts.
-  constexpr bool is_uneven() const { return masked_right() || is_varlen || has_key_ranges; }
+  constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges; }
   // Keys of one head in all sequences of a packed batch, or in one sequence; of pages, at most as many as the block
   // table can list.
   constexpr int64_t keys_of_head() const {
@@ -95,15 +95,15 @@ struct MatrixShape {
 // Whether a tensor map can describe it: strides of 16-byte vectors, below 2^40 bytes, no empty axes. Packed rows are an
 // axis of kPackedRows rows, whose origin has a stride of 2^34 bytes less that of a row (TmaRows).
 constexpr bool tensor_map_holds(const MatrixShape& matrix, Dtype dtype) {
-  constexpr int64_t kVector = 16, kMostStride = int64_t{1} << 40, kMostPackedStride = int64_t{1} << 34;
+  constexpr int64_t kVector = 16, kMaxStride = int64_t{1} << 40, kMaxPackedStride = int64_t{1} << 34;
   const int64_t bytes = dtype_bytes(dtype);
   const auto holds = [bytes](int64_t length, int64_t stride) {
     if (length == 1) return true;  // its stride is never used
-    return length > 1 && 0 <= stride && stride < kMostStride / bytes && stride * bytes % kVector == 0;
+    return length > 1 && 0 <= stride && stride < kMaxStride / bytes && stride * bytes % kVector == 0;
   };
   if (!holds(matrix.heads, matrix.head_stride)) return false;
   if (!matrix.is_packed) return holds(matrix.rows, matrix.row_stride) && holds(matrix.batch, matrix.batch_stride);
-  return holds(2, matrix.row_stride) && matrix.row_stride <= kMostPackedStride / bytes;
+  return holds(2, matrix.row_stride) && matrix.row_stride <= kMaxPackedStride / bytes;
 }
 
 }  // namespace plan

@@ -35,10 +35,10 @@ constexpr int kFewTiles = 4;
 
 constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool fetches_late) {
   if (window.right == kUnbounded) return 0;
-  const int64_t shown = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
-  const int64_t most = shown < seqlen_k ? shown : seqlen_k;
+  const int64_t window_keys = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
+  const int64_t max_keys = window_keys < seqlen_k ? window_keys : seqlen_k;
   // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, while its window begins before the first.
-  int64_t rows = most / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
+  int64_t rows = max_keys / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
   if (rows > seqlen_q) rows = seqlen_q;
   const int64_t blocks = rows > 0 ? rows / block_m : 0;
   return window.left != kUnbounded && !fetches_late && blocks < kFewTiles ? 0 : blocks;
@@ -71,9 +71,9 @@ struct WorkTileOrder {
   // With other m_block counts per head. Making a divisor on the device would take longer than dividing a few times.
   FLASH_HOST_DEVICE void set_tiles_per_head(int tiles_of_head, int tail) { head_tiles = tiles_of_head - tail; }
 
-  FLASH_HOST_DEVICE int band_of(int place) const {
+  FLASH_HOST_DEVICE int band_of(int index) const {
     const int blocks = band.divisor * head_tiles;
-    return band_tiles.divisor == blocks ? band_tiles.divide(place) : place / blocks;
+    return band_tiles.divisor == blocks ? band_tiles.divide(index) : index / blocks;
   }
 
   // Work tile number `index`: its head, of all sequences, and its m_block number within the head.

@@ -11,19 +11,19 @@ namespace decode {
 using namespace sm80;  // the warp-level instructions
 
 // Rows of kHeadDim elements in shared memory, their 16-byte vectors swizzled so that neither ldmatrix nor cp.async has
-// bank conflicts. `place`: the swizzled number of a vector, chunk ^ key(row); that of another vector at a constant
+// bank conflicts. `swizzled`: the swizzled number of a vector, vector ^ key(row); that of another vector at a constant
 // distance is next().
 template <int kHeadDim>
-struct ChunkSwizzle {
-  static constexpr int kChunks = kHeadDim / 8;
-  static constexpr bool kWide = kChunks % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
+struct VectorSwizzle {
+  static constexpr int kVectors = kHeadDim / 8;
+  static constexpr bool kWide = kVectors % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
   static constexpr int kMask = kWide ? 7 : 3;
 
   __host__ __device__ static constexpr int key(int row) { return kWide ? row & 7 : (row >> 1) & 3; }
 
-  // Swizzled number of vector `chunk + distance`, given that of `chunk`; chunk and distance have no bits in common.
-  __host__ __device__ static constexpr int next(int place, int distance) {
-    return (place ^ (distance & kMask)) + (distance & ~kMask);
+  // Swizzled number of vector `vector + distance`, given that of `vector`; vector and distance have no bits in common.
+  __host__ __device__ static constexpr int next(int swizzled, int distance) {
+    return (swizzled ^ (distance & kMask)) + (distance & ~kMask);
   }
 };
 
@@ -50,13 +50,13 @@ struct KvConfig {
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
 
-  using Swizzle = ChunkSwizzle<kHeadDim>;
+  using Swizzle = VectorSwizzle<kHeadDim>;
   // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
-  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kChunks == 24 ? 8 : Swizzle::kChunks) : 4;
+  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kVectors == 24 ? 8 : Swizzle::kVectors) : 4;
   static constexpr int kRowsPerPass = 32 / kLanesPerRow;
   static constexpr int kWarpRows = kStep / kRowWarps;  // rows of a step that one warp loads
   static constexpr int kRowPasses = kWarpRows / kRowsPerPass;
-  static constexpr int kColPasses = Swizzle::kChunks / kLanesPerRow;
+  static constexpr int kColPasses = Swizzle::kVectors / kLanesPerRow;
   static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
 
   // Shared memory: Q, row statistics, scratch of the schedule, work parts and the K/V stages of each warp group.

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_rotate_kernel(const __grid_c
   const int64_t batch = row / params.h / params.seqlen_q;
   if (batch >= params.b) return;
   const KvRequest request = kv_request(params, static_cast<int>(batch));
-  if (!request.served()) return;
+  if (!request.is_valid()) return;
   const int token = static_cast<int>(row / params.h - batch * params.seqlen_q);
   const int head = static_cast<int>(row % params.h);
   const Element* const from = static_cast<const Element*>(params.q_ptr) + batch * params.q_strides.batch +

@@ -20,7 +20,7 @@ struct KvRequest {
   bool rejected = false;
   bool fits = false;  // false: padding, or lengths beyond the cache; such a request has no keys
 
-  __device__ __forceinline__ bool served() const { return fits && !rejected; }
+  __device__ __forceinline__ bool is_valid() const { return fits && !rejected; }
 };
 
 // Rows cached before the call.
@@ -118,29 +118,29 @@ __device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, c
 }
 
 // Of a dense batch.
-__device__ __forceinline__ int64_t kv_item_work(const Flash_kvcache_params& params, int item) {
-  const int index = item / params.row_tiles;
+__device__ __forceinline__ int64_t work_item_blocks(const Flash_kvcache_params& params, int work_item) {
+  const int index = work_item / params.row_tiles;
   const KvRequest request = kv_request(params, index);
-  return kv_work(params, kv_queries<false>(params, index), item - index * params.row_tiles, request.seqlen_k);
+  return kv_work(params, kv_queries<false>(params, index), work_item - index * params.row_tiles, request.seqlen_k);
 }
 
 // The segments of a packed batch own the work items by varlen_first_slot() of their packed rows: at least as many as
 // they have row tiles. Work items beyond these have no rows, and no n_block in the linearised work.
-__device__ __forceinline__ int packed_first_item(const Flash_kvcache_params& params, const KvQueries& queries,
-                                                 int segment) {
+__device__ __forceinline__ int packed_first_work_item(const Flash_kvcache_params& params, const KvQueries& queries,
+                                                      int segment) {
   return varlen_first_slot(queries.first * params.h_h_k_ratio, segment, params.tile_rows);
 }
 
-struct KvItem {
+struct WorkItem {
   KvRequest request;
   int row_tile = 0;
 };
 
 // All lanes of a warp together.
-__device__ __forceinline__ KvItem packed_item(const Flash_kvcache_params& params, int item) {
-  const int segment = find_segment(params.varlen.segments_q, params.b, item, params.tile_rows, params.h_h_k_ratio);
-  const int first = packed_first_item(params, kv_queries<true>(params, segment - 1), segment);
-  return {packed_request(params, segment), max(item - first, 0)};
+__device__ __forceinline__ WorkItem packed_work_item(const Flash_kvcache_params& params, int work_item) {
+  const int segment = find_segment(params.varlen.segments_q, params.b, work_item, params.tile_rows, params.h_h_k_ratio);
+  const int first = packed_first_work_item(params, kv_queries<true>(params, segment - 1), segment);
+  return {packed_request(params, segment), max(work_item - first, 0)};
 }
 
 // The pages of a request. `slot` is an index into its row of the block table.
@@ -156,14 +156,14 @@ struct KvPages {
   }
 
   // Whether thread `thread` of `threads` finds an invalid page among those of rows [begin, end).
-  __device__ __forceinline__ bool misses(int begin, int end, int thread, int threads) const {
+  __device__ __forceinline__ bool has_invalid_page(int begin, int end, int thread, int threads) const {
     if (end <= begin) return false;
     const int last = paged.page_size.divide(end - 1);
-    bool missing = false;
+    bool invalid = false;
     for (int slot = paged.page_size.divide(begin) + thread; slot <= last; slot += threads) {
-      missing |= !in_pool(table[slot]);
+      invalid |= !in_pool(table[slot]);
     }
-    return missing;
+    return invalid;
   }
 };
 
