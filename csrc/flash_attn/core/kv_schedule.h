@@ -98,9 +98,9 @@ FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blo
   return cta_blocks > min_blocks_per_cta ? cta_blocks : min_blocks_per_cta;
 }
 
-// Combine after SplitRule::kAnywhere. A warp loads this many partial results of a row at a time; where a tile has more,
-// all warps of a CTA add up one row, else each has a row of its own. Sizes by reference: a kernel loads its parameters
-// where it uses them.
+// Combine after SplitRule::kAnywhere and kEqualSplits. A warp loads this many partial results of a row at a time; where
+// a tile has more, all warps of a CTA add up one row, else each has a row of its own. Sizes by reference: a kernel
+// loads its parameters where it uses them.
 constexpr int kCombineLoads = 8;
 constexpr int kCombineWarps = 4;
 

@@ -26,10 +26,10 @@ struct BwdPlan {
   int stages = 0;                // of Q and of dO; 0: the GPU has too little shared memory for any
   int threads = 0;
   int smem_bytes = 0;
-  BwdGrid order;               // of the n_blocks
-  int running_key_blocks = 0;  // n_blocks of a head that run at a time
-  int64_t grid = 0;            // CTAs
-  bool is_dynamic = false;     // n_blocks are handed out by a semaphore
+  BwdGrid order;             // of the n_blocks
+  int running_n_blocks = 0;  // n_blocks of a head that run at a time
+  int64_t grid = 0;          // CTAs
+  bool is_dynamic = false;   // n_blocks are handed out by a semaphore
 
   int64_t dq_tiles = 0, dq_tile_floats = 0;  // the fp32 accumulator of dQ in global memory
   int64_t dq_grid = 0;                       // CTAs of its conversion
@@ -73,9 +73,9 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   }
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = bwd_smem_bytes(tile, plan.stages, problem.dtype);
-  plan.running_key_blocks = kRunningKeyBlocks;
+  plan.running_n_blocks = kRunningNBlocks;
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * bwd_blocks_per_sm(tile, problem.has_dropout);
-  plan.order = n_block_grid(problem, tile.block_n, resident, plan.running_key_blocks);
+  plan.order = n_block_grid(problem, tile.block_n, resident, plan.running_n_blocks);
   plan.grid = plan.order.blocks;
   set_dq_accumulator(plan, problem);
   plan.dq_threads = plan.threads;
@@ -107,9 +107,9 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
     return plan;
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
-  plan.running_key_blocks =
-      running_key_blocks(problem.deterministic, problem.window.right != kUnbounded, rows / tile.block_m, tile.block_n);
-  plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_key_blocks);
+  plan.running_n_blocks =
+      running_n_blocks(problem.deterministic, problem.window.right != kUnbounded, rows / tile.block_m, tile.block_n);
+  plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.is_dynamic = plan.order.blocks > device.multiprocessors;
   // More n_blocks than can be numbered: the launch fails.
   const bool is_numbered = plan.order.blocks <= kMaxGridBlocks;

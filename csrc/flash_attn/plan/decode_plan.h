@@ -256,7 +256,7 @@ inline void plan_launches(const DecodeProblem& problem, const Device& device, De
   plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
   plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
-  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_pair(plan.is_plain, plan.tile_size);
+  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
 }
 
 inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device) {

@@ -26,13 +26,12 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // m_blocks of 128 rows, of all heads
   int multiprocessors;
-  bool may_use_decode;   // without dropout, sinks and max_logit
-  int64_t decode_rows;   // packed rows of a K/V head
-  int64_t decode_tiles;  // tiles of these, of all sequences and K/V heads: kv_row_tiles()
-  int64_t seen_keys;     // of an m_block, at most
-  int64_t mean_keys;     // of an m_block, on average
-  int64_t split_kv_tiles =
-      0;  // m_blocks of 128 rows in sequences of mean length that the wgmma family may split; 0: it may not
+  bool may_use_decode;           // without dropout, sinks and max_logit
+  int64_t decode_rows;           // packed rows of a K/V head
+  int64_t decode_tiles;          // tiles of these, of all sequences and K/V heads: kv_row_tiles()
+  int64_t seen_keys;             // of an m_block, at most
+  int64_t mean_keys;             // of an m_block, on average
+  int64_t split_kv_tiles = 0;    // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
 };

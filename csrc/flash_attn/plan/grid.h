@@ -76,13 +76,13 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
 // leave the L2 cache, earlier with 64 keys, whose heads are wide; half of the rows where a causal mask hides the
 // others. Without the deterministic order nothing waits: the more n_blocks read the same rows at a time, the less power
 // the L2 cache takes (measured with 128 keys). `block_n`: keys of a CTA.
-constexpr int kRunningKeyBlocks = 16;
-constexpr int kUnorderedKeyBlocks = 32;
+constexpr int kRunningNBlocks = 16;
+constexpr int kUnorderedNBlocks = 32;
 
-constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
+constexpr int running_n_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
   const bool is_wide = block_n <= 64;
-  if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
-  const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
+  if (!is_deterministic) return is_wide ? kRunningNBlocks : kUnorderedNBlocks;
+  const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningNBlocks : 8;
   const int64_t wanted = m_blocks / (is_wide ? 4 : 8);
   return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
@@ -90,7 +90,7 @@ constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t 
 // Heads of a band (HeadOrder), so that about `running` n_blocks of each head run at a time. resident_blocks: CTAs that
 // the GPU holds at a time.
 constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head,
-                               int running = kRunningKeyBlocks) {
+                               int running = kRunningNBlocks) {
   const int64_t most = blocks_per_head < running ? blocks_per_head : running;
   const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
   const int64_t width = filling < heads ? filling : heads;
@@ -115,7 +115,7 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
 
 // `block_n`: keys of a CTA.
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
-                        int running = kRunningKeyBlocks) {
+                        int running = kRunningNBlocks) {
   BwdGrid grid;
   grid.blocks = heads_k * m_blocks(is_varlen, batch, seqlen_k, block_n);
   if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch fails for the second

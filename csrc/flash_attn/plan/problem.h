@@ -24,8 +24,7 @@ struct FwdProblem {
   bool has_sinks = false, returns_max_logit = false;
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
-  bool has_key_ranges =
-      false;  // a dense batch of queries over packed or paged keys, as many as the device's lengths say
+  bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
   int64_t num_pages = 0, pages_per_sequence = 0;
   int page_size = 1;
@@ -44,9 +43,8 @@ struct FwdProblem {
     const int64_t paged = num_pages * page_size / sequences();
     return is_varlen || paged < own ? paged : own;
   }
-  constexpr int64_t all_rows() const {
-    return heads * (is_varlen ? seqlen_q : batch * seqlen_q);
-  }  // as many as the LSE has
+  // Rows of the LSE.
+  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }
   // Blocks of `rows_of_block` rows, of all sequences and heads.
   constexpr int64_t blocks(int rows_of_block) const {
     return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);

@@ -329,7 +329,7 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
 }
 
 // The kernels that may be launched as 2-CTA clusters: larger tiles are compute-bound.
-constexpr bool kv_may_pair(bool is_plain, int size) { return is_plain && size == 0; }
+constexpr bool kv_may_cluster(bool is_plain, int size) { return is_plain && size == 0; }
 
 // Tiles of the packed rows of one sequence and K/V head.
 constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {

@@ -37,7 +37,7 @@ struct KvConfig {
   using Element = ElementOf<kDtype>;
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize);
   static constexpr bool kPlain = kVariant == KvVariant::kPlain;
-  static constexpr bool kMayCluster = plan::kv_may_pair(kPlain, kSize);
+  static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kStep = kTile.step;
   static constexpr int kRowTiles = kTile.row_tiles;
