@@ -168,8 +168,9 @@ def fwd_kvcache(
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
     if explain:
-        problems = [Problem(1, sq, max(0, entry.total - entry.start)) for entry in entries if not entry.is_padding]
-        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, block_keys=BLOCK_KEYS * batch_invariant)
+        problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
+        block_keys = BLOCK_KEYS if batch_invariant else 0
+        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, block_keys=block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))

@@ -13,6 +13,7 @@ import torch
 import flash_attn
 from flash_attn import backends, explanation
 from flash_attn.cpu import backward, forward
+from flash_attn.ops import calls
 
 CUMULATIVE = (0, 9, 30)
 NO_MEMORY = 1 << 60
@@ -29,7 +30,7 @@ def sequences(dtype=torch.int32):
     return dict(zip(VARLEN, (cu_seqlens, cu_seqlens, 21, 21)))
 
 
-def calls(grad=False):
+def examples(grad=False):
     """Arguments for each public function, nearly all with conversions on the way to the backend."""
     q, k = random(2, 30, 4, 16, grad=grad), random(2, 30, 2, 16)
     qkv, kv = random(2, 30, 3, 4, 16, grad=grad), random(2, 30, 2, 2, 16)
@@ -42,7 +43,9 @@ def calls(grad=False):
         "flash_attn_kvpacked_func": {"q": q, "kv": kv, "sinks": torch.zeros(4).half(), **options},
         "flash_attn_varlen_func": {"q": q[0], "k": k[0], "v": k[1], **sequences(torch.int64), **options},
         "flash_attn_varlen_qkvpacked_func": {"qkv": qkv[0], "cu_seqlens": cu_seqlens, "max_seqlen": 21, **options},
-        "flash_attn_varlen_kvpacked_func": {"q": q[0], "kv": kv[0], **sequences(torch.int64), "dropout_p": 0.2, **options},
+        "flash_attn_varlen_kvpacked_func": {
+            "q": q[0], "kv": kv[0], **sequences(torch.int64), "dropout_p": 0.2, **options
+        },
         "flash_attn_with_kvcache": {
             "q": q[:, :3], "k_cache": k_cache, "v_cache": k_cache.clone(), "k": new, "v": new, "cache_seqlens": 7,
             **options,
@@ -50,7 +53,7 @@ def calls(grad=False):
     }  # fmt: skip
 
 
-FUNCTIONS = tuple(calls())
+FUNCTIONS = tuple(examples())
 
 
 class Reached(Exception):
@@ -86,6 +89,15 @@ def backend(monkeypatch):
     return stub
 
 
+def explain_as_on_a_gpu(monkeypatch):
+    """The CPU in the place of a GPU, whose memory is not touched."""
+    if not hasattr(torch._C, "_construct_storage_from_data_pointer"):
+        pytest.skip("this torch has no CUDA")
+    monkeypatch.setattr(explanation._Explaining, "device_type", "cpu")
+    limits = torch.iinfo(torch.int32)
+    monkeypatch.setattr(calls, "_to_int32", lambda _, x: x.clamp(limits.min, limits.max).to(torch.int32))
+
+
 def assert_same(ours, theirs):
     """All that a plan may depend on, but for addresses."""
     if isinstance(theirs, torch.Tensor):
@@ -104,10 +116,8 @@ def state(arguments):
 def test_the_backend_is_asked_with_the_arguments_of_the_call(backend, monkeypatch, name, without_memory):
     """without_memory: conversions are those of CUDA tensors, by layout alone."""
     if without_memory:
-        if not hasattr(torch._C, "_construct_storage_from_data_pointer"):
-            pytest.skip("this torch has no CUDA")
-        monkeypatch.setattr(explanation._Explaining, "device_type", "cpu")
-    function, arguments = getattr(flash_attn, name), calls()[name]
+        explain_as_on_a_gpu(monkeypatch)
+    function, arguments = getattr(flash_attn, name), examples()[name]
     plans = flash_attn.explain(function, **arguments)
     with pytest.raises(Reached):
         function(**arguments)
@@ -128,7 +138,7 @@ def test_the_backend_is_asked_with_the_arguments_of_the_call(backend, monkeypatc
 
 @pytest.mark.parametrize("name", FUNCTIONS[:-1])
 def test_the_backward_is_asked_with_the_arguments_of_the_call(monkeypatch, name):
-    function, arguments = getattr(flash_attn, name), calls(grad=True)[name]
+    function, arguments = getattr(flash_attn, name), examples(grad=True)[name]
     out = function(**arguments)
     stub = Backend()
     monkeypatch.setattr(backends, "get", lambda device_type, name="q": stub)
@@ -142,6 +152,42 @@ def test_the_backward_is_asked_with_the_arguments_of_the_call(monkeypatch, name)
         assert_same(ours, theirs)
 
 
+OPERATORS = {
+    "pad": lambda x: torch.nn.functional.pad(x, (0, 3)),
+    "dtype": lambda x: x.to(torch.float16),
+    "no dtype": lambda x: x.to(torch.float32),
+    "contiguous": lambda x: x.contiguous(),
+    "factory": lambda x: torch.full((3,), 7, dtype=torch.int32, device=x.device),
+    "unbind": lambda x: x[..., None].expand(-1, -1, -1, 3).unbind(-1)[1],
+    "empty_like": lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "slice of a copy": lambda x: x.clone()[..., 1:],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_conversions_have_the_layout_of_the_operators(monkeypatch, name):
+    explain_as_on_a_gpu(monkeypatch)
+    x = random(2, 5, 4).transpose(0, 1).requires_grad_(name == "pad")
+    expected = OPERATORS[name](x)
+    with explanation._Explaining():
+        first, second = OPERATORS[name](x), OPERATORS[name](x)
+    for result in (first, second):
+        assert_same(result, expected)
+        assert result.requires_grad == expected.requires_grad and result.device == expected.device
+    if name in ("unbind", "no dtype"):
+        assert first.data_ptr() == expected.data_ptr()
+    else:
+        assert first.data_ptr() >= NO_MEMORY
+        assert second.data_ptr() - first.data_ptr() >= expected.untyped_storage().nbytes()
+
+
+def test_numbers_are_read(monkeypatch):
+    """softmax_scale and the like may be tensors."""
+    explain_as_on_a_gpu(monkeypatch)
+    with explanation._Explaining():
+        assert float(torch.tensor([2.0, 3.0])[1]) == 3.0
+
+
 def test_three_tensors_are_those_of_flash_attn_func(backend):
     q = random(1, 8, 2, 16)
     assert flash_attn.explain(q, q, q, 0.1, causal=True)["forward"]["direction"] == "fwd"
@@ -152,7 +198,7 @@ def test_three_tensors_are_those_of_flash_attn_func(backend):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_explaining_leaves_everything_as_it_is(name, grad):
-    function, arguments = getattr(flash_attn, name), calls(grad)[name]
+    function, arguments = getattr(flash_attn, name), examples(grad)[name]
     before, random_state = state(arguments), torch.get_rng_state()
     plans = flash_attn.explain(function, **arguments)
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -167,7 +213,7 @@ def test_explaining_leaves_everything_as_it_is(name, grad):
 
 
 def test_a_cache_with_a_history_keeps_it():
-    arguments = calls()["flash_attn_with_kvcache"]
+    arguments = examples()["flash_attn_with_kvcache"]
     cache = arguments["k_cache"].requires_grad_() * 2
     history = cache.grad_fn
     flash_attn.explain(flash_attn.flash_attn_with_kvcache, **{**arguments, "k_cache": cache})
@@ -203,7 +249,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_calls_are_refused_as_the_call_is(wrong):
     name, arguments = WRONG[wrong]
-    function, arguments = getattr(flash_attn, name), {**calls()[name], **arguments}
+    function, arguments = getattr(flash_attn, name), {**examples()[name], **arguments}
     with pytest.raises((RuntimeError, TypeError, NotImplementedError)) as refused:
         function(**arguments)
     with pytest.raises(refused.type, match=f"^{re.escape(str(refused.value))}$"):
