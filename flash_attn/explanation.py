@@ -6,6 +6,7 @@ way up to there, with its own checks and conversions, and costs nothing more whe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from flash_attn import backends
 from flash_attn import flash_attn_interface as interface
+from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import calls
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
 
@@ -78,7 +80,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     if function not in _FUNCTIONS:
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(f"function: expected an attention function of flash_attn, got {name}")
-    args, kwargs = tree_map_only(Tensor, _alias, (tuple(args), kwargs))
+    args, kwargs = tree_map_only((Tensor, KvCachePlan), _alias, (tuple(args), kwargs))
     try:
         with _Explaining():
             function(*args, **kwargs)
@@ -104,8 +106,12 @@ class _NonLeaf(torch.autograd.Function):
         return grad
 
 
-def _alias(x: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: what autograd is told of writes to it, x does not have."""
+def _alias(x: Any) -> Any:
+    """The same memory as a tensor, or plan, of its own: autograd is told of writes to it, and not to x."""
+    if isinstance(x, KvCachePlan):
+        plan = copy.copy(x)
+        plan.tensor = x.tensor.data
+        return plan
     alias = x.data
     if not x.requires_grad:
         return alias

@@ -222,6 +222,18 @@ def test_a_cache_with_a_history_keeps_it():
     assert arguments["k_cache"].grad is not None
 
 
+def test_a_cache_is_written_by_nothing_that_autograd_counts():
+    q, cache = random(2, 1, 4, 16), random(2, 64, 2, 16)
+    lengths, out = torch.tensor([5, 7], dtype=torch.int32), torch.full((2, 1, 4, 16), 3.0)
+    plan = flash_attn.KvCachePlan(lengths, 1, 4, 2, 16, 64, seqlen_new=1)
+    written = (out, cache, plan.tensor)
+    before = [(x._version, x.clone()) for x in written]
+    new = {"k": q[:, :, :2], "v": q[:, :, 2:], "cache_seqlens": lengths, "out": out, "plan": plan}
+    flash_attn.explain(flash_attn.flash_attn_with_kvcache, q, cache, cache.clone(), **new)
+    for x, (version, value) in zip(written, before):
+        assert x._version == version and torch.equal(x, value)
+
+
 def test_no_backward_where_none_is_recorded():
     q = random(1, 40, 2, 16, grad=True)
     assert flash_attn.explain(q, q, q)["backward"]["direction"] == "backward"
@@ -233,6 +245,11 @@ def test_no_backward_where_none_is_recorded():
     assert flash_attn.explain(*call, **sequences(), seqused_k=used)["backward"] is None
 
 
+@torch.inference_mode()
+def made_in_inference_mode(*shape):
+    return torch.zeros(*shape)
+
+
 WRONG = {
     "heads": ("flash_attn_func", {"k": random(2, 30, 3, 16), "v": random(2, 30, 3, 16)}),
     "a number": ("flash_attn_func", {"softcap": "much"}),
@@ -241,6 +258,7 @@ WRONG = {
     "lengths": ("flash_attn_varlen_func", {"cu_seqlens_k": torch.tensor([0, 2**40, 2**41])}),
     "capacity": ("flash_attn_with_kvcache", {"cache_seqlens": torch.tensor([7, 64], dtype=torch.int32)}),
     "a leaf": ("flash_attn_with_kvcache", {"k_cache": random(2, 64, 2, 16, grad=True)}),
+    "an inference tensor": ("flash_attn_with_kvcache", {"k_cache": made_in_inference_mode(2, 64, 2, 16)}),
     "device": ("flash_attn_func", {"q": torch.empty(2, 30, 4, 16, device="meta")}),
     "unknown": ("flash_attn_func", {"nonsense": 1}),
 }
