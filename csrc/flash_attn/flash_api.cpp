@@ -1,5 +1,5 @@
-// The pybind11 module flash_attn_2_cuda: entry points, and the dispatch to the instantiations of the kernels. A call is
-// checked, then api/forward.h or api/backward.h carries it out: set_params -> plan -> allocate -> launch -> return.
+// The pybind11 module flash_attn_2_cuda: entry points, and the dispatch to the instantiations of the kernels. After the
+// checks api/forward.h or api/backward.h runs the call: set_params -> plan -> allocate -> launch -> return.
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -37,7 +37,7 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_split_params& params, const plan:
     if constexpr (kHeadDim == kPair.head_dim) {
       return run_mha_fwd_wgmma_<kDtype, kHeadDim, kPair.value_dim()>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;  // in no plan
+    return cudaErrorInvalidValue;  // no plan has this
   } else {
     if constexpr (kHeadDim >= plan::kLeastWgmmaHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_fwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
@@ -62,7 +62,7 @@ cudaError_t run_mha_bwd_family(const Flash_bwd_params& params, const plan::BwdPl
     if constexpr (kHeadDim == kPair.head_dim) {
       return run_mha_bwd_wgmma_<kDtype, kHeadDim, kPair.value_dim()>(params, plan, stream);
     }
-    return cudaErrorInvalidValue;  // in no plan
+    return cudaErrorInvalidValue;  // no plan has this
   } else {
     if constexpr (plan::sm90_bwd_tile(kHeadDim, kHeadDim).head_dim == kHeadDim) {
       if (plan.family == plan::Family::kWgmma) return run_mha_bwd_wgmma_<kDtype, kHeadDim>(params, plan, stream);
@@ -84,15 +84,15 @@ namespace {
 
 // ---- entry points ----
 
-// S_dmask is padded to multiples of 128, as FlashAttention-2 does. A maximum length that a caller names may be loose:
-// no sequence is longer than kMaxLength.
+// S_dmask is padded to multiples of 128, as in FlashAttention-2. The caller's maximum length may be loose: no sequence
+// is longer than kMaxLength.
 int probability_rows(int64_t max_seqlen) {
   constexpr int64_t kProbabilityTile = 128;
   const int64_t rows = std::min<int64_t>(max_seqlen, kMaxLength);
   return static_cast<int>((rows + kProbabilityTile - 1) / kProbabilityTile * kProbabilityTile);
 }
 
-// Of both passes: what decides how sequences are laid out.
+// Dense or packed: the sequences of a call, in the forward and the backward.
 template <class Params>
 Params dense_sequences(int64_t batch, bool batch_invariant) {
   Params params;
@@ -110,11 +110,11 @@ Params packed_sequences(int64_t batch, bool batch_invariant, const at::Tensor& c
   return params;
 }
 
-// What the arguments of an entry point come to: the call's results, or its plan.
+// An entry point returns its results, or its plan for explain().
 using Tensors = std::vector<at::Tensor>;
 
 template <class Result>
-Result carry_out(const FwdCall& call) {
+Result run_or_explain(const FwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
@@ -123,7 +123,7 @@ Result carry_out(const FwdCall& call) {
 }
 
 template <class Result>
-Result carry_out(const BwdCall& call) {
+Result run_or_explain(const BwdCall& call) {
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain(call);
   } else {
@@ -131,7 +131,7 @@ Result carry_out(const BwdCall& call) {
   }
 }
 
-void check_scores(const at::Tensor& q, int64_t batch, double p_dropout, const Scores& scores) {
+void check_scores(const at::Tensor& q, int64_t batch, double p_dropout, const ScoreOptions& scores) {
   checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
@@ -143,9 +143,9 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit, bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 4, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   checks::output(out, q, checks::output_shape(q, v));
@@ -155,7 +155,7 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
-  return carry_out<Result>(FwdCall{
+  return run_or_explain<Result>(FwdCall{
       sequences, q, k, v, out, {batch, heads, seqlen_q}, scores, p_dropout, return_softmax, gen, return_max_logit});
 }
 
@@ -169,9 +169,9 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       int64_t /*num_splits*/, const OptionalTensor& sinks, bool return_max_logit,
                       bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 3, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
     checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
@@ -203,7 +203,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   sequences.varlen.seqused_k = int_or_null(seqused_k);
   sequences.varlen.leftpad_k = int_or_null(leftpad_k);
   sequences.paged = set_params_pages(block_table, k);
-  return carry_out<Result>(FwdCall{
+  return run_or_explain<Result>(FwdCall{
       sequences, q, k, v, out, {q.size(1), q.size(0)}, scores, p_dropout, return_softmax, gen, return_max_logit});
 }
 
@@ -220,7 +220,7 @@ void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::
 }
 
 void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& out, const at::Tensor& softmax_lse, const Scores& scores) {
+                   const at::Tensor& out, const at::Tensor& softmax_lse, const ScoreOptions& scores) {
   const overlap::Operands read = {{"dout", gradients.dout},
                                   {"q", q},
                                   {"k", k},
@@ -242,9 +242,9 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                const OptionalTensor& sinks, bool batch_invariant) {
   const char* axes = "batch, seqlen, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 4, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
@@ -252,7 +252,7 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
-  return carry_out<Result>(
+  return run_or_explain<Result>(
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 
@@ -267,9 +267,9 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                       const OptionalTensor& sinks, bool batch_invariant) {
   const char* axes = "total, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const Scores scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
   checks::query(q, 3, axes);
-  checks::whole_chunks(q);
+  checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
@@ -279,11 +279,11 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
-  return carry_out<Result>(
+  return run_or_explain<Result>(
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 
-// Of every entry point that launches: what needs the GIL first, then without it.
+// Of every entry point: reads the environment under the GIL, then releases it.
 struct CallGuard {
   CallEnvironment environment;
   py::gil_scoped_release release;

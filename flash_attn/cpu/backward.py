@@ -8,6 +8,7 @@ import torch
 
 from . import checks
 from .entry import entry_point
+from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
 from .overlap import check_written
 from .scores import LOG2E, ScoreRule, compute_dtype
@@ -138,6 +139,8 @@ def bwd(
     dlse=None,
     sinks=None,
     batch_invariant=False,
+    *,
+    explain=False,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
@@ -150,6 +153,7 @@ def bwd(
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
         sinks: those of the forward, whose softmax_lse holds them.
         batch_invariant: as in the forward, of dq, dk and dv.
+        explain: as in the forward.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
         rowsum(dout * out) - dlse, float32 (float64 for float64 inputs), 0 beyond sq.
@@ -170,6 +174,9 @@ def bwd(
     check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    if explain:
+        problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
+        return explain_attention("backward", q, k, v, rule, problems)
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
     )

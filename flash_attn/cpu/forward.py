@@ -10,6 +10,7 @@ import torch
 from ..dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
 from . import checks
 from .entry import entry_point
+from .explain import Problem, explain_attention
 from .overlap import check_written
 from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape
@@ -164,16 +165,9 @@ class _RowState:
 
 
 def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
-    """Whether torch's CPU flash kernel computes this: first_row, or causal where its top-left alignment is ours too, of
-    scores that are all finite.
-
-    Its mask is applied before the scale, so a scale of zero or below would make NaN or +inf of -inf.
-    """
-    sq, sk = q.shape[1], k.shape[1]
-    mask_fits = rule.is_unmasked(sq, sk) or rule.is_square_causal(sq, sk)
-    scores_fit = rule.scale > 0 and not rule.softcap and rule.slopes is None
-    shapes_fit = mask_fits and scores_fit and dropout is None and q.shape[-1] == v.shape[-1] > 0
-    return shapes_fit and _scores_are_finite(q, k, rule)
+    """Whether torch's CPU flash kernel computes this, of scores that are all finite."""
+    shapes_fit = rule.fits_torch_kernel(q.shape[1], k.shape[1]) and q.shape[-1] == v.shape[-1] > 0
+    return shapes_fit and dropout is None and _scores_are_finite(q, k, rule)
 
 
 def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
@@ -264,6 +258,8 @@ def fwd(
     sinks=None,
     return_max_logit=False,
     batch_invariant=False,
+    *,
+    explain=False,
 ):
     """Forward attention of equally long sequences.
 
@@ -278,6 +274,7 @@ def fwd(
         return_softmax: return S_dmask (only with dropout).
         sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
         batch_invariant: compute each batch entry by itself, with the bits that it has in every batch, dense or packed.
+        explain: check the arguments and return the plan alone, a dict (see `explain.explain_attention`).
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
         float64 inputs), for a fully masked row the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
@@ -293,6 +290,10 @@ def fwd(
     check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    if explain:
+        problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
+        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
+        return explain_attention("forward", q, k, v, rule, problems, is_plain)
     dropout = new_dropout(p_dropout, gen)
     if out is None:
         out = torch.empty(checks.output_shape(q, v), dtype=q.dtype)

@@ -9,8 +9,9 @@ import torch
 
 from . import checks
 from .entry import entry_point
+from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, attend
-from .invariant import attend_invariant
+from .invariant import BLOCK_KEYS, attend_invariant
 from .kvcache_plan import PlanKey, check_plan
 from .overlap import check_written, same_view
 from .scores import ScoreRule, compute_dtype, is_unbounded
@@ -120,6 +121,8 @@ def fwd_kvcache(
     num_splits,
     plan=None,
     batch_invariant=False,
+    *,
+    explain=False,
 ):
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
 
@@ -141,6 +144,7 @@ def fwd_kvcache(
         num_splits: at least 0; without effect, nothing is split here.
         plan: None, or what `kvcache_plan` returned for the same sizes and lengths; it is only checked.
         batch_invariant: compute every row by `attend_invariant`.
+        explain: as in `fwd`.
 
     Returns [out, lse] as in `fwd`.
 
@@ -163,6 +167,11 @@ def fwd_kvcache(
 
     batch, sq, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    if explain:
+        problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
+        block_keys = BLOCK_KEYS if batch_invariant else 0
+        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, block_keys=block_keys)
+        return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     attend_entry = attend_invariant if batch_invariant else attend

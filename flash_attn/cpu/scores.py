@@ -92,6 +92,15 @@ class ScoreRule:
         """Whether row i sees exactly the keys up to i of as many keys as rows."""
         return sq == sk and self.right == 0 and (self.left is None or self.left >= sk - 1)
 
+    def fits_torch_kernel(self, sq: int, sk: int) -> bool:
+        """Whether torch's fused kernel has this mask and these scores: no mask, or causal where its top-left alignment
+        is ours too.
+
+        Its mask is applied before the scale, so a scale of zero or below would make NaN or +inf of -inf.
+        """
+        mask_fits = self.is_unmasked(sq, sk) or self.is_square_causal(sq, sk)
+        return mask_fits and self.scale > 0 and not self.softcap and self.slopes is None
+
     def key_range(self, row0: int, row1: int, sq: int, sk: int):
         """The keys [lo, hi) that at least one of the rows [row0, row1) sees."""
         lo = 0 if self.left is None else max(0, row0 + sk - sq - self.left)

@@ -10,6 +10,7 @@ import torch
 from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
 from .entry import entry_point
+from .explain import Problem, explain_attention
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
 from .scores import ScoreRule, compute_dtype
@@ -58,6 +59,11 @@ def sequences(total_q, k, cu_seqlens_q, cu_seqlens_k, seqused_k=None, leftpad_k=
         start = min(stop, starts[index] + max(0, padding[index]))
         result.append(Sequence(index, q0, q1, start, stop))
     return result
+
+
+def _problems(layout) -> list[Problem]:
+    """The sequences that have queries, as what there is to compute."""
+    return [Problem(1, s.q1 - s.q0, s.k1 - s.k0) for s in layout if s.q1 > s.q0]
 
 
 def check_pages(block_table: torch.Tensor, row: int, start: int, stop: int, page_size: int, pages: int) -> None:
@@ -120,6 +126,8 @@ def varlen_fwd(
     sinks=None,
     return_max_logit=False,
     batch_invariant=False,
+    *,
+    explain=False,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
@@ -160,6 +168,9 @@ def varlen_fwd(
 
     total_q, heads, _ = q.shape
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    if explain:
+        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
+        return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
     dropout = new_dropout(p_dropout, gen)
     out = torch.zeros(checks.output_shape(q, v), dtype=q.dtype) if out is None else out.zero_()
     lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
@@ -220,6 +231,8 @@ def varlen_bwd(
     dlse=None,
     sinks=None,
     batch_invariant=False,
+    *,
+    explain=False,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
@@ -238,13 +251,16 @@ def varlen_bwd(
     check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
     rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
+    if explain:
+        return explain_attention("backward", q, k, v, rule, _problems(layout))
     dropout = dropout_of_state(p_dropout, rng_state)
     grads = [
         torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dq, q), (dk, k), (dv, v))
     ]
     dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
     softmax_d = torch.zeros(heads, total_q + SOFTMAX_D_GAP * batch, dtype=compute_dtype(q.dtype))
-    for sequence in sequences(total_q, k, cu_seqlens_q, cu_seqlens_k):
+    for sequence in layout:
         i, rows, cols = sequence.index, slice(sequence.q0, sequence.q1), slice(sequence.k0, sequence.k1)
         d0 = sequence.q0 + SOFTMAX_D_GAP * i
         row_lse = softmax_lse[:, rows].unsqueeze(0)

@@ -1,6 +1,6 @@
 """One call per pass: take the record of the arguments, call the backend of the device; and the same as fakes.
 
-The output has v's head dim. Gradients come back in the packing of the inputs.
+The output has v's head dim. Gradients come back in the packing of the inputs. backend: another one than the device's.
 """
 
 import torch
@@ -48,9 +48,9 @@ def _to_int32(name, x):
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs):
+def forward(args: AttentionArgs, backend=None):
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
-    backend = backends.of(args.q)
+    backend = backend or backends.of(args.q)
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
@@ -92,14 +92,14 @@ def forward_fake(args: AttentionArgs):
     )
 
 
-def backward(args: AttentionBackwardArgs):
+def backward(args: AttentionBackwardArgs, backend=None):
     """Attention backward -> the gradients of those of (q, k, v, sinks) that are given, each a new contiguous tensor."""
     packed = []
     if args.v is None:
         given = (args.q,) if args.k is None else (args.q, args.k)
         packed = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     targets = unpack(*packed, *[None] * (3 - len(packed))) if packed else (None, None, None)
-    dq, dk, dv, _, *dsinks = _backward_into(args, *targets)
+    dq, dk, dv, _, *dsinks = _backward_into(args, *targets, backend)
     return [*(packed or (dq, dk, dv)), *dsinks]
 
 
@@ -113,9 +113,9 @@ def backward_into(args: AttentionBackwardArgs, dq, dk, dv):
     return _backward_into(args, dq, dk, dv)[3]
 
 
-def _backward_into(args, dq, dk, dv):
+def _backward_into(args, dq, dk, dv, backend=None):
     """-> [dq, dk, dv, softmax_d], and with sinks their gradient; a gradient that is not given is new and contiguous."""
-    backend = backends.of(args.q)
+    backend = backend or backends.of(args.q)
     wanted = (dq, dk, dv)
     context.check_writable(("dq", "dk", "dv"), wanted)
     dout, q, k, v, out = map(rows_contiguous, (args.dout, *unpack(args.q, args.k, args.v), args.out))
@@ -157,7 +157,7 @@ def _pages(block_table):
     return _index("block_table", block_table)
 
 
-def kvcache_forward(args: KvCacheArgs):
+def kvcache_forward(args: KvCacheArgs, backend=None):
     """Attention over a KV cache, which receives k and v first when they are given -> (out, lse)."""
     rotary_cos, rotary_sin, k, v = args.rotary_cos, args.rotary_sin, args.k, args.v
     if rotary_cos is not None and rotary_sin is not None:
@@ -168,7 +168,8 @@ def kvcache_forward(args: KvCacheArgs):
         overwritten = (args.out, args.k_cache, args.v_cache)
     if overwritten:
         context.check_writable(("out", "k_cache", "v_cache"), overwritten)
-    out, lse = backends.of(args.q).fwd_kvcache(
+    backend = backend or backends.of(args.q)
+    out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
         _index("cache_leftpad", args.cache_leftpad), _pages(args.block_table), args.alibi_slopes, args.out,

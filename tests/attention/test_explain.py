@@ -1,4 +1,4 @@
-"""Plans as the extension tells them: explain_fwd() and the like, and FLASH_ATTN_TRACE."""
+"""Plans as the extension tells them: explain_fwd() and the like, flash_attn.explain() and FLASH_ATTN_TRACE."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import flash_attn
 from flash_attn import backends
 
 pytestmark = pytest.mark.devices("cuda")
@@ -109,6 +110,94 @@ def test_wrong_calls_are_refused_as_the_call_is(device):
     q, k, v = qkv(device)
     with pytest.raises(RuntimeError, match="q: expected a head count divisible"):
         backends.get("cuda").explain_fwd(q[:, :, :3], k, v, **FORWARD)
+
+
+MAKE = """
+import torch, flash_attn
+def random(*shape, grad=False):
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+def lengths(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device="cuda")
+"""
+# (function, arguments) by name: calls of every form, with copies on their way to the kernels.
+CALLS = {
+    "dense": ("flash_attn_func", "random(2, 500, 4, 64, grad=True), *[random(2, 500, 2, 64)] * 2, causal=True"),
+    "padded": ("flash_attn_func", "*[random(2, 500, 4, 36, grad=True)] * 3, softcap=9.0"),
+    "strided": ("flash_attn_func", "random(2, 64, 4, 500, grad=True).transpose(1, 3), *[random(2, 500, 4, 64)] * 2"),
+    "values": (
+        "flash_attn_func", "*[random(2, 900, 4, 192, grad=True)] * 2, random(2, 900, 4, 128), deterministic=True"
+    ),
+    "qkvpacked": ("flash_attn_qkvpacked_func", "random(2, 500, 3, 4, 128, grad=True), 0.1"),
+    "kvpacked": ("flash_attn_kvpacked_func", "random(2, 1, 8, 128), random(2, 9000, 2, 2, 128)"),
+    "varlen": (
+        "flash_attn_varlen_func",
+        "*[random(1000, 4, 64, grad=True)] * 3, *[lengths(0, 300, 1000, dtype=torch.int64)] * 2, 700, 700, causal=True",
+    ),
+    "varlen_qkvpacked": (
+        "flash_attn_varlen_qkvpacked_func", "random(1000, 3, 4, 40, grad=True), lengths(0, 300, 1000), 700"
+    ),
+    "varlen_kvpacked": (
+        "flash_attn_varlen_kvpacked_func",
+        "random(1000, 4, 60, grad=True), random(1000, 2, 4, 60), *[lengths(0, 300, 1000)] * 2, 700, 700",
+    ),
+    "kvcache": ("flash_attn_with_kvcache", "random(4, 1, 16, 128), *[random(4, 8192, 4, 128)] * 2, cache_seqlens=5000"),
+    "appending": (
+        "flash_attn_with_kvcache",
+        "random(2, 3, 8, 64), random(2, 4096, 2, 64), random(2, 4096, 2, 64), random(2, 64, 2, 3).transpose(1, 3), "
+        "random(2, 3, 2, 64), cache_seqlens=lengths(7, 4000, dtype=torch.int64), causal=True, out=random(2, 3, 8, 64)",
+    ),
+}  # fmt: skip
+
+
+def made(name):
+    """The function and its (args, kwargs)."""
+    function, arguments = CALLS[name]
+    scope = {}
+    exec(MAKE, scope)
+    return getattr(flash_attn, function), eval(f"(lambda *args, **kwargs: (args, kwargs))({arguments})", scope)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explain_touches_nothing_on_the_gpu(device, name):
+    function, (args, kwargs) = made(name)
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    values, versions = [x.detach().clone() for x in tensors], [x._version for x in tensors]
+    torch.cuda.synchronize()
+    before, random_state = allocations(), torch.cuda.get_rng_state()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        plans = flash_attn.explain(function, *args, **kwargs)
+    assert allocations() == before
+    assert not [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+    assert all(torch.equal(x, value) for x, value in zip(tensors, values))
+    assert [x._version for x in tensors] == versions
+    assert plans["forward"]["backend"] == "cuda" and plans["forward"]["kernel"] != "none"
+    assert ("backward" in plans) == (name not in ("kvcache", "appending"))
+    assert (plans.get("backward") is not None) == any(x.requires_grad for x in tensors)
+
+
+def test_calls_do_as_explained(device):
+    """The lines of FLASH_ATTN_TRACE are the plans of explain(), forward and backward."""
+    program = [MAKE, "import sys"]
+    for name, (function, arguments) in CALLS.items():
+        program += [f"print('call', {name!r}, file=sys.stderr, flush=True)"]
+        program += [f"out = flash_attn.{function}({arguments})"]
+        program += ["if out.requires_grad: out.float().sum().backward()"]
+    environment = {**os.environ, "FLASH_ATTN_TRACE": "1"}
+    result = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    said = [line for line in result.stderr.splitlines() if line.startswith(("call ", "flash_attn: direction="))]
+    expected = []
+    for name in CALLS:
+        function, (args, kwargs) = made(name)
+        plans = flash_attn.explain(function, *args, **kwargs).values()
+        expected += [f"call {name}", *(trace_line(plan) for plan in plans if plan is not None)]
+    assert said == expected
+
+
+def trace_line(plan):
+    values = {name: int(x) if isinstance(x, bool) else x for name, x in plan.items() if name != "backend"}
+    return "flash_attn: " + " ".join(f"{name}={value}" for name, value in values.items())
 
 
 @pytest.mark.parametrize("traced", [True, False])

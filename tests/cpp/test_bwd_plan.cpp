@@ -105,7 +105,7 @@ void check_memory() {
   check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
 }
 
-// What the wgmma family does not serve the other one does; where V has another head dim, the call is padded.
+// What the wgmma family cannot run the other one does; where V has another head dim, the call is padded.
 void check_other_families() {
   const BwdProblem problem = dense(2, 4096, 16, 128);
   const auto is_mma_sync = [](const BwdPlan& plan) { return plan.family == Family::kMmaSync; };

@@ -45,7 +45,7 @@ void check_width() {
     for (int64_t heads : {int64_t{0}, int64_t{1}, int64_t{8}, int64_t{512}, int64_t{0x7fffffff}}) {
       for (int64_t blocks : {int64_t{0}, int64_t{1}, int64_t{8}, int64_t{16}, int64_t{1} << 25}) {
         const int64_t width = flash::plan::interleave_width(resident, heads, blocks);
-        const int64_t running = std::clamp<int64_t>(blocks, 1, flash::plan::kRunningKeyBlocks);
+        const int64_t running = std::clamp<int64_t>(blocks, 1, flash::plan::kRunningNBlocks);
         check::that(width >= 1 && width <= std::max<int64_t>(heads, 1), "width", resident, heads, blocks, width);
         check::that(width == 1 || width * running <= resident, "enough blocks of a head run", resident, heads, blocks);
         check::that(width >= heads || (width + 1) * running > resident, "the GPU is filled", resident, heads, blocks);
@@ -87,16 +87,16 @@ void check_shared_dq() {
 }
 
 void check_running() {
-  using flash::plan::running_key_blocks;
-  check::that(running_key_blocks(false, false, 8, 128) == 32, "not deterministic");
-  check::that(running_key_blocks(true, false, 8, 128) == 8, "few m_blocks");
-  check::that(running_key_blocks(true, true, 32, 128) == 4, "half of the rows");
-  check::that(running_key_blocks(true, true, 48, 128) == 6, "more m_blocks");
-  check::that(running_key_blocks(true, true, 1 << 20, 128) == 8, "long sequences");
-  check::that(running_key_blocks(true, false, 8, 64) == 8, "wide heads");
-  check::that(running_key_blocks(true, true, 8, 64) == 4, "wide heads, half of the rows");
-  check::that(running_key_blocks(true, true, 32, 64) == 8, "many m_blocks");
-  check::that(running_key_blocks(true, false, 1 << 20, 64) == 16, "wide heads, long sequences");
+  using flash::plan::running_n_blocks;
+  check::that(running_n_blocks(false, false, 8, 128) == 32, "not deterministic");
+  check::that(running_n_blocks(true, false, 8, 128) == 8, "few m_blocks");
+  check::that(running_n_blocks(true, true, 32, 128) == 4, "half of the rows");
+  check::that(running_n_blocks(true, true, 48, 128) == 6, "more m_blocks");
+  check::that(running_n_blocks(true, true, 1 << 20, 128) == 8, "long sequences");
+  check::that(running_n_blocks(true, false, 8, 64) == 8, "wide heads");
+  check::that(running_n_blocks(true, true, 8, 64) == 4, "wide heads, half of the rows");
+  check::that(running_n_blocks(true, true, 32, 64) == 8, "many m_blocks");
+  check::that(running_n_blocks(true, false, 1 << 20, 64) == 16, "wide heads, long sequences");
 }
 
 void check_order() {

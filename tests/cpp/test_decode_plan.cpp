@@ -1,4 +1,4 @@
-// Plans of attention against a KV cache: a table of calls with what runs them, and what holds for all sizes.
+// Plans of attention over a KV cache: a table of calls and their plans, and rules for all sizes.
 #include <algorithm>
 #include <string>
 
@@ -38,9 +38,9 @@ void check_row(const char* name, const DecodeProblem& problem, const Device& dev
   const int rows = flash::plan::kv_tile(problem.head_dim, plan.tile_size).rows();
   check::that(rows == expected.tile_rows, name, "rows of a tile", rows);
   check::that(plan.thread_blocks == expected.thread_blocks, name, "thread blocks", plan.thread_blocks);
-  check::that(plan.split_points.rule == expected.rule, name, "cuts", static_cast<int>(plan.split_points.rule));
+  check::that(plan.split_points.rule == expected.rule, name, "split points", static_cast<int>(plan.split_points.rule));
   check::that(plan.is_plain == expected.is_plain, name, "plain");
-  check::that(plan.in_clusters == expected.in_clusters, name, "in pairs");
+  check::that(plan.in_clusters == expected.in_clusters, name, "in clusters");
   check::that(plan.combines == expected.combines, name, "combines");
   check::that(plan.combine_blocks == expected.combine_blocks, name, "blocks of the combine", plan.combine_blocks);
 }
@@ -72,14 +72,14 @@ void check_splits() {
   constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
   DecodeProblem problem = decoding(2, 16, 4, 128, 4096);
   problem.num_splits = 1;
-  check_row("one split", problem, kH200, {kSplit, 16, 264, SplitRule::kWhole, true, false, false, 0});
+  check_row("one split", problem, kH200, {kSplit, 16, 264, SplitRule::kNowhere, true, false, false, 0});
   problem.num_splits = 5;
-  check_row("five splits", problem, kH200, {kSplit, 16, 264, SplitRule::kParts, false, false, true, 32});
+  check_row("five splits", problem, kH200, {kSplit, 16, 264, SplitRule::kEqualSplits, false, false, true, 32});
   problem.num_splits = 0;
   problem.batch_invariant = true;
-  check_row("batch invariant", problem, kH200, {kSplit, 16, 264, SplitRule::kChunks, false, false, true, 8});
+  check_row("batch invariant", problem, kH200, {kSplit, 16, 264, SplitRule::kFixedSplits, false, false, true, 8});
   problem.capacity = 512;
-  check_row("one run", problem, kH200, {kSplit, 16, 64, SplitRule::kWhole, false, false, false, 0});
+  check_row("one fixed split", problem, kH200, {kSplit, 16, 64, SplitRule::kNowhere, false, false, false, 0});
 }
 
 // Each of these alone takes the kernel with all features.
@@ -108,7 +108,7 @@ void check_variant() {
   check::that(is_plain(problem), "pages of whole steps");
   problem.options.page_size = 48;
   check::that(!is_plain(problem), "pages that steps straddle");
-  check::that(!is_plain(decoding(1024, 64, 64, 64, 1 << 21)), "a line of more than 30 bits");
+  check::that(!is_plain(decoding(1024, 64, 64, 64, 1 << 21)), "n_blocks of more than 30 bits");
 }
 
 // The call as a forward over the cache.
@@ -125,7 +125,7 @@ flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
   return forward;
 }
 
-// Where many query rows go.
+// Many query rows: which kernels take them.
 void check_chunks() {
   DecodeProblem problem{1, 2048, 32, 8, 128, 16384};
   problem.options.seqlen_new = 2048;
@@ -162,7 +162,7 @@ void check_chunks() {
   stays("16 packed rows");
 }
 
-// Options may choose kernels, never where a schedule that was made without them cuts.
+// Options may choose kernels, but must not move the split points of a schedule that was made without them.
 void check_schedule_does_not_depend_on_options() {
   for (int seqlen_q : {1, 5, 300}) {
     for (int num_splits : {0, 1, 4}) {
@@ -171,12 +171,13 @@ void check_schedule_does_not_depend_on_options() {
         const DecodePlan a = flash::plan::plan_decode(problem, kH200);
         problem.options = {7, {100, 0}, true, true, true, 16, false, 2, forward_of(problem), "wgmma"};
         const DecodePlan b = flash::plan::plan_decode(problem, kH200);
-        check::that(a.tile_size == b.tile_size && a.items == b.items && a.thread_blocks == b.thread_blocks, "grid");
-        check::that(
-            a.min_blocks_per_cta == b.min_blocks_per_cta && a.run_blocks == b.run_blocks && a.max_runs == b.max_runs,
-            "runs");
-        check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
-                    seqlen_q, num_splits);
+        check::that(a.tile_size == b.tile_size && a.work_items == b.work_items && a.thread_blocks == b.thread_blocks,
+                    "grid");
+        check::that(a.min_blocks_per_cta == b.min_blocks_per_cta && a.split_blocks == b.split_blocks &&
+                        a.max_splits == b.max_splits,
+                    "fixed splits");
+        check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value,
+                    "split points", seqlen_q, num_splits);
         check::that(a.schedule_words == b.schedule_words && a.workspace_words == b.workspace_words, "memory");
       }
     }
@@ -223,7 +224,7 @@ void check_tiles() {
                     "of all blocks", bytes, residency.blocks_per_sm);
         check::that(tile.step == kv_tile(head_dim, 0).step, "all sizes take the same steps", head_dim, size);
         check::that(tile.blocks_per_sm * kv_threads(tile) * 255 <= 65536 * 2, "register file", head_dim, size);
-        check::that(kRunKeys % kv_block_n(tile) == 0, "runs are whole blocks", head_dim);
+        check::that(kSplitKeys % kv_block_n(tile) == 0, "fixed splits are whole n_blocks", head_dim);
       }
       for (int64_t rows : {1, 16, 17, 32, 33, 1000}) {
         const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
@@ -235,7 +236,7 @@ void check_tiles() {
   }
 }
 
-// Any number of splits: more than there are key blocks are as many as there are, and the plan is the same.
+// Any number of splits: more than there are n_blocks make one split per n_block, and the plan is the same.
 void check_many_splits() {
   using namespace flash::plan;
   for (const Device& device : kDevices) {
@@ -243,13 +244,13 @@ void check_many_splits() {
       const DecodePlan expected = plan_decode({3, 1, 8, 2, 64, capacity, 0x3fffffff, false}, device);
       for (int num_splits : {1 << 30, 0x7ffffffe, 0x7fffffff}) {
         const DecodePlan plan = plan_decode({3, 1, 8, 2, 64, capacity, num_splits, false}, device);
-        check::that(plan.split_points.rule == SplitRule::kParts && plan.split_points.value > 0, "parts",
+        check::that(plan.split_points.rule == SplitRule::kEqualSplits && plan.split_points.value > 0, "equal splits",
                     plan.split_points.value);
         check::that(plan.thread_blocks == expected.thread_blocks && plan.slots == expected.slots, "plan", capacity);
         for (int count : {1, 2, 3, 1000, 0x1000000}) {
           for (int offset : {0, 1, 2, count - 1, count}) {
-            const int cut = plan.split_points.next(0, count, offset);
-            check::that(cut == std::min(offset, count), "a part for each block", cut, count, offset);
+            const int point = plan.split_points.next(0, count, offset);
+            check::that(point == std::min(offset, count), "a split for each n_block", point, count, offset);
           }
         }
       }
@@ -257,7 +258,7 @@ void check_many_splits() {
   }
 }
 
-// Sizes as large as their types: refused, or counted without overflow.
+// Sizes up to the limits of their types: rejected, or counted without overflow.
 void check_large_plans() {
   using namespace flash::plan;
   constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
@@ -273,16 +274,16 @@ void check_large_plans() {
     const int batch = one_of({0, 1, 1 << 11, kMost}), seqlen_q = one_of({0, 1, kRows});
     const DecodePlan plan =
         plan_decode({batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant}, kDevices[0]);
-    const double tiles = static_cast<double>(plan.items) * std::max(heads, 1);
-    check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.items, heads);
+    const double tiles = static_cast<double>(plan.work_items) * std::max(heads, 1);
+    check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.work_items, heads);
     if (plan.is_too_large) continue;
     check::that(plan.thread_blocks >= 0 && plan.thread_blocks <= 1000, "thread blocks", plan.thread_blocks);
     const int64_t words = plan.workspace_words;
-    check::that(0 <= words && words <= kMaxRunWorkspaceBytes / 4 + 1000 * 64 * 258, "workspace", words);
+    check::that(0 <= words && words <= kMaxSplitWorkspaceBytes / 4 + 1000 * 64 * 258, "workspace", words);
   }
 }
 
-// The number of thread blocks follows the allocation where idle ones would be launched; the shares must not.
+// The number of CTAs follows the capacity where some would be launched idle; the CTA ranges must not.
 void check_allocation_does_not_matter() {
   using namespace flash::plan;
   for (int num_splits : {0, 1, 7}) {
@@ -291,20 +292,20 @@ void check_allocation_does_not_matter() {
       for (int capacity : {keys, keys + 1, 4 * keys, 300000}) {
         const DecodePlan plan = plan_decode({3, 1, 8, 2, 128, capacity, num_splits, false}, kDevices[0]);
         const int64_t total = 6 * ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size)));
-        const int64_t share = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
-        check::that(expected < 0 || share == expected, "share", share, expected, capacity);
-        expected = share;
+        const int64_t cta_blocks = flash::blocks_per_cta(total, plan.thread_blocks, plan.min_blocks_per_cta);
+        check::that(expected < 0 || cta_blocks == expected, "n_blocks of a CTA", cta_blocks, expected, capacity);
+        expected = cta_blocks;
       }
     }
   }
 }
 
-// Equal lengths: no tile is cut where some nine tenths of the thread blocks can have whole tiles each.
+// Equal lengths: no tile is split where some nine tenths of the CTAs can have whole tiles each.
 void check_whole_tiles() {
   using namespace flash::plan;
   struct Expected {
     int batch, heads_k, thread_blocks;
-    bool is_cut;
+    bool is_split;
   };
   for (const Expected& expected :
        {Expected{16, 8, 264, true}, Expected{16, 16, 256, false}, Expected{64, 8, 256, false},
@@ -316,26 +317,26 @@ void check_whole_tiles() {
       const int count = static_cast<int>(ceil_div(keys, kv_block_n(kv_tile(128, plan.tile_size))));
       const int64_t tiles = expected.batch * expected.heads_k;
       check::that(plan.thread_blocks == expected.thread_blocks, "thread blocks", plan.thread_blocks, tiles);
-      const int64_t share = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
-      check::that((share % count != 0) == expected.is_cut, "equal lengths", share, count, tiles);
+      const int64_t cta_blocks = flash::blocks_per_cta(tiles * count, plan.thread_blocks, plan.min_blocks_per_cta);
+      check::that((cta_blocks % count != 0) == expected.is_split, "equal lengths", cta_blocks, count, tiles);
     }
   }
 }
 
-// Equal lengths: thread blocks are launched in pairs only where stretches are halves of tiles up to some length.
-void check_pairs() {
+// Equal lengths: 2-CTA clusters only where CTA ranges are halves of tiles up to some length.
+void check_clusters() {
   using namespace flash::plan;
   struct Expected {
     int batch, heads_k;
     bool in_clusters;
-    int most_keys;  // of which a tile is cut into halves
+    int most_keys;  // most keys whose tile is split into halves
   };
   for (const Expected& expected :
        {Expected{16, 8, true, 4096}, Expected{132, 1, true, 1 << 20}, Expected{126, 1, true, 1280},
         Expected{15, 8, false, 0}, Expected{1, 8, false, 0}, Expected{17, 8, false, 0}, Expected{64, 8, false, 0}}) {
     const DecodePlan plan =
         plan_decode({expected.batch, 1, 4 * expected.heads_k, expected.heads_k, 128, 1 << 20, 0, false}, kDevices[0]);
-    check::that(plan.in_clusters == expected.in_clusters, "in pairs", expected.batch, expected.heads_k);
+    check::that(plan.in_clusters == expected.in_clusters, "in clusters", expected.batch, expected.heads_k);
     if (!plan.in_clusters) continue;
     const int block_n = kv_block_n(kv_tile(128, plan.tile_size));
     for (int keys = 1024; keys <= expected.most_keys; keys *= 2) {
@@ -364,6 +365,6 @@ int main() {
   check_large_plans();
   check_allocation_does_not_matter();
   check_whole_tiles();
-  check_pairs();
+  check_clusters();
   return check::report();
 }

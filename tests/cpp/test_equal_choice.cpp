@@ -1,5 +1,5 @@
-// A dense batch and the same sequences packed take the same kernels, cut keys at the same places and walk them alike;
-// batch-invariant calls do whatever else is in the batch.
+// A dense batch and the same sequences packed take the same kernels, split points and block order; batch-invariant
+// calls do whatever else is in the batch.
 #include <string>
 
 #include "check.h"
@@ -45,14 +45,14 @@ FwdProblem packed(const FwdProblem& dense) {
   return problem;
 }
 
-// What bits depend on: which kernel, and where it cuts the keys.
+// What bits depend on: the kernel, and its KV splits.
 bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
   return a.family == b.family && a.variant == b.variant && a.head_dim == b.head_dim && a.block_m == b.block_m &&
          a.block_n == b.block_n && a.num_splits == b.num_splits && a.unmasked_blocks == b.unmasked_blocks;
 }
 
-// What decides where the kernels of the KV cache cut a tile and in which order its parts are added up. `work`: of the
-// line, at most that of full sequences.
+// What decides the split points of the decode kernels and the order of the combine. `work`: n_blocks of the linearised
+// work, at most those of full sequences.
 void check_split(const FwdProblem& dense, const Device& device) {
   const auto plan_of = [&device](const FwdProblem& problem) {
     const int keys = static_cast<int>(problem.seqlen_k);
@@ -64,23 +64,23 @@ void check_split(const FwdProblem& dense, const Device& device) {
   };
   const DecodePlan a = plan_of(dense), b = plan_of(packed(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);
-  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value, "cuts",
-              dense.batch, dense.seqlen_q);
-  check::that(a.combines_one_row == b.combines_one_row, "merge", dense.batch, dense.seqlen_q, dense.seqlen_k);
+  check::that(a.split_points.rule == b.split_points.rule && a.split_points.value == b.split_points.value,
+              "split points", dense.batch, dense.seqlen_q);
+  check::that(a.combines_one_row == b.combines_one_row, "combine", dense.batch, dense.seqlen_q, dense.seqlen_k);
   const int block_n = flash::plan::kv_block_n(flash::plan::kv_tile(dense.head_dim, a.tile_size));
   const int64_t tiles = dense.batch * dense.heads_k * a.row_tiles;
-  const int64_t full = tiles * flash::plan::kv_most_blocks(static_cast<int>(dense.seqlen_k), block_n);
+  const int64_t full = tiles * flash::plan::kv_max_blocks(static_cast<int>(dense.seqlen_k), block_n);
   for (int64_t work = tiles; work <= full; work += full / 7 + 1) {
     check::that(flash::blocks_per_cta(work, a.thread_blocks, a.min_blocks_per_cta) ==
                     flash::blocks_per_cta(work, b.thread_blocks, b.min_blocks_per_cta),
-                "share", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
+                "n_blocks of a CTA", dense.batch, dense.seqlen_q, dense.seqlen_k, work);
   }
 }
 
 void check_problem(const FwdProblem& dense, int multiprocessors) {
   for (int capability : {80, 90}) {
     const Device device = make_device(capability, multiprocessors);
-    for (bool has_sinks : {false, true}) {  // which the kernels of the KV cache have not
+    for (bool has_sinks : {false, true}) {  // which the decode kernels do not have
       FwdProblem problem = dense;
       problem.has_sinks = has_sinks;
       for (const char* forced : {kNotForced, "wgmma", "wgmma:1", "wgmma:3", "mma_sync"}) {
@@ -92,8 +92,8 @@ void check_problem(const FwdProblem& dense, int multiprocessors) {
   if (dense.window.left == kUnbounded && dense.head_dim >= 32) check_split(dense, make_device(90, multiprocessors));
 }
 
-// Nothing but the head dim: not the sizes, not whether keys could be split. A mask chooses a kernel where masked calls
-// have one, which is an option.
+// Nothing but the head dim: not the sizes, not whether KV splits are possible. A mask may choose a kernel (kMasked): it
+// is an option.
 void check_invariant(FwdProblem problem, int multiprocessors) {
   using flash::plan::FwdVariant;
   problem.batch_invariant = true;
@@ -140,7 +140,7 @@ void check_shapes() {
   }
 }
 
-// Packed sequences of other lengths are so many of their mean length.
+// Packed sequences of other lengths count with their mean length.
 void check_means() {
   FwdProblem problem = make_problem(3, 4, 2, 64, 301, 901, {});
   problem.is_varlen = true;

@@ -1,4 +1,4 @@
-// Which family serves a call, and the tiles of the wgmma family against the limits of its GPU.
+// Which family runs a call, and the tiles of the wgmma family against the limits of its GPU.
 #include <string>
 
 #include "check.h"
@@ -17,7 +17,7 @@ Family chosen_family(const FamilyQuery& query, const char* forced) {
   return flash::plan::choose_family(query, forced).family;
 }
 
-int chosen_shares(const FamilyQuery& query, const char* forced) {
+int chosen_splits(const FamilyQuery& query, const char* forced) {
   return flash::plan::choose_family(query, forced).num_splits;
 }
 
@@ -26,13 +26,13 @@ void check_choice() {
     for (int head_dim : {8, 32, 33, 40, 64, 128, 256}) {
       for (int64_t row_tiles : {66, 132, 133}) {
         const FamilyQuery query{capability, head_dim, row_tiles, 132, false, 1, 1, 512, 512};
-        const bool serves = capability == 90;
+        const bool has_wgmma = capability == 90;
         const int widest = row_tiles <= 132 ? 64 : 0;
-        const bool wgmma = serves && head_dim > widest;
+        const bool wgmma = has_wgmma && head_dim > widest;
         const Family expected = wgmma ? Family::kWgmma : Family::kMmaSync;
         check::that(chosen_family(query, nullptr) == expected, "family", capability, head_dim, row_tiles);
         check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", capability, head_dim);
-        check::that((chosen_family(query, "wgmma") == Family::kWgmma) == serves, "wgmma", capability, head_dim,
+        check::that((chosen_family(query, "wgmma") == Family::kWgmma) == has_wgmma, "wgmma", capability, head_dim,
                     row_tiles);
         for (const char* other : {"", "mma_sync2", "MMA_SYNC", "wgmma "}) {
           check::that(chosen_family(query, other) == expected, "other values", other, capability, head_dim);
@@ -42,7 +42,7 @@ void check_choice() {
   }
 }
 
-// The kernels for one wave of row tiles, and those for more.
+// The kernels for one wave of m_blocks, and those for more.
 void check_one_wave() {
   for (int64_t row_tiles : {1, 132, 133, 1000}) {
     const FamilyQuery query{90, 128, row_tiles, 132, false, 1, 1, 2048, 2048};
@@ -96,50 +96,51 @@ void check_measured() {
     check::that(chosen_family(query, "mma_sync") == Family::kMmaSync, "mma_sync", query.seen_keys);
     check::that(chosen_family(query, "wgmma") == Family::kWgmma, "wgmma", query.seen_keys);
     query.may_use_decode = false;
-    check::that(chosen_family(query, nullptr) != Family::kDecode, "not served", query.seen_keys);
-    check::that(chosen_family(query, "split_kv") != Family::kDecode, "not served, but asked for", query.seen_keys);
+    check::that(chosen_family(query, nullptr) != Family::kDecode, "not supported", query.seen_keys);
+    check::that(chosen_family(query, "split_kv") != Family::kDecode, "not supported, but forced", query.seen_keys);
   }
 }
 
-// The same where the wgmma family may share the keys out, as calls without dropout have it.
-FamilyQuery shareable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
+// The same where wgmma may split the keys, as in calls without dropout.
+FamilyQuery splittable(int64_t batch, int queries, int64_t keys, int heads, int heads_k, int head_dim) {
   FamilyQuery query = shape(batch, queries, keys, heads, heads_k, head_dim);
   query.split_kv_tiles = query.row_tiles;
   query.split_kv_rows = batch * heads * queries;
   return query;
 }
 
-void check_key_shares() {
+void check_kv_splits() {
   for (int head_dim : {64, 128, 256}) {
-    const FamilyQuery shared[] = {shareable(1, 128, 2048, 16, 16, head_dim), shareable(1, 128, 8192, 16, 16, head_dim),
-                                  shareable(1, 512, 16384, 2, 2, head_dim),  shareable(1, 128, 4096, 32, 8, head_dim),
-                                  shareable(1, 128, 8192, 32, 32, head_dim), shareable(1, 64, 4096, 16, 16, head_dim)};
-    for (const FamilyQuery& query : shared) {
-      const int shares = chosen_shares(query, nullptr);
-      check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with shares", query.seen_keys, head_dim);
-      check::that(shares > 1 && shares * query.split_kv_tiles <= query.multiprocessors, "one wave of shares", shares,
+    const FamilyQuery split[] = {splittable(1, 128, 2048, 16, 16, head_dim), splittable(1, 128, 8192, 16, 16, head_dim),
+                                 splittable(1, 512, 16384, 2, 2, head_dim),  splittable(1, 128, 4096, 32, 8, head_dim),
+                                 splittable(1, 128, 8192, 32, 32, head_dim), splittable(1, 64, 4096, 16, 16, head_dim)};
+    for (const FamilyQuery& query : split) {
+      const int splits = chosen_splits(query, nullptr);
+      check::that(chosen_family(query, nullptr) == Family::kWgmma, "wgmma with KV splits", query.seen_keys, head_dim);
+      check::that(splits > 1 && splits * query.split_kv_tiles <= query.multiprocessors, "one wave of splits", splits,
                   query.split_kv_tiles, query.seen_keys, head_dim);
-      for (int wanted : {1, 2, 8, 32}) {
-        const std::string forced = wanted == 1 ? "wgmma" : "wgmma:" + std::to_string(wanted);
-        check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", wanted);
-        check::that(chosen_shares(query, forced.c_str()) == wanted, "forced shares", wanted);
-        check::that(chosen_shares(shape(1, 128, 2048, 16, 16, head_dim), forced.c_str()) == 1, "may not share", wanted);
+      for (int requested : {1, 2, 8, 32}) {
+        const std::string forced = requested == 1 ? "wgmma" : "wgmma:" + std::to_string(requested);
+        check::that(chosen_family(query, forced.c_str()) == Family::kWgmma, "forced", requested);
+        check::that(chosen_splits(query, forced.c_str()) == requested, "forced splits", requested);
+        check::that(chosen_splits(shape(1, 128, 2048, 16, 16, head_dim), forced.c_str()) == 1, "may not split",
+                    requested);
       }
       for (const char* other : {"wgmma:0", "wgmma:33", "wgmma:", "wgmma8", "wgmma:-1", ""}) {
-        check::that(chosen_shares(query, other) == shares, "not a number of shares", other);
+        check::that(chosen_splits(query, other) == splits, "not a number of splits", other);
       }
       FamilyQuery unsplit = query;
       unsplit.may_use_decode = false;
-      check::that(chosen_shares(unsplit, "split_kv") == shares, "asks for a family that does not serve it", shares);
+      check::that(chosen_splits(unsplit, "split_kv") == splits, "forces a family that cannot run it", splits);
     }
-    FamilyQuery causal = shareable(1, 16384, 16384, 1, 1, head_dim);
-    check::that(chosen_shares(causal, nullptr) == 1, "equal row tiles are of one wave", head_dim);
+    FamilyQuery causal = splittable(1, 16384, 16384, 1, 1, head_dim);
+    check::that(chosen_splits(causal, nullptr) == 1, "equal m_blocks are one wave", head_dim);
     causal.mean_keys = causal.seen_keys / 2;
-    check::that(chosen_shares(causal, nullptr) > 1, "the long ones of unequal ones are shared", head_dim);
-    const FamilyQuery whole[] = {shareable(8, 512, 512, 16, 16, head_dim), shareable(1, 256, 256, 16, 16, head_dim),
-                                 shareable(1, 16384, 16384, 16, 16, head_dim)};
+    check::that(chosen_splits(causal, nullptr) > 1, "the long ones of unequal m_blocks are split", head_dim);
+    const FamilyQuery whole[] = {splittable(8, 512, 512, 16, 16, head_dim), splittable(1, 256, 256, 16, 16, head_dim),
+                                 splittable(1, 16384, 16384, 16, 16, head_dim)};
     for (const FamilyQuery& query : whole) {
-      check::that(chosen_shares(query, nullptr) == 1, "not shared", query.seen_keys, head_dim);
+      check::that(chosen_splits(query, nullptr) == 1, "not split", query.seen_keys, head_dim);
     }
   }
 }
@@ -160,7 +161,7 @@ void check_backward_choice() {
   }
 }
 
-constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // of which the sanitizers need some
+constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // headroom that the sanitizers need
 
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   const int bytes = flash::plan::sm90_bwd_smem_bytes(tile, true, false, flash::Dtype::kBf16);
@@ -168,7 +169,7 @@ void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
   check::that((tile.block_n == 128 || tile.block_n == 64) && tile.block_m == 64, "two consumers", tile.head_dim);
 }
 
-// With dQ of all rows there are no bytes to spare for the sanitizers.
+// With dQ of all rows there is no headroom for the sanitizers.
 void check_shared_dq_tile() {
   const int bytes = flash::plan::sm90_bwd_smem_bytes(flash::plan::kSm90SharedDqTile, false, true, flash::Dtype::kBf16);
   check::that(bytes <= kSmemBytes, "shared memory of the backward with dQ", bytes);
@@ -180,9 +181,9 @@ void check_tile(const flash::plan::Sm90FwdTile& tile, int head_dim, flash::plan:
               tile.block_m);
   check::that(tile.block_n % 16 == 0 && tile.block_n <= 256, "a wgmma of this width exists", head_dim, tile.block_n);
   check::that(tile.kv_stages >= 2, "V of a block is in use while K of the next is waited for", head_dim);
-  check::that(!tile.overlaps || tile.q_stages == 2, "overlapping row blocks take two Q buffers", head_dim);
+  check::that(!tile.overlaps || tile.q_stages == 2, "overlapping work tiles take two Q stages", head_dim);
   check::that(tile.consumer_groups == 1 || (tile.consumer_groups == 2 && tile.block_m == 128),
-              "the loading warps serve two teams", head_dim);
+              "the producer warps load for two consumer groups", head_dim);
   const int bytes = flash::plan::sm90_fwd_smem_bytes(tile, variant, flash::Dtype::kBf16);
   check::that(bytes <= kSmemBytes, "shared memory", head_dim, tile.consumer_groups, bytes);
 }
@@ -209,7 +210,7 @@ int main() {
   check_choice();
   check_one_wave();
   check_measured();
-  check_key_shares();
+  check_kv_splits();
   check_backward_choice();
   for (const auto& tile : flash::plan::kSm90BwdTiles) check_backward_tile(tile);
   check_shared_dq_tile();

@@ -64,7 +64,7 @@ struct Row {
   bool is_dynamic, pdl;
 };
 
-// Shared memory of the wgmma kernels is what their launches assert it to be.
+// smem_bytes of the wgmma kernels is what their launches assert.
 std::vector<Row> table() {
   constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
   using V = FwdVariant;
@@ -132,7 +132,7 @@ void check_splits() {
   check::that(plan_of(problem, kH100).family != Family::kDecode, "sinks");
 }
 
-// What a family does not serve, another one does; where that one knows one head dim, the call is padded.
+// What a family cannot run another one does; where that one knows one head dim, the call is padded.
 void check_other_families() {
   const FwdProblem problem = dense(2, 8192, 16, 128, kCausal);
   const auto is_mma_sync = [](const FwdPlan& plan) { return plan.family == Family::kMmaSync && !plan.is_dynamic; };
@@ -164,12 +164,12 @@ void check_other_families() {
   check::that(is_mma_sync(plan_of(huge, kH100)), "more work tiles than can be numbered");
 }
 
-// Row blocks of unequal length go by bands, the short ones last of all; packed ones are sorted.
+// Work tiles of variable trip counts go by bands, the short ones last of all; packed ones are sorted.
 void check_tile_order() {
   const FwdPlan causal = plan_of(dense(1, 8192, 16, 128, kCausal), kH100);
   check::that(causal.band_heads > 1 && causal.num_tail_tiles == 10, "causal", causal.num_tail_tiles);
   const FwdPlan full = plan_of(dense(1, 8192, 32, 64), kH100);
-  check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal row blocks");
+  check::that(full.band_heads == 1 && full.num_tail_tiles == 0 && !full.is_dynamic, "equal trip counts");
   const FwdPlan sliding = plan_of(dense(1, 8192, 16, 128, kSliding), kH100);
   check::that(sliding.unmasked_blocks > 1 && causal.unmasked_blocks == 1, "blocks behind a window");
   check::that(plan_of(packed(32, 512, 16, 128, kCausal), kH100).sort_varlen_tiles, "sorted");

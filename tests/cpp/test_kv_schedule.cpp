@@ -1,5 +1,5 @@
-// The line of work on a KV cache: every block of every tile is done once, cuts are where they may be, and partial
-// results have slots of their own.
+// The stream-K schedule: every n_block of every tile is computed once, split points are where the rule permits, and
+// partial results have slots of their own.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -20,79 +20,81 @@ struct Tile {
   int64_t begin;
 };
 
-bool may_cut(const SplitPoints& split_points, const Tile& tile, int offset) {
+bool may_split(const SplitPoints& split_points, const Tile& tile, int offset) {
   switch (split_points.rule) {
-    case SplitRule::kWhole: return false;
+    case SplitRule::kNowhere: return false;
     case SplitRule::kAnywhere: return tile.count > split_points.value;
-    case SplitRule::kParts: return offset % ((int64_t{tile.count} + split_points.value - 1) / split_points.value) == 0;
+    case SplitRule::kEqualSplits:
+      return offset % ((int64_t{tile.count} + split_points.value - 1) / split_points.value) == 0;
     default: return (tile.first_block + offset) % split_points.value == 0;
   }
 }
 
-// The kernel's way to find a segment where tiles are cut anywhere or nowhere, in both widths.
-void check_free_segment(const SplitPoints& split_points, const Tile& tile, int64_t share, int index,
-                        const BlockSpan& expected) {
-  if (split_points.rule != SplitRule::kAnywhere && split_points.rule != SplitRule::kWhole) return;
-  const BlockSpan wide = flash::free_block_span(split_points, tile.count, tile.begin, share, index);
-  check::that(wide.from == expected.from && wide.to == expected.to, "free cuts", wide.from, expected.from, tile.count);
-  if (tile.begin + tile.count >= flash::kMostShortPlaces) return;
-  const BlockSpan narrow =
-      flash::free_block_span(split_points, tile.count, static_cast<int>(tile.begin), static_cast<int>(share), index);
+// The kernel's span under kAnywhere and kNowhere, in both widths.
+void check_span_anywhere(const SplitPoints& split_points, const Tile& tile, int64_t cta_blocks, int index,
+                         const BlockSpan& expected) {
+  if (split_points.rule != SplitRule::kAnywhere && split_points.rule != SplitRule::kNowhere) return;
+  const BlockSpan wide = flash::block_span_anywhere(split_points, tile.count, tile.begin, cta_blocks, index);
+  check::that(wide.from == expected.from && wide.to == expected.to, "anywhere", wide.from, expected.from, tile.count);
+  if (tile.begin + tile.count >= flash::kMaxBlocks32) return;
+  const BlockSpan narrow = flash::block_span_anywhere(split_points, tile.count, static_cast<int>(tile.begin),
+                                                      static_cast<int>(cta_blocks), index);
   check::that(narrow.from == expected.from && narrow.to == expected.to, "in 32 bits", narrow.from, expected.from,
-              tile.count, tile.begin, share, index);
+              tile.count, tile.begin, cta_blocks, index);
 }
 
-void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t share, int thread_blocks,
+void check_tile(const SplitPoints& split_points, const Tile& tile, int64_t cta_blocks, int thread_blocks,
                 std::set<int>& slots) {
   int done = 0, parts = 0;
-  const int first = static_cast<int>(tile.begin / share);
-  const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / share, thread_blocks - 1));
+  const int first = static_cast<int>(tile.begin / cta_blocks);
+  const int last = static_cast<int>(std::min<int64_t>((tile.begin + tile.count - 1) / cta_blocks, thread_blocks - 1));
   for (int index = 0; index < thread_blocks; ++index) {
-    const BlockSpan segment = flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
-    check_free_segment(split_points, tile, share, index, segment);
-    if (segment.empty()) continue;
+    const BlockSpan span = flash::block_span(split_points, tile.first_block, tile.count, tile.begin, cta_blocks, index);
+    check_span_anywhere(split_points, tile, cta_blocks, index, span);
+    if (span.empty()) continue;
     ++parts;
-    check::that(segment.from == done, "segments follow each other", segment.from, done, tile.count, share);
-    check::that(segment.from == 0 || may_cut(split_points, tile, segment.from), "permitted cut", segment.from,
+    check::that(span.from == done, "spans follow each other", span.from, done, tile.count, cta_blocks);
+    check::that(span.from == 0 || may_split(split_points, tile, span.from), "permitted split point", span.from,
                 tile.count);
-    check::that(index >= first && index <= last, "the merge looks at these thread blocks", index, first, last);
-    check::that(segment.from > 0 || index == first, "the first part is done by the owner of the first block", index);
-    done = segment.to;
-    if (segment.from == 0 && segment.to == tile.count) continue;
-    check::that(slots.insert(flash::kv_slot(index, segment)).second, "a slot for each partial result", index);
+    check::that(index >= first && index <= last, "the combine looks at these CTAs", index, first, last);
+    check::that(span.from > 0 || index == first, "the CTA of the first n_block has the first part", index);
+    done = span.to;
+    if (span.from == 0 && span.to == tile.count) continue;
+    check::that(slots.insert(flash::kv_slot(index, span)).second, "a slot for each partial result", index);
   }
-  check::that(done == tile.count, "every block is done", done, tile.count, share, thread_blocks);
-  if (split_points.rule == SplitRule::kParts)
+  check::that(done == tile.count, "every n_block is computed", done, tile.count, cta_blocks, thread_blocks);
+  if (split_points.rule == SplitRule::kEqualSplits)
     check::that(parts <= split_points.value, "number of parts", parts, split_points.value);
 }
 
-// Free cuts: both stretches of a pair know of a half, and have nothing else.
-void check_halves(const SplitPoints& split_points, const std::vector<Tile>& tiles, int64_t share, int thread_blocks) {
+// kAnywhere: both CTAs of a cluster agree on their halves, and have nothing else.
+void check_halves(const SplitPoints& split_points, const std::vector<Tile>& tiles, int64_t cta_blocks,
+                  int thread_blocks) {
   for (int pair = 0; 2 * pair + 1 < thread_blocks; ++pair) {
     for (const Tile& tile : tiles) {
       bool is_half[2];
       for (int rank : {0, 1}) {
         const int index = 2 * pair + rank;
-        const BlockSpan segment =
-            flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index);
-        is_half[rank] = !segment.empty() && flash::kv_is_cluster_half(segment, tile.count, share, index);
-        const bool same = tile.begin == 2 * pair * share && tile.count == 2 * share;
-        const bool is_cut = segment.from > 0 || segment.to < tile.count;
-        check::that(is_half[rank] == (same && is_cut && !segment.empty()), "a tile of two stretches", pair, share);
+        const BlockSpan span =
+            flash::block_span(split_points, tile.first_block, tile.count, tile.begin, cta_blocks, index);
+        is_half[rank] = !span.empty() && flash::kv_is_cluster_half(span, tile.count, cta_blocks, index);
+        const bool same = tile.begin == 2 * pair * cta_blocks && tile.count == 2 * cta_blocks;
+        const bool is_split = span.from > 0 || span.to < tile.count;
+        check::that(is_half[rank] == (same && is_split && !span.empty()), "a tile of two CTA ranges", pair, cta_blocks);
       }
-      check::that(is_half[0] == is_half[1], "both halves", pair, tile.begin, share);
+      check::that(is_half[0] == is_half[1], "both halves", pair, tile.begin, cta_blocks);
     }
   }
 }
 
-void check_line(std::mt19937& random) {
+void check_schedule(std::mt19937& random) {
   auto below = [&](int bound) { return static_cast<int>(random() % static_cast<unsigned>(bound)); };
   constexpr int kMany[] = {128, 1 << 30, 0x7ffffffe, 0x7fffffff};
-  const SplitPoints all_cuts[] = {{SplitRule::kAnywhere, below(6)},
-                                  {SplitRule::kParts, below(3) ? 1 + below(9) : kMany[below(4)]},
-                                  {SplitRule::kChunks, 1 + below(9)},
-                                  {SplitRule::kWhole, 0}};
-  const SplitPoints split_points = all_cuts[below(4)];
+  const SplitPoints all_rules[] = {{SplitRule::kAnywhere, below(6)},
+                                   {SplitRule::kEqualSplits, below(3) ? 1 + below(9) : kMany[below(4)]},
+                                   {SplitRule::kFixedSplits, 1 + below(9)},
+                                   {SplitRule::kNowhere, 0}};
+  const SplitPoints split_points = all_rules[below(4)];
   std::vector<Tile> tiles;
   int64_t total = 0;
   for (int i = 1 + below(12); i > 0; --i) {
@@ -100,39 +102,40 @@ void check_line(std::mt19937& random) {
     total += tiles.back().count;
   }
   const int thread_blocks = 1 + below(40);
-  const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(5));
-  check::that(share * thread_blocks >= total, "the shares cover the line", share, thread_blocks, total);
+  const int64_t cta_blocks = flash::blocks_per_cta(total, thread_blocks, 1 + below(5));
+  check::that(cta_blocks * thread_blocks >= total, "the CTA ranges cover the work", cta_blocks, thread_blocks, total);
   std::set<int> slots;
-  for (const Tile& tile : tiles) check_tile(split_points, tile, share, thread_blocks, slots);
-  if (split_points.rule == SplitRule::kAnywhere) check_halves(split_points, tiles, share, thread_blocks);
-  // A merge is found by the first stretch that begins inside of the tile.
+  for (const Tile& tile : tiles) check_tile(split_points, tile, cta_blocks, thread_blocks, slots);
+  if (split_points.rule == SplitRule::kAnywhere) check_halves(split_points, tiles, cta_blocks, thread_blocks);
+  // The combine finds a split tile by the first CTA boundary inside it.
   for (const Tile& tile : tiles) {
     int found = 0;
     for (int index = 1; index < thread_blocks; ++index) {
-      const int64_t place = index * share;
-      const bool inside = place > tile.begin && place < tile.begin + tile.count;
-      found += inside && (index - 1) * share <= tile.begin;
+      const int64_t boundary = index * cta_blocks;
+      const bool inside = boundary > tile.begin && boundary < tile.begin + tile.count;
+      found += inside && (index - 1) * cta_blocks <= tile.begin;
     }
-    const bool reached = tile.begin / share != (tile.begin + tile.count - 1) / share;
-    check::that(found == (reached ? 1 : 0), "one thread block merges a tile", found, tile.count, share);
+    const bool reached = tile.begin / cta_blocks != (tile.begin + tile.count - 1) / cta_blocks;
+    check::that(found == (reached ? 1 : 0), "one CTA boundary finds a tile", found, tile.count, cta_blocks);
   }
 }
 
-// Lines as long as 32 bits allow, and beyond: no product or sum passes the type (-fsanitize=undefined).
-void check_long_lines(std::mt19937& random) {
+// Linearised work as long as 32 bits allow, and longer: no product or sum overflows (-fsanitize=undefined).
+void check_long_work(std::mt19937& random) {
   auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
   for (int i = 0; i < 20000; ++i) {
-    const int64_t total = flash::kMostShortPlaces - 1 - below(i % 2 ? 3 : 1 << 29) + (i % 3 == 0 ? 1 << 30 : 0);
+    const int64_t total = flash::kMaxBlocks32 - 1 - below(i % 2 ? 3 : 1 << 29) + (i % 3 == 0 ? 1 << 30 : 0);
     const int thread_blocks = 1 + static_cast<int>(below(1000));
-    const int64_t share = flash::blocks_per_cta(total, thread_blocks, 1 + below(64));
+    const int64_t cta_blocks = flash::blocks_per_cta(total, thread_blocks, 1 + below(64));
     const int64_t most = total < 0x7fffffff ? total : 0x7fffffff;
     const int count = static_cast<int>(1 + below(most));
     const Tile tile{0, count, below(total - count + 1)};
-    const SplitPoints split_points{i % 5 ? SplitRule::kAnywhere : SplitRule::kWhole, static_cast<int>(below(1 << 20))};
-    // A stretch that begins beyond the line is never asked for its segments.
-    const int index = static_cast<int>(below((total - 1) / share + 1));
-    check_free_segment(split_points, tile, share, index,
-                       flash::block_span(split_points, tile.first_block, tile.count, tile.begin, share, index));
+    const SplitPoints split_points{i % 5 ? SplitRule::kAnywhere : SplitRule::kNowhere,
+                                   static_cast<int>(below(1 << 20))};
+    // A CTA whose range begins beyond the work never asks for a span.
+    const int index = static_cast<int>(below((total - 1) / cta_blocks + 1));
+    check_span_anywhere(split_points, tile, cta_blocks, index,
+                        flash::block_span(split_points, tile.first_block, tile.count, tile.begin, cta_blocks, index));
   }
 }
 
@@ -167,8 +170,8 @@ void check_rotary_rows() {
 
 int main() {
   std::mt19937 random(7);
-  for (int i = 0; i < 20000; ++i) check_line(random);
-  check_long_lines(random);
+  for (int i = 0; i < 20000; ++i) check_schedule(random);
+  check_long_work(random);
   check_lengths();
   check_rotary_rows();
   return check::report();

@@ -36,7 +36,7 @@ void check_backward_tile(const flash::plan::BwdTile& tile) {
               "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16));
   check::that(flash::plan::bwd_smem_bytes(tile, 2, Dtype::kBf16) * tile.blocks_per_sm <= 227 * 1024,
               "two stages fit sm_90", d);
-  check::that(128 % tile.block_m == 0, "softmax_d is padded to whole row blocks", d, tile.block_m);
+  check::that(128 % tile.block_m == 0, "softmax_d is padded to whole m_blocks", d, tile.block_m);
 }
 
 constexpr flash::plan::FwdVariant kVariants[] = {flash::plan::FwdVariant::kPlain, flash::plan::FwdVariant::kShort,

@@ -1,4 +1,4 @@
-// New CUDA tensors, made without torch's dispatcher: it takes longer than the allocation.
+// New CUDA tensors without torch's dispatcher, which takes longer than the allocation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace flash {
 
-// Contiguous and not initialised, on the device of `neighbor`.
+// Contiguous and uninitialised, on the device of `like`.
 inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef shape, at::ScalarType dtype) {
   return at::detail::empty_cuda(shape, dtype, like.device(), std::nullopt);
 }

@@ -36,13 +36,13 @@ struct BwdCall {
   const at::Tensor& v;
   const at::Tensor& out;
   const at::Tensor& lse;
-  Scores scores;
+  ScoreOptions scores;
   double p_dropout;
   bool deterministic;
   const OptionalTensor& rng_state;
 };
 
-// Of the gradient of `forward`, given or allocated.
+// Strides of the gradient of `forward`, given or allocated.
 inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Tensor& forward) {
   return given.has_value() && is_aligned(*given) ? matrix_strides(*given)
                                                  : contiguous_strides(forward, forward.size(-1));
@@ -62,8 +62,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   return plan::plan_bwd(problem, device_of(params.device), forced_family());
 }
 
-// fp32 accumulators of dQ, one tile for each block of rows, in deterministic mode a semaphore for each of them, and the
-// semaphore of work tiles.
+// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, and
+// tile_count_semaphore.
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
@@ -77,7 +77,7 @@ inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::B
   return workspace;
 }
 
-// Sums of the sinks' gradient, one of each thread block of the softmax_d pass, in the order of its grid.
+// Partial sums of the sinks' gradient, one per CTA of the softmax_d pass, in the order of its grid.
 inline at::Tensor allocate_dsinks(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
   at::Tensor sums = new_zeros(q, {batch, params.h, plan.softmax_d_blocks}, at::kFloat);

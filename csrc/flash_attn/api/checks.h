@@ -1,4 +1,4 @@
-// Argument checks of the binding: each rule once. A message names the argument, what was expected and what came.
+// Argument checks of the binding: each rule once. A message names the argument, what was expected and what was given.
 // flash_attn/cpu/checks.py is the twin for CPU tensors; the tests compare the texts.
 #pragma once
 
@@ -66,19 +66,19 @@ template <class... Parts>
   throw c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, name + (": " + ... + text(parts)));
 }
 
-// Elements in memory at strides: what a pointer and strides describe.
+// Elements in memory at strides, which is all that kernels can read.
 inline void strided(const char* name, const at::Tensor& tensor) {
-  auto refuse = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
-  if (!tensor.defined()) refuse("an undefined one");
-  if (tensor.is_nested()) refuse("a nested one");
+  auto reject = [name](const char* kind) { fail(name, "expected a strided tensor, got ", kind); };
+  if (!tensor.defined()) reject("an undefined one");
+  if (tensor.is_nested()) reject("a nested one");
   if (tensor.layout() == at::kStrided) {
-    if (!tensor.has_storage()) refuse("one without storage");
+    if (!tensor.has_storage()) reject("one without storage");
     return;
   }
   const bool is_sparse = tensor.layout() == at::kSparse || tensor.is_sparse_csr() ||
                          tensor.layout() == at::kSparseCsc || tensor.layout() == at::kSparseBsr ||
                          tensor.layout() == at::kSparseBsc;
-  refuse(is_sparse ? "a sparse one" : "one of another layout");
+  reject(is_sparse ? "a sparse one" : "one of another layout");
 }
 
 inline void device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
@@ -116,12 +116,12 @@ inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType exp
   }
 }
 
-// Every size that a kernel keeps as an int; expanded tensors have such sizes without the memory.
+// Sizes that a kernel keeps as an int; expanded tensors may exceed them without the memory.
 inline void at_most(const char* name, int64_t value, const char* what) {
   if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " ", what, ", got ", value);
 }
 
-// Sequences or pages (of four dimensions), rows and heads.
+// Batch or pages (with four dimensions), rows and heads.
 inline void sizes(const char* name, const at::Tensor& tensor, const char* first) {
   if (tensor.dim() == 4) at_most(name, tensor.size(0), first);
   at_most(name, tensor.size(-3), "rows");
@@ -142,8 +142,8 @@ inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
   sizes("q", q, "sequences");
 }
 
-// What the kernels of the forward and the backward need beyond query().
-inline void whole_chunks(const at::Tensor& q) {
+// What the forward and backward kernels require beyond query().
+inline void whole_vectors(const at::Tensor& q) {
   if (q.size(-1) % 8 != 0) fail("q", "expected a head dim that is a multiple of 8, got ", q.size(-1));
 }
 
@@ -164,7 +164,7 @@ inline void value(const at::Tensor& v, const at::Tensor& k) {
   if (head_dim < 1 || head_dim > 256) fail("v", "expected a head dim from 1 to 256, got ", head_dim);
 }
 
-// `expected`: the shape of k, with -1 on the axes that k itself decides.
+// `expected`: the shape of k, with -1 on axes that k itself decides.
 inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
                       const char* axes) {
   at::DimVector expected(expected_.begin(), expected_.end());
@@ -198,8 +198,8 @@ inline void output(const std::optional<at::Tensor>& out, const at::Tensor& q, at
   last_stride("out", *out);
 }
 
-// The kernels compute with floats: scale log2(e) has to be finite as such, and with a softcap scale / softcap as well,
-// times a head's sum of products.
+// The kernels compute in fp32: scale log2(e) has to be finite there, with a softcap scale / softcap as well, times a
+// dot product of a head.
 constexpr double kMaxScale = 2e38, kMaxSoftcap = 1e15, kMinSoftcap = 1e-15;
 
 inline void numbers(double p_dropout, double softmax_scale, double softcap) {
@@ -275,7 +275,7 @@ inline void max_seqlen(const char* name, int64_t value) {
   if (value < 0) fail(name, "expected a value >= 0, got ", value);
 }
 
-// A tensor of the backward that has q's dtype and the shape of a forward tensor; any strides.
+// A tensor of the backward with q's dtype and the shape of a forward tensor; any strides.
 inline void like(const char* name, const at::Tensor& tensor, at::IntArrayRef expected, const at::Tensor& q) {
   device(name, tensor, q);
   dtype_of_q(name, tensor, q);

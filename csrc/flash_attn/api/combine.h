@@ -1,4 +1,4 @@
-// The merge of the caller's partial results: check -> describe -> allocate -> launch.
+// Combine of the caller's partial results: check -> set_params -> allocate -> launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// What the environment says of a call. Read at entry points under the GIL, which os.environ changes it under: other
-// threads' calls run without.
+// Environment variables of a call. Read at entry points under the GIL, under which os.environ changes them: the calls
+// themselves run without it.
 #pragma once
 
 #include <cstdlib>
@@ -8,7 +8,8 @@
 
 namespace flash {
 
-// FLASH_ATTN_FAMILY for the call of this thread, and FLASH_ATTN_TRACE for the process. Copied, for a change frees it.
+// FLASH_ATTN_FAMILY for this thread's call, and FLASH_ATTN_TRACE for the process. A copy, because a change frees the
+// string.
 class CallEnvironment {
  public:
   CallEnvironment() {

@@ -22,14 +22,14 @@ struct FwdCall {
   const at::Tensor& v;
   const OptionalTensor& out;
   at::DimVector lse_shape;
-  Scores scores;
+  ScoreOptions scores;
   double p_dropout;
   bool return_softmax;
   const OptionalGenerator& gen;
   bool return_max_logit;
 };
 
-// out_layout: undefined where the call allocates it.
+// Fills params; strides of an allocated output are those it will have.
 inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v) {
   params = call.sequences;
@@ -66,7 +66,7 @@ struct DropoutOutputs {
   }
 };
 
-// The slack of 0 makes the references of the softmax its maxima, at the price of more rescaling.
+// A rescale threshold of 0 keeps the row max exact, at the price of more rescaling.
 inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorOptions& options) {
   at::Tensor max_logit = at::full({params.h}, -std::numeric_limits<float>::infinity(), options);
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();

@@ -1,4 +1,4 @@
-// Attention against a KV cache, its schedule, and forwards by the same kernels: check -> plan -> set_params -> launch.
+// Attention over a KV cache, its schedule, and forwards by the decode kernels: check -> plan -> set_params -> launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, 
   const plan::DecodePlan plan = plan::plan_decode(problem, device_of(device));
   if (plan.is_too_large) {
     const int64_t rows = plan::kv_tile(problem.head_dim, plan.tile_size).rows(), heads_k = problem.heads_k;
-    checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", rows, " rows, got ", plan.items,
+    checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", rows, " rows, got ", plan.work_items,
                  " for each of ", heads_k, " K/V heads");
   }
   return plan;
@@ -35,7 +35,7 @@ inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, 
 
 // ---- attention ----
 
-// `workspace` has to live until the kernels that use it are launched.
+// `workspace` has to outlive the launches that use it.
 inline void set_params_partials(Flash_kvcache_params& params, const plan::DecodePlan& plan, const KvCacheCall& call,
                                 at::Tensor& workspace) {
   if (call.plan.has_value()) {
@@ -67,7 +67,7 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   return {out, lse};
 }
 
-// The plan of the same call, which is not made: nothing is launched.
+// The plan of mha_fwd_kvcache(): nothing is launched.
 inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
   checks::kvcache(call);
   check_device_supported(call.q);
@@ -75,7 +75,7 @@ inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
   return plan::explain(problem, checked_decode_plan(problem, call.q.device().index()));
 }
 
-// mha_fwd_kvcache() or explain_kvcache() by position, as the binding's callers give the arguments.
+// mha_fwd_kvcache() or explain_kvcache() with the binding's positional arguments.
 template <auto kFunction>
 auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
                        const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
@@ -108,7 +108,7 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
                     batch_invariant});
 }
 
-// ---- a forward by the same kernels ----
+// ---- a forward by the decode kernels ----
 
 // q and out are those of `forward`.
 inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const plan::DecodeProblem& problem,
@@ -128,7 +128,7 @@ inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const pla
     int* const words = workspace.mutable_data_ptr<int>();
     if (workspace_words > 0) set_params_workspace(params, plan, reinterpret_cast<float*>(words + schedule_words));
     if (schedule_words > 0) params.schedule = reinterpret_cast<const SchedHeader*>(words);
-    set_params_varlen_workspace(params, words + schedule_words + workspace_words);  // the schedule's kernel fills it
+    set_params_varlen_workspace(params, words + schedule_words + workspace_words);  // filled by the schedule kernel
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (params.schedule != nullptr) {

@@ -1,4 +1,4 @@
-// The arguments of a call against a KV cache, by name.
+// The arguments of a call over a KV cache, by name.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +42,7 @@ struct KvCacheCall {
     return std::min<int64_t>(pages * k_cache.size(1), kMaxLength);
   }
 
-  Scores scores() const {
+  ScoreOptions scores() const {
     static const OptionalTensor no_sinks;
     return {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, no_sinks};
   }

@@ -1,5 +1,5 @@
-// Argument checks of attention against a KV cache. flash_attn/cpu/kvcache.py is the twin for CPU tensors. Lengths and
-// table entries are on the device: a request whose own are wrong is marked there, not refused here.
+// Argument checks of attention over a KV cache. flash_attn/cpu/kvcache.py is the twin for CPU tensors. Lengths and
+// table entries are on the device: a request with invalid ones is marked there, not rejected here.
 #pragma once
 
 #include <limits>
@@ -12,12 +12,12 @@
 namespace flash {
 namespace checks {
 
-// The packed rows of a K/V head are counted in 32 bits. `name`: of the number of queries.
+// The packed rows of a K/V head are counted in 32 bits. `name`: the argument with the number of queries.
 inline void packed_rows(const char* name, int64_t seqlen_q, int64_t heads, int64_t heads_k) {
   if (heads_k > 0) at_most(name, seqlen_q * (heads / heads_k), "rows for each K/V head");
 }
 
-// A tensor of q's device and dtype, of any shape in the axes that `expected` leaves open (-1).
+// A tensor with q's device and dtype; -1 in `expected`: any size.
 inline void like_query(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::vector<int64_t> expected,
                        const char* axes) {
   device(name, tensor, q);
@@ -39,7 +39,7 @@ inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   packed_rows("q", q.size(1), q.size(2), k.size(2));
 }
 
-// New rows come with lengths that say where they go.
+// New rows need lengths that say where they are appended.
 inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& k, const OptionalTensor& v,
                      const OptionalTensor& seqlens) {
   lengths("cache_seqlens", seqlens, q, q.size(0));
@@ -55,8 +55,8 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   at_most("k", k->size(1), "rows");
 }
 
-inline void cache_places(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
-                         const OptionalTensor& leftpad, const OptionalTensor& table) {
+inline void cache_location(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
+                           const OptionalTensor& leftpad, const OptionalTensor& table) {
   const int64_t batch = q.size(0);
   block_table(table, q, batch);
   lengths("cache_leftpad", leftpad, q, batch);
@@ -111,7 +111,8 @@ inline void not_negative(const char* name, int64_t value) {
   }
 }
 
-// The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
+// With new rows the caches are written. One tensor as both caches does not overlap itself if the same rows are appended
+// to both.
 inline void kvcache_overlap(const KvCacheCall& call) {
   const bool appends = call.k.has_value() && call.k->numel() > 0;
   if (!appends && !call.out.has_value() && !call.plan.has_value()) return;
@@ -147,13 +148,13 @@ inline void kvcache(const KvCacheCall& call) {
   alibi(call.alibi_slopes, q, q.size(0));
   output(call.out, q, q.sizes());
   new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
-  cache_places(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
+  cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
   if (call.plan.has_value()) strided("plan", *call.plan);
   rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores())));
   kvcache_overlap(call);
 }
 
-// What a schedule is made of, but for the mask.
+// What a schedule depends on, but for the mask.
 struct ScheduleSizes {
   int64_t batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits;
 };

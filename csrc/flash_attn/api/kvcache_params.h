@@ -1,4 +1,4 @@
-// Attention against a KV cache: what the plan has to know of a call, and the parameters of its kernels.
+// Attention over a KV cache: the problem that the plan takes, and the parameters of the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +16,8 @@
 
 namespace flash {
 
-// The widest vectors, of 16, 4 or 2 bytes, in which rows can be read: what start, strides and row length are multiples
-// of.
+// The widest vectors, of 16, 4 or 2 bytes, in which rows can be read: start, strides and row length are multiples of
+// it.
 inline int vector_bytes(const at::Tensor& tensor) {
   const int element_bytes = dtype_bytes(dtype_of(tensor));
   for (const int bytes : {16, 4}) {
@@ -31,7 +31,7 @@ inline int vector_bytes(const at::Tensor& tensor) {
   return element_bytes;
 }
 
-// Axes of size 1 may have any stride, also one that a 16-byte access must not see.
+// Axes of size 1 may have any stride, also one that does not suit 16-byte vectors.
 inline MatrixStrides cache_strides(const at::Tensor& tensor) {
   MatrixStrides strides = matrix_strides(tensor);
   if (tensor.size(0) <= 1) strides.batch = 0;
@@ -46,7 +46,7 @@ inline int clamped_int(int64_t value) {
   return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
 }
 
-// Rows of a cache from one sequence to the next; -1: not a whole number, the cache is no packed tensor.
+// Rows of a cache from one sequence to the next; -1: not a whole number, so the cache is no packed tensor.
 inline int64_t rows_per_sequence(const MatrixStrides& strides) {
   return strides.row > 0 && strides.batch % strides.row == 0 ? strides.batch / strides.row : -1;
 }
@@ -70,9 +70,9 @@ inline PagedKv cache_pages(const KvCacheCall& call) {
   return paged;
 }
 
-// The call as a forward over packed keys or pages, of whose numbers only the device knows.
+// The call as a forward over packed keys or pages, whose lengths only the device knows.
 inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
-  const Scores scores = call.scores();
+  const ScoreOptions scores = call.scores();
   Flash_fwd_params params;
   set_params_qkv(params, call.q, call.k_cache, call.v_cache);
   params.b = static_cast<int>(call.q.size(0));
@@ -126,7 +126,7 @@ inline int split_capacity(const Flash_fwd_params& forward) {
       std::min<int64_t>(static_cast<int64_t>(paged.pages_per_sequence) * paged.page_size.divisor, kMaxLength));
 }
 
-// A dense batch is a full cache; the line of work of a packed one is laid out by the kernel that makes schedules.
+// A dense batch is a full cache; for a packed one the schedule kernel linearises the work.
 inline plan::DecodeProblem decode_problem(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
                                           const at::Tensor& v) {
   plan::DecodeProblem problem;
@@ -149,7 +149,7 @@ inline plan::DecodeProblem decode_problem(const Flash_fwd_params& forward, const
 
 // ---- parameters ----
 
-// What every kernel of a problem reads, the one that makes schedules too.
+// What every kernel of a problem reads, the schedule kernel too.
 inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodeProblem& problem, int device) {
   params.b = problem.batch;
   params.h = problem.heads;
@@ -162,7 +162,7 @@ inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodePro
   params.capacity = problem.capacity;
   params.window = problem.options.window;
   params.q_vectors = problem.options.q_vectors;
-  params.kv_bytes = problem.options.kv_vector_bytes;
+  params.kv_vector_bytes = problem.options.kv_vector_bytes;
   params.device = device;
   params.multiprocessors = multiprocessor_count(device);
 }
@@ -175,14 +175,14 @@ inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan
   params.padded_dim = tile.head_dim;
   params.stages = plan.stages;
   params.row_tiles = plan.row_tiles;
-  params.items = static_cast<int>(plan.items);
+  params.work_items = static_cast<int>(plan.work_items);
   params.thread_blocks = plan.thread_blocks;
   params.min_blocks_per_cta = plan.min_blocks_per_cta;
   params.split_points = plan.split_points;
-  params.run_blocks = plan.run_blocks;
-  params.max_runs = plan.max_runs;
+  params.split_blocks = plan.split_blocks;
+  params.max_splits = plan.max_splits;
   params.slot_rows = plan.slot_rows;
-  params.merges = plan.combines;
+  params.combines = plan.combines;
   params.combines_one_row = plan.combines_one_row;
   params.is_plain = plan.is_plain;
   params.in_clusters = plan.in_clusters;
@@ -213,7 +213,7 @@ inline void set_params_new_rows(Flash_kvcache_params& params, const KvCacheCall&
   params.vnew_ptr = call.v->const_data_ptr();
   params.knew_strides = cache_strides(*call.k);
   params.vnew_strides = cache_strides(*call.v);
-  params.new_vectors = params.kv_bytes == 16 && vector_bytes(*call.k) == 16 && vector_bytes(*call.v) == 16;
+  params.new_vectors = params.kv_vector_bytes == 16 && vector_bytes(*call.k) == 16 && vector_bytes(*call.v) == 16;
 }
 
 inline void set_params_rotary(Flash_kvcache_params& params, const KvCacheCall& call) {

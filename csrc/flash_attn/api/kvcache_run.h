@@ -1,4 +1,4 @@
-// The launches of a call against a KV cache, as its plan says: new rows, then the attention.
+// The launches of a call over a KV cache, as its plan says: append, then attention.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,13 +14,13 @@
 
 namespace flash {
 
-// Many query rows: by the forward's kernels, which take the cache for packed sequences or pages.
+// Many query rows: by the forward's kernels, with the cache as packed sequences or pages.
 inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvcache_params& params,
                                    const at::Tensor& q) {
   Flash_fwd_params forward = params;
   forward.seqlen_k = params.capacity;
   const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
-  at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // the random state, which nobody reads; the keys
+  at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // rng_state, unused; cached_keys
   forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
   int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
   forward.varlen.key_ranges = cached_keys;

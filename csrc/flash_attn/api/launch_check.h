@@ -19,7 +19,7 @@ struct DeviceFacts {
   std::atomic<int> capability{0};  // 10 * major + minor; 0 = not asked yet
   std::atomic<int> multiprocessors{0};
   std::atomic<int> smem_per_multiprocessor{0};  // bytes
-  std::atomic<int> smem_per_block{0};           // bytes that one thread block may ask for
+  std::atomic<int> smem_per_block{0};           // bytes that one CTA may ask for
 };
 
 inline const DeviceFacts& device_facts(int device) {

@@ -1,5 +1,5 @@
-// What a call writes must be memory of its own: no element twice, and none that the call reads.
-// flash_attn/cpu/overlap.py is the twin for CPU tensors.
+// What a call writes must not overlap itself, nor what the call reads. flash_attn/cpu/overlap.py is the twin for CPU
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,30 +43,30 @@ struct Operand {
 
 using Operands = std::initializer_list<Operand>;
 
-// All of them have passed the checks of their shapes. Costs nothing where nothing is given to write to.
+// All of them have passed the checks of their shapes. Costs nothing where no output is given.
 inline void check(Operands written, Operands read) {
   const auto is_given = [](const Operand& operand) { return operand.tensor != nullptr; };
   if (std::none_of(written.begin(), written.end(), is_given)) return;
-  struct Placed {
+  struct NamedLayout {
     const char* name;
     Layout layout;
   };
-  c10::SmallVector<Placed, 16> before;  // what is read, then what is written
+  c10::SmallVector<NamedLayout, 16> before;  // what is read, then what is written
   for (const Operand& operand : read) {
     if (is_given(operand)) before.push_back({operand.name, layout_of(*operand.tensor)});
   }
   for (const Operand& target : written) {
     if (!is_given(target)) continue;
-    const Placed placed{target.name, layout_of(*target.tensor)};
-    if (!target.tensor->is_contiguous() && overlaps_itself(placed.layout)) {
+    const NamedLayout target_layout{target.name, layout_of(*target.tensor)};
+    if (!target.tensor->is_contiguous() && overlaps_itself(target_layout.layout)) {
       checks::fail(target.name, "expected elements that do not overlap each other, got shape ", target.tensor->sizes(),
                    " with strides ", target.tensor->strides());
     }
-    for (const Placed& other : before) {
-      if (!share_elements(placed.layout, other.layout)) continue;
+    for (const NamedLayout& other : before) {
+      if (!share_elements(target_layout.layout, other.layout)) continue;
       checks::fail(target.name, "expected memory that does not overlap ", other.name, ", got elements of both");
     }
-    before.push_back(placed);
+    before.push_back(target_layout);
   }
 }
 

@@ -1,4 +1,4 @@
-// Tensors in the form that kernels take: aligned, and of one head dim where a plan says so.
+// Tensors as kernels take them: aligned, and padded to one head dim where the plan says so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace flash {
 
-// Columns of zeros behind those of the tensor; 0: as it is.
+// Pads the last axis with zero columns; 0: as it is.
 inline at::Tensor pad_head_dim(const at::Tensor& tensor, int64_t head_dim) {
   const int64_t own = tensor.size(-1);
   if (head_dim == 0 || own == head_dim) return tensor;
@@ -27,7 +27,7 @@ inline at::Tensor aligned_layout(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kMeta));
 }
 
-// And of pad_head_dim().
+// The same of pad_head_dim().
 inline at::Tensor padded_layout(const at::Tensor& tensor, int64_t head_dim) {
   if (head_dim == 0 || tensor.size(-1) == head_dim) return tensor;
   at::DimVector shape(tensor.sizes().begin(), tensor.sizes().end());
@@ -35,11 +35,11 @@ inline at::Tensor padded_layout(const at::Tensor& tensor, int64_t head_dim) {
   return at::empty(shape, tensor.options().device(at::kMeta));
 }
 
-// Where a result of `head_dim` columns is computed: in the caller's tensor if the kernels can write it, else in a new
-// one, from which finish() makes the result.
+// An output of `head_dim` columns: computed in the caller's tensor if the kernels can write it, else in a new one that
+// finish() slices and copies.
 class Output {
  public:
-  // pad: columns that the kernels write; 0: as many as the result has. `neighbor`: of the result's dtype and device.
+  // pad: columns that the kernels write; 0: as many as the result has. `like`: of the result's dtype and device.
   Output(const OptionalTensor& given, const at::Tensor& like, at::IntArrayRef shape, int64_t pad)
       : given_(given), head_dim_(shape.back()) {
     const int64_t computed_dim = pad == 0 ? head_dim_ : pad;

@@ -1,5 +1,5 @@
-// Memory that the kernels of one call share, and the launch that fills it ahead of them: it comes from the pool of the
-// call's stream, and nothing of it outlives the call.
+// Memory that the kernels of one call share, and the launch that fills it ahead of them: from the allocator of the
+// call's stream, freed with the call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ inline void set_params_varlen_workspace(Flash_fwd_params& params, int* words) {
   params.varlen.key_ranges = params.varlen.segments_k + params.b + 3;
 }
 
-// `workspace` has to live until the kernels that read it are launched.
+// `workspace` has to outlive the launches that read it.
 inline cudaError_t prepare(Flash_fwd_params& params, bool takes_semaphore, const at::Tensor& q, at::Tensor& workspace) {
   const int64_t words = varlen_words(params) + takes_semaphore;
   if (words == 0) return cudaSuccess;

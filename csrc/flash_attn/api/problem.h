@@ -1,4 +1,4 @@
-// Parameters to the problem that a plan is made for.
+// Parameters -> the problem that the plan takes.
 #pragma once
 
 #include "params/flash.h"
@@ -17,7 +17,7 @@ inline plan::MatrixShape matrix_shape(const Flash_fwd_params& params, const Matr
           strides.head};
 }
 
-// has_key_ranges: the keys are those of a cache, whose numbers only the device knows.
+// has_key_ranges: the keys of a cache, whose lengths only the device knows.
 inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
   plan::FwdProblem problem;
   problem.dtype = dtype;

@@ -23,7 +23,7 @@ inline plan::FwdPlan plan_forward(const plan::FwdProblem& problem, int device) {
   return plan::plan_fwd(problem, device_of(device), forced_family());
 }
 
-// `partials` holds the results of the splits, if there are several.
+// `partials` holds the partial results of the KV splits, if there are several.
 inline Flash_fwd_split_params set_params_splits(const Flash_fwd_params& params, const plan::FwdPlan& plan,
                                                 const at::Tensor& q, at::Tensor& partials) {
   Flash_fwd_split_params split;

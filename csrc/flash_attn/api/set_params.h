@@ -1,4 +1,4 @@
-// Tensors and options to the plain parameters of params/flash.h.
+// Tensors and options -> the plain parameters of params/flash.h.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -56,7 +56,7 @@ inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim
   return strides;
 }
 
-struct Scores {
+struct ScoreOptions {
   double softmax_scale;
   bool is_causal;
   int64_t window_left, window_right;
@@ -65,26 +65,27 @@ struct Scores {
   const OptionalTensor& sinks;
 };
 
-inline Window make_window(const Scores& scores) {
+inline Window make_window(const ScoreOptions& scores) {
   auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
   Window window{side(scores.window_left), side(scores.window_right)};
   if (scores.is_causal) window.right = 0;
   return window;
 }
 
-// The kernels take denormal numbers for 0, and then make NaN of a masked score of -inf: 0 is scaled before the mask.
+// The kernels flush denormals to 0 and would then make NaN of a masked score of -inf: a scale of 0 is applied before
+// the mask.
 inline float normal_float(double value) {
   const float rounded = static_cast<float>(value);
   return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
 }
 
-// Whether scores are more than scaled before the softmax, or by what is not positive.
-inline bool has_score_mod(const Scores& scores) {
+// Whether ScoreMod is needed: softcap, ALiBi or a scale that is not positive.
+inline bool has_score_mod(const ScoreOptions& scores) {
   return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
          !(normal_float(scores.softmax_scale) > 0.0f);
 }
 
-inline void set_params_scores(Flash_fwd_params& params, const Scores& scores) {
+inline void set_params_scores(Flash_fwd_params& params, const ScoreOptions& scores) {
   constexpr double kLog2e = 1.4426950408889634;
   params.scale_softmax = normal_float(scores.softmax_scale);
   params.softcap = static_cast<float>(scores.softcap);
@@ -113,7 +114,7 @@ inline const int* int_or_null(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
 }
 
-// k: the pages, of which those of no rows hold no keys.
+// k: the pages; of a page size of 0 no pages remain.
 inline PagedKv set_params_pages(const OptionalTensor& block_table, const at::Tensor& k) {
   PagedKv paged;
   if (!block_table.has_value()) return paged;
@@ -126,7 +127,7 @@ inline PagedKv set_params_pages(const OptionalTensor& block_table, const at::Ten
   return paged;
 }
 
-// The operands that a forward reads.
+// Operands that a forward reads.
 inline void set_params_qkv(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   params.q_ptr = q.const_data_ptr();
   params.k_ptr = k.const_data_ptr();
@@ -143,9 +144,9 @@ inline void set_params_qkv(Flash_fwd_params& params, const at::Tensor& q, const 
   params.seqlen_k = static_cast<int>(k.size(-3));
 }
 
-// What a call asks for, and its operands; of packed batches and pages the caller knows more.
+// Options of a call, and its operands; packed batches and pages are set by the caller.
 inline void set_params_fprop(Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const Scores& scores, double p_dropout) {
+                             const ScoreOptions& scores, double p_dropout) {
   set_params_qkv(params, q, k, v);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);
@@ -157,7 +158,7 @@ inline void set_params_out(Flash_fwd_params& params, const at::Tensor& out, cons
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
 }
 
-// The gradients that a backward reads and writes.
+// Gradients that a backward reads and writes.
 inline void set_params_dgrad(Flash_bwd_params& params, const at::Tensor& dout, const at::Tensor& dq,
                              const at::Tensor& dk, const at::Tensor& dv) {
   params.do_ptr = dout.const_data_ptr();
@@ -170,12 +171,12 @@ inline void set_params_dgrad(Flash_bwd_params& params, const at::Tensor& dout, c
   params.dv_strides = matrix_strides(dv);
 }
 
-// A new state from the generator; the kernel writes it to rng_state.
+// Draws a new state from the generator; the kernel writes it to rng_state.
 inline void draw_philox_state(Flash_fwd_params& params, const OptionalGenerator& gen) {
   auto* generator =
       at::get_generator_or_default<at::CUDAGeneratorImpl>(gen, at::cuda::detail::getDefaultCUDAGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
-  // The mask is keyed by the offset as a whole, so the least step that torch allows makes it new.
+  // The mask is keyed by the whole offset, so the least step that torch allows makes a new one.
   const at::PhiloxCudaState state = generator->philox_cuda_state(4);
   PhiloxState& philox = params.dropout.state;
   if (state.captured_) {

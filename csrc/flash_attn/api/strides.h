@@ -10,7 +10,7 @@ namespace flash {
 
 constexpr int kMaxAxes = 8;
 
-// Of a tensor, in bytes. Axes of one element are left out.
+// Of a tensor, in bytes. Axes of size 1 are left out.
 struct Layout {
   int64_t begin = 0;
   int64_t element_bytes = 1;
@@ -45,7 +45,7 @@ class StrideSum {
     terms_[size_++] = {stride, low, high};
   }
 
-  // Strides that nest leave one or two multiples of each to try. Of others nothing is known after kMaxSteps: false.
+  // Nested strides leave one or two multiples of each to try. Of others nothing is known after kMaxSteps: false.
   bool reaches(int64_t target) {
     std::sort(terms_.begin(), terms_.begin() + size_, [](const Term& a, const Term& b) { return a.stride > b.stride; });
     steps_ = 0;
@@ -92,7 +92,8 @@ inline bool share_elements(const Layout& a, const Layout& b) {
   return sum.reaches(b.begin - a.begin);
 }
 
-// The first axis in which two indices with one address differ goes forward, in those before it they cancel out.
+// Of two indices with one address, take the first axis in which they differ: its difference is positive, those of the
+// axes before it are 0.
 inline bool overlaps_itself(const Layout& layout) {
   if (layout.is_empty) return false;
   for (int first = 0; first < layout.axes; ++first) {

@@ -1,4 +1,4 @@
-// FLASH_ATTN_TRACE=1: a line to stderr for each attention that is launched, of its plan.
+// FLASH_ATTN_TRACE=1: one line to stderr for each attention launch, with its plan.
 #pragma once
 
 #include <cstdio>

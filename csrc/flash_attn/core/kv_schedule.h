@@ -1,8 +1,7 @@
-// How the work on a KV cache is shared out. The key blocks of all tiles stand in one line: sequences, their row tiles,
-// the K/V heads of these, and the blocks of keys that the tile visits. Every thread block takes an equal stretch of the
-// line; a tile that a stretch cuts leaves partial results, which are merged afterwards. Lengths are only known on the
-// device, so the host decides the number of thread blocks and nothing else. tests/cpp checks the arithmetic by brute
-// force.
+// Stream-K schedule of attention over a KV cache. The n_blocks of all tiles are linearised: sequences, their row tiles,
+// the K/V heads of these, and the n_blocks that the tile visits. Every CTA takes an equal range of them; a tile that a
+// CTA range splits leaves partial results, which are combined afterwards. Lengths are only known on the device, so the
+// host decides the number of CTAs and nothing else. tests/cpp checks the arithmetic by brute force.
 #pragma once
 
 #include <cstdint>
@@ -12,35 +11,36 @@
 
 namespace flash {
 
-// Where a tile may be cut.
+// Where a tile may be split.
 enum class SplitRule : int {
-  kAnywhere,  // between any two blocks, but tiles of at most `value` blocks stay whole
-  kParts,     // into at most `value` parts of equal size
-  kChunks,    // where the block index is a multiple of `value`
-  kWhole      // nowhere
+  kAnywhere,     // between any two n_blocks, but tiles of at most `value` n_blocks are not split
+  kEqualSplits,  // into at most `value` splits of equal size
+  kFixedSplits,  // where the n_block is a multiple of `value`
+  kNowhere
 };
 
 struct SplitPoints {
-  SplitRule rule = SplitRule::kWhole;
+  SplitRule rule = SplitRule::kNowhere;
   int value = 0;
 
-  // The first permitted cut at or after `offset` of a tile of `count` blocks whose first block is `first_block`.
+  // The first permitted split point at or after `offset` of a tile of `count` n_blocks whose first one is
+  // `first_block`.
   FLASH_HOST_DEVICE constexpr int next(int first_block, int count, int offset) const {
     if (offset <= 0) return 0;
-    if (offset >= count || rule == SplitRule::kWhole) return count;
+    if (offset >= count || rule == SplitRule::kNowhere) return count;
     if (rule == SplitRule::kAnywhere) return count <= value ? count : offset;
-    if (rule == SplitRule::kChunks) {
+    if (rule == SplitRule::kFixedSplits) {
       const int64_t block = static_cast<int64_t>(first_block) + offset;
-      const int64_t cut = (block + value - 1) / value * value - first_block;
-      return cut < count ? static_cast<int>(cut) : count;
+      const int64_t point = (block + value - 1) / value * value - first_block;
+      return point < count ? static_cast<int>(point) : count;
     }
-    const int part = (count - 1) / value + 1;  // count + value may pass 2^31
-    const int64_t cut = (static_cast<int64_t>(offset) + part - 1) / part * part;
-    return cut < count ? static_cast<int>(cut) : count;
+    const int split_blocks = (count - 1) / value + 1;  // count + value may pass 2^31
+    const int64_t point = (static_cast<int64_t>(offset) + split_blocks - 1) / split_blocks * split_blocks;
+    return point < count ? static_cast<int>(point) : count;
   }
 };
 
-// Blocks [from, to) of a tile, counted from its first one.
+// n_blocks [from, to) of a tile, counted from its first one.
 struct BlockSpan {
   int from = 0;
   int to = 0;
@@ -52,95 +52,95 @@ FLASH_HOST_DEVICE constexpr int clamp_offset(int64_t offset, int count) {
   return offset < 0 ? 0 : offset > count ? count : static_cast<int>(offset);
 }
 
-// In 32 bits a maximum and a minimum take an instruction each.
+// In 32 bits the minimum and the maximum are one instruction each.
 FLASH_HOST_DEVICE constexpr int clamp_offset(int offset, int count) {
   const int from_zero = offset > 0 ? offset : 0;
   return from_zero < count ? from_zero : count;
 }
 
-// What thread block `index` does of the tile that stands at [tile_begin, tile_begin + count) of the line.
+// What CTA `index` computes of the tile at [tile_begin, tile_begin + count) of the linearised work.
 FLASH_HOST_DEVICE constexpr BlockSpan block_span(const SplitPoints& split_points, int first_block, int count,
-                                                 int64_t tile_begin, int64_t share, int index) {
-  BlockSpan segment;
-  segment.from = split_points.next(first_block, count, clamp_offset(index * share - tile_begin, count));
-  segment.to = split_points.next(first_block, count, clamp_offset((index + 1) * share - tile_begin, count));
-  return segment;
+                                                 int64_t tile_begin, int64_t cta_blocks, int index) {
+  BlockSpan span;
+  span.from = split_points.next(first_block, count, clamp_offset(index * cta_blocks - tile_begin, count));
+  span.to = split_points.next(first_block, count, clamp_offset((index + 1) * cta_blocks - tile_begin, count));
+  return span;
 }
 
-// block_span() of a tile that is cut anywhere or nowhere. Place: int64_t, or int in a line of fewer than
-// kMostShortPlaces places, which takes half of the instructions.
-constexpr int kMostShortPlaces = 1 << 30;
+// block_span() for SplitRule::kAnywhere and kNowhere. Index: int64_t, or int where the linearised work has fewer than
+// kMaxBlocks32 n_blocks, which takes half the instructions.
+constexpr int kMaxBlocks32 = 1 << 30;
 
-template <class Place>
-FLASH_HOST_DEVICE constexpr BlockSpan free_block_span(const SplitPoints& split_points, int count, Place tile_begin,
-                                                      Place share, int index) {
-  const Place first = index * share - tile_begin;
-  const BlockSpan segment{clamp_offset(first, count), clamp_offset(first + share, count)};
-  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return segment;
-  return {segment.from > 0 ? count : 0, segment.to > 0 ? count : 0};
+template <class Index>
+FLASH_HOST_DEVICE constexpr BlockSpan block_span_anywhere(const SplitPoints& split_points, int count, Index tile_begin,
+                                                          Index cta_blocks, int index) {
+  const Index first = index * cta_blocks - tile_begin;
+  const BlockSpan span{clamp_offset(first, count), clamp_offset(first + cta_blocks, count)};
+  if (split_points.rule == SplitRule::kAnywhere && count > split_points.value) return span;
+  return {span.from > 0 ? count : 0, span.to > 0 ? count : 0};
 }
 
-// Whether a segment is half of its tile and nothing else stands in the two stretches 2 i and 2 i + 1 that have it:
-// where thread blocks are launched in pairs, these two merge it.
-FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& segment, int count, int64_t share, int index) {
-  return count == 2 * share && segment.from == index % 2 * share && segment.to == segment.from + share;
+// Whether a span is half of its tile and the CTA ranges 2 i and 2 i + 1 that have the tile hold nothing else: in a
+// launch of 2-CTA clusters, the two combine it through DSMEM.
+FLASH_HOST_DEVICE constexpr bool kv_is_cluster_half(const BlockSpan& span, int count, int64_t cta_blocks, int index) {
+  return count == 2 * cta_blocks && span.from == index % 2 * cta_blocks && span.to == span.from + cta_blocks;
 }
 
-// Where a thread block leaves the partial result of a segment: a stretch begins inside at most one tile (slot 0), and
-// leaves at most one other tile unfinished (slot 1).
-FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& segment) {
-  return 2 * index + (segment.from == 0 ? 1 : 0);
+// Workspace slot of a partial result: a CTA range begins inside at most one tile (slot 0), and leaves at most one other
+// tile unfinished (slot 1).
+FLASH_HOST_DEVICE constexpr int kv_slot(int index, const BlockSpan& span) {
+  return 2 * index + (span.from == 0 ? 1 : 0);
 }
 
-// Blocks of the line for each thread block.
+// n_blocks of each CTA range.
 FLASH_HOST_DEVICE constexpr int64_t blocks_per_cta(int64_t total, int thread_blocks, int64_t min_blocks_per_cta) {
-  const int64_t share = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
-  return share > min_blocks_per_cta ? share : min_blocks_per_cta;
+  const int64_t cta_blocks = thread_blocks > 0 ? (total + thread_blocks - 1) / thread_blocks : total;
+  return cta_blocks > min_blocks_per_cta ? cta_blocks : min_blocks_per_cta;
 }
 
-// The combine of tiles that were cut anywhere. A warp reads so many parts of a row at once; where a tile has more of
-// them, all warps of a thread block add up parts of one row, else each has a row of its own. Sizes by reference: a
-// kernel reads its parameters where it uses them.
+// Combine after SplitRule::kAnywhere and kEqualSplits. A warp loads this many partial results of a row at a time; where
+// a tile has more, all warps of a CTA add up one row, else each has a row of its own. Sizes by reference: a kernel
+// loads its parameters where it uses them.
 constexpr int kCombineLoads = 8;
 constexpr int kCombineWarps = 4;
 
 FLASH_HOST_DEVICE constexpr int kv_combine_rows(const bool& one_row) { return one_row ? 1 : kCombineWarps; }
 
-// Thread blocks of a tile, or of a place where one may have been cut.
+// CTAs of a tile, or of a CTA boundary that may split one.
 FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bool& one_row) {
   return (slot_rows + kv_combine_rows(one_row) - 1) / kv_combine_rows(one_row);
 }
 
-// Few tiles: those of a dense batch have their thread blocks each; else each place where a stretch begins has.
-FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& items, const int& heads_k, const int& thread_blocks) {
-  return static_cast<int64_t>(items) * heads_k < thread_blocks;
+// Few tiles: in a dense batch each has CTAs of its own in the combine; else each CTA boundary has.
+FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& work_items, const int& heads_k, const int& thread_blocks) {
+  return static_cast<int64_t>(work_items) * heads_k < thread_blocks;
 }
 
-// Thread blocks of the combine.
-constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int items, int heads_k, int thread_blocks,
+// CTAs of the combine.
+constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int work_items, int heads_k, int thread_blocks,
                                   int slot_rows, bool one_row) {
-  const int64_t tiles = static_cast<int64_t>(items) * heads_k;
-  if (rule == SplitRule::kChunks) return tiles;
-  const bool by_tile = !is_varlen && kv_has_few_tiles(items, heads_k, thread_blocks);
+  const int64_t tiles = static_cast<int64_t>(work_items) * heads_k;
+  if (rule == SplitRule::kFixedSplits) return tiles;
+  const bool by_tile = !is_varlen && kv_has_few_tiles(work_items, heads_k, thread_blocks);
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 
-// A schedule made ahead for all layers of a step (a plan): header, then one record per thread block.
+// A schedule made ahead for all layers of a step (KvCachePlan): header, then one entry per CTA.
 struct SchedHeader {
-  int64_t share = 1;
+  int64_t cta_blocks = 1;
   int64_t total = 0;
 };
 
 struct SchedEntry {
-  int64_t item_begin = 0;  // place in the line of the item in which the stretch begins
-  int item = 0;            // sequence * row tiles + row tile; items that do not exist begin no stretch
+  int64_t work_item_begin = 0;  // offset in the linearised work of the work item in which the CTA range begins
+  int work_item = 0;  // sequence * row tiles + row tile; the number of work items where the CTA range is empty
   int padding = 0;
 };
 
-// What a request's lengths say. Requests that do not fit have no keys.
+// What a request's lengths say. Without `fits` the request has no keys.
 struct KvLengths {
-  int first_row = 0;  // of the cache, that counts as key 0
-  int seqlen_k = 0;   // keys, the new ones included
+  int first_row = 0;  // row of the cache that is key 0
+  int seqlen_k = 0;   // keys, the appended ones included
   bool fits = false;
 };
 
@@ -153,8 +153,8 @@ FLASH_HOST_DEVICE constexpr KvLengths kv_lengths(int cached, int leftpad, int se
   return lengths;
 }
 
-// Rows that the rotary tables need for a request: the new keys stand at the rows from `cached` on, and so do the
-// queries, one row each or, if `one_position`, all at the first.
+// Rows of the rotary tables that a request needs: new keys are rotated by the rows from `cached` on, and so are the
+// queries, one row each or, if `one_position`, all by the first.
 FLASH_HOST_DEVICE constexpr int64_t kv_rotary_rows(int64_t cached, int seqlen_q, int seqlen_new, bool one_position) {
   const int positions = one_position && seqlen_q > 1 ? 1 : seqlen_q;
   return cached + (positions > seqlen_new ? positions : seqlen_new);
@@ -166,8 +166,7 @@ struct KvTokens {
   int end = 0;
 };
 
-// The key blocks that a tile visits. A tile that sees no key still takes one place in the line: somebody has to write
-// its rows.
+// The n_blocks that a tile visits. A fully masked tile still takes one, because its rows have to be written.
 FLASH_HOST_DEVICE constexpr int kv_count(const BlockRange& range) { return range.count() > 0 ? range.count() : 1; }
 
 }  // namespace flash

@@ -1,4 +1,4 @@
-// What crosses the border between the binding and the kernel archive: plain data and C++ functions, no torch, no CuTe.
+// Interface between the binding and the kernel archive: plain data and C++ functions, no torch, no CuTe.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,8 +18,8 @@ struct FwdPlan;  // plan/fwd_plan.h
 struct BwdPlan;  // plan/bwd_plan.h
 }  // namespace plan
 
-// How far below a row's running maximum, in powers of 2, the online softmax may leave its reference: probabilities up
-// to 2^8 are as exact as those up to 1.
+// How far the row max of the online softmax may lag behind the true maximum, in powers of 2: probabilities up to 2^8
+// are as exact as those up to 1.
 constexpr float kRescaleThresholdLog2 = 8.0f;
 
 // Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
@@ -54,7 +54,7 @@ struct PagedKv {
 };
 
 // Packed batches. All device arrays are int32. Only run_prepare() reads what the caller gave, which may hold anything:
-// the other kernels see one copy of it, from which every row belongs to exactly one segment (see varlen_first_slot).
+// the other kernels read one sanitised copy, in which every row belongs to exactly one segment (see varlen_first_slot).
 struct Varlen {
   const int* cu_seqlens_q = nullptr;  // (b + 1); null for dense batches
   const int* cu_seqlens_k = nullptr;  // (b + 1)
@@ -93,20 +93,19 @@ struct Flash_fwd_params : Qkv_params {
   // of raw scores otherwise.
   bool has_score_mod = false;
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
-  float rescale_threshold_log2 =
-      kRescaleThresholdLog2;  // 0 where max_logit is wanted: the references are then the maxima
+  float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0 where max_logit is wanted: the row max then never lags
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
   int64_t alibi_slopes_batch_stride = 0;
-  const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, scaled by nothing; null: none
+  const float* __restrict__ sinks_ptr = nullptr;  // (h): logits of keys without values, not scaled; null: none
 
   Varlen varlen;
   PagedKv paged;
   bool has_dropout = false;
   bool batch_invariant = false;  // kernels are chosen by options and head dims alone
-  int d_v = 0;  // head dim of V and O; like the one before in padding, so that no other parameter moves
+  int d_v = 0;                   // head dim of V and O; in padding, so that no other parameter's offset changes
   Dropout dropout;
 
-  int* tile_count_semaphore = nullptr;  // the work tiles handed out so far, cleared ahead of the launch; null: none
+  int* tile_count_semaphore = nullptr;  // work tiles handed out so far, cleared ahead of the launch; null: none
 
   int device = 0;
   int multiprocessors = 0;
@@ -117,12 +116,12 @@ struct Flash_fwd_params : Qkv_params {
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
-// Shares of the keys of each row block. A share is a tile of its own, with a result of its own that run_fwd_combine_()
-// merges with the others'.
+// KV splits of each m_block. A split is a work tile of its own, whose partial result run_fwd_combine_() combines with
+// the others.
 struct KvSplits {
   int count = 1;
   int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
-  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); unused where a share has no key that the row sees
+  float* __restrict__ out_ptr = nullptr;  // (count, rows, d_v); unused where a split has no key that the row sees
   float* __restrict__ lse_ptr = nullptr;  // (count, rows), without sinks; +inf there
 };
 
@@ -130,7 +129,7 @@ struct Flash_fwd_split_params : Flash_fwd_params {
   KvSplits splits;
 };
 
-// The backward reads the forward's description: O and LSE may come from another call.
+// The backward takes the parameters of the forward too: O and LSE may come from another call.
 struct Flash_bwd_params : Flash_fwd_params {
   const void* __restrict__ do_ptr = nullptr;  // as O
   void* __restrict__ dq_ptr = nullptr;        // as Q
@@ -141,11 +140,10 @@ struct Flash_bwd_params : Flash_fwd_params {
   const float* __restrict__ dlse_ptr = nullptr;  // gradient of the LSE, as the LSE; null: none
   float* __restrict__ softmax_d_ptr = nullptr;   // rowsum(dO * O) - dlse: (b, h, d_rows), or (h, d_rows) and zeroed
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
-  float* __restrict__ dsinks_ptr = nullptr;      // sums per thread block of the softmax_d pass; zeroed; null: none
-  float* __restrict__ dq_accum_ptr =
-      nullptr;  // fp32 dQ in tiles of the accumulator's own order; null: in shared memory
+  float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of the softmax_d pass; zeroed; null: none
+  float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order; null: in shared memory
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
-  float4* workspace_ptr = nullptr;               // dq_accum, turns and tile_count_semaphore: run_softmax_d_ clears it
+  float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore and tile_count_semaphore: run_softmax_d_ clears it
   int64_t workspace_vectors = 0;
 };
 
@@ -160,11 +158,11 @@ template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
 // The same by the wgmma family, for GPUs of compute capability 9.0. Q and K have up to kHeadDim columns, V and O up to
-// kHeadDimV. More than one split of the keys: its results are those of the splits.
+// kHeadDimV. With several KV splits it writes their partial results.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
-// Output and LSE from the results of all shares.
+// Output and LSE from the partial results of all KV splits.
 template <Dtype kDtype>
 cudaError_t run_fwd_combine_(const Flash_fwd_split_params& params, cudaStream_t stream);
 

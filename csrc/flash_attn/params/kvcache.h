@@ -1,4 +1,4 @@
-// Attention against a KV cache: what crosses the border between the binding and the kernel archive.
+// Attention over a KV cache: interface between the binding and the kernel archive.
 #pragma once
 
 #include "core/kv_schedule.h"
@@ -14,7 +14,7 @@ struct Rotary {
   int rows = 0;
   int pairs = 0;
   bool interleaved = false;   // pairs (2 i, 2 i + 1), else (i, i + pairs)
-  bool one_position = false;  // all queries are rotated as the first one: neither causal nor a window
+  bool one_position = false;  // all queries are rotated as the first one: no mask
 };
 
 // In the inherited fields, k and v are the caches (cache_batch, capacity, h_k, d) or pages (pages, page_size, h_k, d).
@@ -33,34 +33,33 @@ struct Flash_kvcache_params : Flash_fwd_params {
   int seqlen_new = 0;
   Rotary rotary;
 
-  FastDiv group;             // query heads of a K/V head
-  int row_tiles = 0;         // tiles of one K/V head and sequence of a dense batch
-  int items = 0;             // row tiles of a K/V head: of all sequences, or slots of a packed batch
-  bool q_vectors = false;    // rows of q may be read in 16-byte pieces
-  bool o_vectors = false;    // rows of o may be written in 8-byte pieces
-  int kv_bytes = 16;         // in pieces of how many bytes k and v may be read: 16, 4 or 2
-  bool new_vectors = false;  // new rows and caches may be read and written in 16-byte pieces
-  bool is_plain = false;     // by the kernel without what decoding rarely needs (kernels/decode/config.h)
+  FastDiv group;           // query heads of a K/V head
+  int row_tiles = 0;       // row tiles of one K/V head and sequence of a dense batch
+  int work_items = 0;      // work items: row tiles of all sequences, or slots of a packed batch; each of all K/V heads
+  bool q_vectors = false;  // rows of q may be read in 16-byte vectors
+  bool o_vectors = false;  // rows of o may be written in 8-byte vectors
+  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read: 16, 4 or 2
+  bool new_vectors = false;  // new rows and caches may be read and written in 16-byte vectors
+  bool is_plain = false;     // the kernel without what decoding rarely needs (kernels/decode/config.h)
 
-  int tile_size = 0;  // plan::kKvTiles; what follows is that tile's
+  int tile_size = 0;  // index into plan::kKvTiles; what follows is that tile's
   int tile_rows = 0, block_n = 0, padded_dim = 0;
   int stages = 0;
   int thread_blocks = 0;
   int64_t min_blocks_per_cta = 1;
   SplitPoints split_points;
-  int run_blocks = kUnbounded;  // key blocks that are summed before they are merged, at fixed places
-  int max_runs = 0;             // slots of a tile when cuts.rule is kChunks
+  int split_blocks = kUnbounded;  // n_blocks of a fixed split (batch-invariant); else unbounded
+  int max_splits = 0;             // workspace slots of a tile when the split rule is kFixedSplits
   int slot_rows = 0;
-  bool merges = false;            // some tile may be cut
-  bool in_clusters = false;       // thread blocks are launched in pairs (kernels/decode/cluster_pair.h)
-  bool combines_one_row = false;  // by a thread block of the merge
-  const SchedHeader* __restrict__ schedule =
-      nullptr;                     // a plan's header and records; null: every thread block finds its own
-  float* partial_o = nullptr;      // (slots, slot_rows, padded head dim)
-  float* partial_stats = nullptr;  // (slots, slot_rows, 2): maximum of the raw scores, sum of exponentials
+  bool combines = false;          // some tile may be split
+  bool in_clusters = false;       // CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
+  bool combines_one_row = false;  // all warps of a CTA of the combine add up one row
+  const SchedHeader* __restrict__ schedule = nullptr;  // header and entries; null: every CTA finds its own range
+  float* partial_o = nullptr;                          // (slots, slot_rows, padded head dim)
+  float* partial_stats = nullptr;                      // (slots, slot_rows, 2): row max of the raw scores, row sum
 };
 
-// Merge of partial results of the caller: out_partial (splits, b, s, h, d), lse_partial (splits, b, s, h).
+// Combine of partial results of the caller: out_partial (splits, b, s, h, d), lse_partial (splits, b, s, h).
 struct Flash_combine_params {
   const void* __restrict__ partial_ptr = nullptr;
   const float* __restrict__ lse_partial_ptr = nullptr;
@@ -74,28 +73,28 @@ struct Flash_combine_params {
 };
 
 // One explicit specialisation per file flash_fwd_split_*.cu; the rules of run_mha_fwd_ hold. Launches the attention
-// and, where tiles may be cut, the merge.
+// and, where tiles may be split, the combine.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream);
 
-// Merges the tiles that were cut.
+// Combines the split tiles.
 template <Dtype kDtype>
 cudaError_t run_decode_combine_(const Flash_kvcache_params& params, cudaStream_t stream);
 
-// Writes the new rows into the cache.
+// Appends the new rows to the cache.
 template <Dtype kDtype>
 cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
-// none if it cannot be served.
+// none if it is invalid.
 cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
                              cudaStream_t stream);
 
-// Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of requests that cannot be served.
+// Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
 template <Dtype kDtype>
 cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
 
-// Fills `schedule` (header and records).
+// Fills `schedule` (header and entries).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);
 
 enum class CombineType { kFp32, kFp16, kBf16 };

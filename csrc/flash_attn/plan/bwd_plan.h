@@ -1,4 +1,4 @@
-// The plan of a backward: which kernels run it, on which grids, in which order. Plain C++17.
+// The plan of a backward: kernels, grids and block order. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -19,30 +19,30 @@ struct BwdPlan {
   Dtype dtype = Dtype::kBf16;
   int head_dim = 0, head_dim_v = 0;  // of the kernels
   int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of them; 0: they stay as they are
-  bool dq_in_smem = false;           // thread blocks take whole heads and sum up dQ in shared memory, not in global
+  bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool deterministic = false;
 
-  int block_m = 0, block_n = 0;  // rows of a step, keys of a thread block
-  int stages = 0;                // buffers of Q and of dO; 0: the GPU has too little shared memory for any
+  int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
+  int stages = 0;                // of Q and of dO; 0: the GPU has too little shared memory for any
   int threads = 0;
   int smem_bytes = 0;
-  BwdGrid order;               // of the blocks of keys
-  int running_key_blocks = 0;  // of a head at a time
-  int64_t grid = 0;            // thread blocks
-  bool is_dynamic = false;     // blocks of keys are handed out by a semaphore
+  BwdGrid order;             // of the n_blocks
+  int running_n_blocks = 0;  // n_blocks of a head that run at a time
+  int64_t grid = 0;          // CTAs
+  bool is_dynamic = false;   // n_blocks are handed out by a semaphore
 
   int64_t dq_tiles = 0, dq_tile_floats = 0;  // the fp32 accumulator of dQ in global memory
-  int64_t dq_grid = 0;                       // thread blocks of its conversion
+  int64_t dq_grid = 0;                       // CTAs of its conversion
   int dq_threads = 0, dq_smem_bytes = 0;
   int64_t softmax_d_rows = 0;    // of one head
-  int64_t softmax_d_blocks = 0;  // thread blocks of its pass for each head (and sequence of a dense batch)
+  int64_t softmax_d_blocks = 0;  // CTAs of its pass for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
   constexpr int64_t semaphore_words() const { return deterministic && !dq_in_smem ? dq_tiles : 0; }
-  // The accumulator, a counter for each of its tiles in deterministic mode, and the semaphore of work tiles: cleared
-  // together, 16 bytes at a time.
+  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and tile_count_semaphore: cleared together,
+  // 16 bytes at a time.
   constexpr int64_t workspace_vectors() const {
     return dq_in_smem ? 0 : (accum_words() + semaphore_words() + 1 + 3) / 4;
   }
@@ -56,7 +56,7 @@ inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {
   plan.dq_smem_bytes = dtype_bytes(problem.dtype) * plan.block_m * plan.head_dim;
 }
 
-inline BwdGrid key_block_grid(const BwdProblem& problem, int block_n, int64_t resident_blocks, int running) {
+inline BwdGrid n_block_grid(const BwdProblem& problem, int block_n, int64_t resident_blocks, int running) {
   return bwd_grid(problem.is_varlen, static_cast<int>(problem.batch), static_cast<int>(problem.heads_k),
                   static_cast<int>(problem.seqlen_k), block_n, resident_blocks, running);
 }
@@ -73,16 +73,16 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   }
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = bwd_smem_bytes(tile, plan.stages, problem.dtype);
-  plan.running_key_blocks = kRunningKeyBlocks;
+  plan.running_n_blocks = kRunningNBlocks;
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * bwd_blocks_per_sm(tile, problem.has_dropout);
-  plan.order = key_block_grid(problem, tile.block_n, resident, plan.running_key_blocks);
+  plan.order = n_block_grid(problem, tile.block_n, resident, plan.running_n_blocks);
   plan.grid = plan.order.blocks;
   set_dq_accumulator(plan, problem);
   plan.dq_threads = plan.threads;
   return plan;
 }
 
-inline void set_shared_dq(BwdPlan& plan, const BwdProblem& problem, const Device& device) {
+inline void set_dq_in_smem(BwdPlan& plan, const BwdProblem& problem, const Device& device) {
   plan.dq_in_smem = true;
   plan.order.heads_k = FastDiv(static_cast<int>(problem.heads_k));
   const int64_t heads = problem.batch * problem.heads_k;
@@ -93,25 +93,25 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = problem.is_plain() ? BwdVariant::kPlain : BwdVariant::kGeneral;
-  const bool shared_dq = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = shared_dq ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  const bool dq_in_smem = prefers_dq_in_smem(problem, device);
+  const Sm90BwdTile tile = dq_in_smem ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
-  plan.smem_bytes = sm90_bwd_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, shared_dq, problem.dtype);
-  if (shared_dq) {
-    set_shared_dq(plan, problem, device);
+  plan.smem_bytes = sm90_bwd_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, dq_in_smem, problem.dtype);
+  if (dq_in_smem) {
+    set_dq_in_smem(plan, problem, device);
     return plan;
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
-  plan.running_key_blocks =
-      running_key_blocks(problem.deterministic, problem.window.right != kUnbounded, rows / tile.block_m, tile.block_n);
-  plan.order = key_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_key_blocks);
+  plan.running_n_blocks =
+      running_n_blocks(problem.deterministic, problem.window.right != kUnbounded, rows / tile.block_m, tile.block_n);
+  plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.is_dynamic = plan.order.blocks > device.multiprocessors;
-  // More blocks than can be numbered are no grid, which the launch refuses.
+  // More n_blocks than can be numbered: the launch fails.
   const bool is_numbered = plan.order.blocks <= kMaxGridBlocks;
   plan.grid = plan.is_dynamic && is_numbered ? device.multiprocessors : plan.order.blocks;
   set_dq_accumulator(plan, problem);
@@ -119,8 +119,8 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   return plan;
 }
 
-// Whether the wgmma family serves a backward. V of its own head dim has to consist of whole 16-byte vectors.
-inline bool wgmma_takes(const BwdProblem& problem, const Device& device) {
+// Whether the wgmma family has a kernel for a backward. V of its own head dim has to consist of whole 16-byte vectors.
+inline bool wgmma_supports(const BwdProblem& problem, const Device& device) {
   if (!problem.fits_tensor_maps || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   const Sm90BwdTile tile = sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   return has_wgmma_kernels(device, tile.head_dim) &&
@@ -131,7 +131,7 @@ inline bool wgmma_takes(const BwdProblem& problem, const Device& device) {
 // dim, it is the plan of the padded call.
 inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const char* forced) {
   const Family family = choose_backward_family(device.capability, problem.max_head_dim(), forced);
-  const bool by_wgmma = family == Family::kWgmma && wgmma_takes(problem, device);
+  const bool by_wgmma = family == Family::kWgmma && wgmma_supports(problem, device);
   if (!by_wgmma && problem.head_dim != problem.head_dim_v) {
     BwdProblem padded = problem;
     padded.head_dim = padded.head_dim_v = padded_head_dim(problem.max_head_dim());

@@ -1,6 +1,6 @@
-// How attention against a KV cache runs: problem and device -> plan. Kernel, tile, variant, the split of the key blocks
-// over the thread blocks, the combine, the passes ahead of it and the memory of all follow from what the host knows;
-// lengths are only read on the device. Plain C++17.
+// Plan of attention over a KV cache: problem and device -> plan. Kernel, tile, variant, the split of the n_blocks over
+// the CTAs, the combine, the passes ahead of it and the memory of all follow from what the host knows; lengths are only
+// read on the device. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -15,26 +15,26 @@
 namespace flash {
 namespace plan {
 
-constexpr int kReservedSmemBytes = 1024;  // what the driver takes of each thread block's shared memory
+constexpr int kReservedSmemBytes = 1024;  // the driver's part of each CTA's shared memory
 
 struct KvResidency {
   int blocks_per_sm;
-  int stages;  // buffers of each ring
+  int stages;  // of each K/V ring
 };
 
-// As many thread blocks per multiprocessor as the registers were compiled for, if each still gets two buffers.
+// As many CTAs per multiprocessor as the registers were compiled for, if each still gets two stages.
 constexpr KvResidency kv_residency(const KvTile& tile, int smem_per_sm, int smem_per_block) {
   for (int blocks = tile.blocks_per_sm; blocks > 0; --blocks) {
-    const int share = smem_per_sm / blocks - kReservedSmemBytes;
-    const int limit = share < smem_per_block ? share : smem_per_block;
+    const int available = smem_per_sm / blocks - kReservedSmemBytes;
+    const int limit = available < smem_per_block ? available : smem_per_block;
     const int stages = (limit - kv_smem_bytes(tile, 0)) / kv_stage_bytes(tile);
     if (stages >= 2 || blocks == 1) return {blocks, stages < kMaxKvStages ? stages : kMaxKvStages};
   }
   return {1, 0};
 }
 
-// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, and
-// no place where keys are cut may depend on it.
+// What narrows the choice of kernels. A schedule that is made ahead of its calls (KvCachePlan) knows none of it, so no
+// split point may depend on it.
 struct DecodeOptions {
   int seqlen_new = 0;  // rows that the call appends to each sequence
   Window window;
@@ -43,8 +43,8 @@ struct DecodeOptions {
   bool has_leftpad = false;
   int page_size = 0;         // 0: the cache is not paged
   bool q_vectors = true;     // rows of q may be read in 16-byte vectors
-  int kv_vector_bytes = 16;  // in vectors of how many bytes keys and values may be read
-  // What the call is to the forward's kernels; none: they cannot read q and the cache, or write out, where they lie.
+  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read
+  // The call as the forward's kernels see it; none: they cannot read q and the cache, or write out, where these lie.
   std::optional<FwdProblem> forward;
   const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
 };
@@ -57,14 +57,14 @@ struct DecodeProblem {
   int heads_k = 0;
   int head_dim = 0;
   int capacity = 0;    // rows that the cache holds per sequence
-  int num_splits = 0;  // 0: the line of work is split evenly; n: at most n splits per sequence
+  int num_splits = 0;  // 0: the linearised work is split evenly; n: at most n splits per sequence
   bool batch_invariant = false;
   bool is_packed = false;  // a packed forward: seqlen_q is then the sum of the queries of all sequences
-  int packed_keys = 0;     // of a packed sequence in the mean
+  int packed_keys = 0;     // keys of a packed sequence, on average
   DecodeOptions options = {};
 
   constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
-  // Packed rows of one K/V head and sequence, of a packed batch in the mean.
+  // Packed rows of one K/V head and sequence, in a packed batch on average.
   constexpr int64_t all_rows() const { return static_cast<int64_t>(seqlen_q) * group(); }
   constexpr int64_t rows() const {
     const int64_t sequences = is_packed && batch > 0 ? batch : 1;
@@ -72,7 +72,7 @@ struct DecodeProblem {
   }
 };
 
-// What attends.
+// Which kernels compute the attention.
 enum class DecodeKernel {
   kNone,     // there are no queries
   kSplitKv,  // the kernels of the KV cache
@@ -81,22 +81,22 @@ enum class DecodeKernel {
 
 struct DecodePlan {
   // ---- the schedule: by the sizes alone ----
-  int tile_size;      // index into kKvTiles
-  int stages;         // 0: the device has too little shared memory
-  int row_tiles;      // tiles of one K/V head and sequence of a dense batch
-  int64_t items;      // of one K/V head: tiles of all sequences, or slots of a packed batch (varlen_first_slot())
-  bool is_too_large;  // more than kMaxKvTiles: nothing below is set
+  int tile_size;       // index into kKvTiles
+  int stages;          // 0: the GPU has too little shared memory
+  int row_tiles;       // tiles of one K/V head and sequence of a dense batch
+  int64_t work_items;  // row tiles of all sequences, or varlen slots; each of all K/V heads
+  bool is_too_large;   // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
-  bool combines_one_row;       // by a thread block of the combine, whose warps add up parts each
-  int64_t min_blocks_per_cta;  // key blocks of a thread block
+  bool combines_one_row;       // all warps of a CTA of the combine add up one row
+  int64_t min_blocks_per_cta;  // of each CTA
   SplitPoints split_points;
-  int run_blocks;           // batch-invariant: key blocks that are summed before they are merged; else unbounded
-  int max_runs;             // of one tile, when cuts.rule is kChunks
+  int split_blocks;         // n_blocks of a fixed split (batch-invariant); else unbounded
+  int max_splits;           // of one tile, when the split rule is kFixedSplits
   int slot_rows;            // rows of a partial result
   int64_t slots;            // partial results that the workspace holds
-  bool combines;            // some tile of the fullest cache may be cut
-  int64_t combine_blocks;   // thread blocks of the combine
-  int64_t schedule_words;   // header and a record for each thread block, of 4 bytes
+  bool combines;            // some tile of a full cache may be split
+  int64_t combine_blocks;   // CTAs of the combine
+  int64_t schedule_words;   // header and an entry for each CTA, in 4-byte words
   int64_t workspace_words;  // partial results behind them
 
   // ---- the launches: by the options too ----
@@ -105,37 +105,36 @@ struct DecodePlan {
   bool appends;      // a pass writes the new rows into the cache
   bool rotates;      // kForward: a pass rotates the queries
   bool is_plain;     // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
-  bool in_clusters;  // kSplitKv: thread blocks are launched as clusters of two (kernels/decode/cluster_pair.h)
+  bool in_clusters;  // kSplitKv: CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
-// A thread block should have this many bytes of K and V to read, else the combine costs more than the split saves; half
-// as many where tiles alone would leave half of the multiprocessors idle, because a key costs time rather than
+// A CTA should have this many bytes of K and V to read, else the combine costs more than the split saves; half as many
+// where unsplit tiles would leave half of the multiprocessors idle, because there a key costs latency rather than
 // bandwidth.
 constexpr int64_t kMinCtaBytes = 128 * 1024;
-constexpr int kRunKeys = 512;
-constexpr int64_t kMaxRunWorkspaceBytes = int64_t{64} << 20;
-constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their key blocks can be counted in 64 bits
+constexpr int kSplitKeys = 512;
+constexpr int64_t kMaxSplitWorkspaceBytes = int64_t{64} << 20;
+constexpr int64_t kMaxKvTiles = 0x7fffffff;  // of all K/V heads: their n_blocks can be counted in 64 bits
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Key blocks of a tile over a full cache; one without keys takes a place too.
-constexpr int64_t kv_most_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
+// n_blocks of a tile over a full cache; a fully masked tile takes one too.
+constexpr int64_t kv_max_blocks(int capacity, int block_n) { return capacity > 0 ? ceil_div(capacity, block_n) : 1; }
 
 constexpr int64_t kv_slot_floats(const KvTile& tile, int slot_rows) {
   return static_cast<int64_t>(slot_rows) * (tile.head_dim + 2);
 }
 
-// Thread blocks among which the line of work is split: as many as are resident, or somewhat fewer where tiles of equal
-// lengths then need no cut and no combine.
+// CTAs among which the linearised work is split: as many as are resident, or somewhat fewer where tiles of equal
+// lengths then need no split and no combine.
 constexpr int64_t splitting_ctas(int64_t tiles, int64_t resident) {
-  const int64_t whole = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
-  return whole * 10 >= resident * 9 ? whole : resident;
+  const int64_t unsplit_ctas = tiles > 0 ? ceil_div(tiles, ceil_div(tiles, resident)) : 0;
+  return unsplit_ctas * 10 >= resident * 9 ? unsplit_ctas : resident;
 }
 
-// Whether sequences of equal lengths may be cut into halves, which two thread blocks merge between them
-// (kv_is_cluster_half()): shares are rounded up, so that with somewhat more thread blocks than two for each tile they
-// still are halves of tiles of fewer than 2 / (1 - 2 tiles / thread_blocks) key blocks. Where there are only shorter
-// ones, pairs do not pay.
+// Whether sequences of equal lengths may be split into halves that a 2-CTA cluster combines (kv_is_cluster_half()): CTA
+// ranges are rounded up, so that with somewhat more CTAs than two for each tile they still are halves of tiles of fewer
+// than 2 / (1 - 2 tiles / thread_blocks) n_blocks. Where there are only shorter tiles, clusters do not pay.
 constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
   return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
 }
@@ -147,72 +146,75 @@ constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, De
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   plan.stages = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block).stages;
   plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows));
-  plan.items = problem.is_packed ? varlen_slot_count(static_cast<int>(problem.all_rows()), problem.batch, tile.rows())
-                                 : static_cast<int64_t>(problem.batch) * plan.row_tiles;
+  plan.work_items = problem.is_packed
+                        ? varlen_slot_count(static_cast<int>(problem.all_rows()), problem.batch, tile.rows())
+                        : static_cast<int64_t>(problem.batch) * plan.row_tiles;
   plan.slot_rows = static_cast<int>(rows < tile.rows() && !problem.is_packed ? rows : tile.rows());
-  plan.is_too_large = plan.items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
+  plan.is_too_large = plan.work_items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
 }
 
-// How many thread blocks there are, and where they may cut a tile. `even`: split evenly, wherever that cuts.
+// Number of CTAs, and where they may split a tile. `even`: evenly, wherever that splits a tile.
 constexpr void plan_splits(const DecodeProblem& problem, const Device& device, bool even, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const int block_n = kv_block_n(tile);
-  // Of packed sequences of their mean length: these are cut as the same sequences in a dense batch.
+  // Packed sequences count with their mean length, so that they are split as the same sequences in a dense batch.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
   plan.min_blocks_per_cta = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
-  // More thread blocks than the fullest cache has shares for would stay idle. The bound changes no share.
-  const int64_t most_blocks = plan.items * problem.heads_k * kv_most_blocks(problem.capacity, block_n);
+  // More CTAs than a full cache has CTA ranges for would idle. The bound changes no range.
+  const int64_t max_blocks = plan.work_items * problem.heads_k * kv_max_blocks(problem.capacity, block_n);
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
-  const int64_t sharing = even ? splitting_ctas(tiles, resident) : resident;
-  const int64_t useful = ceil_div(most_blocks, plan.min_blocks_per_cta);
-  plan.thread_blocks = static_cast<int>(useful < sharing ? useful : sharing);
-  // Decides in which order more than kCombineLoads parts are added up: by the mean, as a dense batch would.
+  const int64_t ctas = even ? splitting_ctas(tiles, resident) : resident;
+  const int64_t useful = ceil_div(max_blocks, plan.min_blocks_per_cta);
+  plan.thread_blocks = static_cast<int>(useful < ctas ? useful : ctas);
+  // Decides the order in which more than kCombineLoads partial results are added up: by the mean length, as a dense
+  // batch would.
   const int64_t mean_blocks =
-      tiles * kv_most_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
-  const int64_t parts = ceil_div(mean_blocks, plan.min_blocks_per_cta);
-  plan.combines_one_row = tiles * kCombineLoads < (parts < sharing ? parts : sharing);
+      tiles * kv_max_blocks(problem.is_packed ? problem.packed_keys : problem.capacity, block_n);
+  const int64_t work_parts = ceil_div(mean_blocks, plan.min_blocks_per_cta);
+  plan.combines_one_row = tiles * kCombineLoads < (work_parts < ctas ? work_parts : ctas);
   plan.in_clusters = even && kv_in_clusters(tiles, plan.thread_blocks);
-  plan.run_blocks = kUnbounded;
+  plan.split_blocks = kUnbounded;
   plan.split_points = even ? SplitPoints{SplitRule::kAnywhere, static_cast<int>(2 * plan.min_blocks_per_cta)}
-                      : problem.num_splits == 1 ? SplitPoints{SplitRule::kWhole, 0}
-                                                : SplitPoints{SplitRule::kParts, problem.num_splits};
-  plan.slots = plan.split_points.rule == SplitRule::kWhole ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
+                      : problem.num_splits == 1 ? SplitPoints{SplitRule::kNowhere, 0}
+                                                : SplitPoints{SplitRule::kEqualSplits, problem.num_splits};
+  plan.slots = plan.split_points.rule == SplitRule::kNowhere ? 0 : 2 * static_cast<int64_t>(plan.thread_blocks);
 }
 
-// Batch-invariant: a tile is cut between all its runs, or not at all where it has one, where the call asks for no
-// split, or where the partial results of all runs would take too much memory.
-constexpr void plan_runs(const DecodeProblem& problem, DecodePlan& plan) {
+// Batch-invariant: a tile is split at all its fixed split points, or not at all where it has none, where the call asks
+// for no split, or where the partial results would take too much memory.
+constexpr void plan_fixed_splits(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  plan.run_blocks = kRunKeys / kv_block_n(tile);
-  plan.max_runs = static_cast<int>(ceil_div(problem.capacity, kRunKeys));
-  const int64_t slots = tiles * plan.max_runs;
+  plan.split_blocks = kSplitKeys / kv_block_n(tile);
+  plan.max_splits = static_cast<int>(ceil_div(problem.capacity, kSplitKeys));
+  const int64_t slots = tiles * plan.max_splits;
   const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
-  const bool fits = slot_bytes == 0 || slots <= kMaxRunWorkspaceBytes / slot_bytes;
-  const bool cut = fits && plan.max_runs > 1 && problem.num_splits != 1;
-  plan.split_points = cut ? SplitPoints{SplitRule::kChunks, plan.run_blocks} : SplitPoints{SplitRule::kWhole, 0};
-  plan.slots = cut ? slots : plan.thread_blocks;
+  const bool fits = slot_bytes == 0 || slots <= kMaxSplitWorkspaceBytes / slot_bytes;
+  const bool is_split = fits && plan.max_splits > 1 && problem.num_splits != 1;
+  plan.split_points =
+      is_split ? SplitPoints{SplitRule::kFixedSplits, plan.split_blocks} : SplitPoints{SplitRule::kNowhere, 0};
+  plan.slots = is_split ? slots : plan.thread_blocks;
 }
 
-// Whether some tile of the fullest cache may be cut, so that partial results have to be merged.
-constexpr bool kv_may_split(const SplitPoints& split_points, int64_t most_blocks) {
+// Whether some tile of a full cache may be split, which needs a combine.
+constexpr bool kv_may_split(const SplitPoints& split_points, int64_t max_blocks) {
   switch (split_points.rule) {
-    case SplitRule::kWhole: return false;
-    case SplitRule::kAnywhere: return most_blocks > split_points.value;
-    default: return most_blocks > 1;
+    case SplitRule::kNowhere: return false;
+    case SplitRule::kAnywhere: return max_blocks > split_points.value;
+    default: return max_blocks > 1;
   }
 }
 
 // The combine and the memory of partial results.
 constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
-  plan.combines = kv_may_split(plan.split_points, kv_most_blocks(problem.capacity, kv_block_n(tile)));
+  plan.combines = kv_may_split(plan.split_points, kv_max_blocks(problem.capacity, kv_block_n(tile)));
   plan.schedule_words = static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
   plan.workspace_words = plan.slots * kv_slot_floats(tile, plan.slot_rows);
   if (!plan.combines) return;
-  plan.combine_blocks = kv_combine_grid(plan.split_points.rule, problem.is_packed, static_cast<int>(plan.items),
+  plan.combine_blocks = kv_combine_grid(plan.split_points.rule, problem.is_packed, static_cast<int>(plan.work_items),
                                         problem.heads_k, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
 }
 
@@ -221,19 +223,20 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
   const DecodeOptions& options = problem.options;
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   const bool whole_steps = options.page_size == 0 || (options.page_size % tile.step == 0 && !options.has_leftpad);
-  const bool free_cuts = plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kWhole;
-  const int64_t most_places = plan.items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
+  const bool any_split_point =
+      plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kNowhere;
+  const int64_t max_blocks = plan.work_items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
   return !problem.is_packed && !options.has_score_mod && !options.has_rotary && problem.head_dim == tile.head_dim &&
-         options.q_vectors && options.kv_vector_bytes == 16 && whole_steps && free_cuts &&
-         plan.run_blocks == kUnbounded && most_places < kMostShortPlaces;
+         options.q_vectors && options.kv_vector_bytes == 16 && whole_steps && any_split_point &&
+         plan.split_blocks == kUnbounded && max_blocks < kMaxBlocks32;
 }
 
-// The plan of a forward over the cache. Tiles of 16 packed rows are what the kernels of the KV cache are made for; of
-// more rows only where tiles of rows would leave multiprocessors idle.
+// The plan of a forward over the cache. The decode kernels are made for tiles of 16 packed rows; with more they are
+// taken only where m_blocks would leave multiprocessors idle.
 inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
-  const bool is_free = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
+  const bool may_choose = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
   const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
-  if (is_free && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
+  if (may_choose && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
     return plan_fwd(*problem.options.forward, device, problem.options.forced_family);
   }
   FwdPlan plan;
@@ -253,7 +256,7 @@ inline void plan_launches(const DecodeProblem& problem, const Device& device, De
   plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
   plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
-  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_pair(plan.is_plain, plan.tile_size);
+  plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);
 }
 
 inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device) {
@@ -262,7 +265,7 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, const Device& device
   if (plan.is_too_large) return plan;
   const bool even = problem.num_splits == 0 && !problem.batch_invariant;
   plan_splits(problem, device, even, plan);
-  if (problem.batch_invariant) plan_runs(problem, plan);
+  if (problem.batch_invariant) plan_fixed_splits(problem, plan);
   plan_combine(problem, plan);
   plan_launches(problem, device, plan);
   return plan;

@@ -12,7 +12,7 @@ struct Device {
   int capability = 0;  // 10 * major + minor
   int multiprocessors = 0;
   int smem_per_multiprocessor = 0;          // bytes
-  int smem_per_block = 0;                   // bytes that one thread block may ask for
+  int smem_per_block = 0;                   // bytes that one CTA may ask for
   uint32_t wgmma_head_dims = kAllHeadDims;  // bit i: this build has wgmma kernels of the i-th head dim of kFwdTiles
 };
 

@@ -58,7 +58,7 @@ Explanation common_fields(const char* direction, const Plan& plan) {
   return result;
 }
 
-// Of the families of the forward.
+// Fields of a forward by mma.sync or wgmma.
 inline void explain_launch(const FwdPlan& plan, Explanation& result) {
   result["block_m"] = int64_t{plan.block_m};
   result["block_n"] = int64_t{plan.block_n};
@@ -99,16 +99,16 @@ inline Explanation explain(const BwdPlan& plan) {
   return result;
 }
 
-inline const char* cut_rule_name(SplitRule rule) {
+inline const char* split_rule_name(SplitRule rule) {
   switch (rule) {
     case SplitRule::kAnywhere: return "anywhere";
-    case SplitRule::kParts: return "equal splits";
-    case SplitRule::kChunks: return "fixed splits";
+    case SplitRule::kEqualSplits: return "equal splits";
+    case SplitRule::kFixedSplits: return "fixed splits";
     default: return "nowhere";
   }
 }
 
-// The kernels of the KV cache alone: tile, grid, split of the keys and combine.
+// Fields of the decode kernels: tile, grid, KV splits and combine.
 inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, Explanation& result) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
   result["variant"] = std::string(plan.is_plain ? "plain" : "all features");
@@ -120,12 +120,12 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
   result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
-  result["num_work_tiles"] = plan.items * problem.heads_k;
-  result["least_blocks"] = plan.min_blocks_per_cta;  // key blocks of a thread block, unless the work is less
-  result["split"] = std::string(cut_rule_name(plan.split_points.rule));
-  if (plan.split_points.rule == SplitRule::kParts) result["num_splits"] = int64_t{plan.split_points.value};
+  result["num_work_tiles"] = plan.work_items * problem.heads_k;
+  result["least_blocks"] = plan.min_blocks_per_cta;  // n_blocks of a CTA, unless the work is less
+  result["split"] = std::string(split_rule_name(plan.split_points.rule));
+  if (plan.split_points.rule == SplitRule::kEqualSplits) result["num_splits"] = int64_t{plan.split_points.value};
   if (plan.split_points.rule == SplitRule::kAnywhere) result["whole_up_to_blocks"] = int64_t{plan.split_points.value};
-  if (plan.run_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.run_blocks};
+  if (plan.split_blocks != kUnbounded) result["split_blocks"] = int64_t{plan.split_blocks};
   result["combines"] = plan.combines;
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
 }
@@ -144,7 +144,7 @@ inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan)
   return result;
 }
 
-// A forward by the kernels of the KV cache.
+// A forward by the decode kernels.
 inline Explanation explain(const FwdPlan& plan, const DecodeProblem& problem, const DecodePlan& decode) {
   Explanation result = explain(plan);
   explain_split(problem, decode, result);

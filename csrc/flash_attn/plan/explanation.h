@@ -10,7 +10,7 @@
 namespace flash {
 namespace plan {
 
-// In the order in which they were named first.
+// In the order of first use.
 struct Explanation {
   using Value = std::variant<bool, int64_t, std::string>;
   std::vector<std::pair<std::string, Value>> fields;

@@ -1,4 +1,4 @@
-// Which kernel family serves a call. Plain C++17.
+// Which kernel family runs a call. Plain C++17.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace plan {
 enum class Family {
   kMmaSync,  // sm_80 and newer: every feature
   kWgmma,    // compute capability 9.0 only
-  kDecode,   // the kernels of the KV cache: many thread blocks share the keys of a row
+  kDecode,   // the decode kernels: many CTAs split the keys of a row
 };
 
 constexpr int kWgmmaCapability = 90;
@@ -24,31 +24,31 @@ constexpr int kWgmmaCapability = 90;
 struct FamilyQuery {
   int capability;  // 10 * major + minor
   int head_dim;
-  int64_t row_tiles;  // of 128 rows, of all heads
+  int64_t row_tiles;  // m_blocks of 128 rows, of all heads
   int multiprocessors;
   bool may_use_decode;           // without dropout, sinks and max_logit
   int64_t decode_rows;           // packed rows of a K/V head
-  int64_t decode_tiles;          // of these, of all sequences and K/V heads: kv_row_tiles()
-  int64_t seen_keys;             // at most so many by a tile of rows
-  int64_t mean_keys;             // by tiles of rows in the mean
-  int64_t split_kv_tiles = 0;    // of 128 rows in sequences of mean length, whose keys the wgmma family may share out
+  int64_t decode_tiles;          // tiles of these, of all sequences and K/V heads: kv_row_tiles()
+  int64_t seen_keys;             // of an m_block, at most
+  int64_t mean_keys;             // of an m_block, on average
+  int64_t split_kv_tiles = 0;    // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
 };
 
-// The kernels of this head dim serve lesser ones too: columns that do not exist are never read or written.
+// The kernels of this head dim run smaller ones too: missing columns are never read or written.
 constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The kernels of the KV cache have no dropout, no sinks and no max_logit, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no sinks and no max_logit, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = (problem.is_varlen ? 1 : problem.batch) * problem.seqlen_q;
   return !problem.has_dropout && !problem.has_sinks && !problem.returns_max_logit &&
          rows * problem.group() <= kMaxLength;
 }
 
-// Dropout takes the keys as they are.
+// KV splits: not with dropout, nor where the kernel cannot read pages.
 constexpr bool may_split_kv(const FwdProblem& problem) {
   const FwdVariant variant = problem.has_score_mod() ? FwdVariant::kScoreMod : FwdVariant::kOneWave;
   const Sm90FwdTile tile = sm90_fwd_tile(wgmma_head_dim(problem.max_head_dim()), variant);
@@ -58,8 +58,8 @@ constexpr bool may_split_kv(const FwdProblem& problem) {
 
 constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
   const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
-  constexpr int64_t kMostKeys = kUnbounded / 2;  // sums of two lengths are ints
-  const int keys = static_cast<int>(problem.keys() < kMostKeys ? problem.keys() : kMostKeys);
+  constexpr int64_t kMaxKeys = kUnbounded / 2;  // sums of two lengths are ints
+  const int keys = static_cast<int>(problem.keys() < kMaxKeys ? problem.keys() : kMaxKeys);
   const Visibility sequence{rows, keys, problem.window};
   FamilyQuery query{};
   query.capability = device.capability;
@@ -80,24 +80,24 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   return query;
 }
 
-constexpr bool wgmma_serves(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
+constexpr bool is_wgmma_device(const FamilyQuery& query) { return query.capability == kWgmmaCapability; }
 
-// What one wave of row tiles takes by each family, in picoseconds, of an H200: fitted to 507 calls, the ratios are what
+// Time of one wave of m_blocks in each family, in picoseconds on an H200: fitted to 507 calls; the ratios are what
 // counts (docs/tuning/fwd_sm90.md).
 struct FamilyCosts {
   int head_dim;
   struct {
-    int64_t call, key;  // a key that the tiles see
+    int64_t call, key;  // key: each of seen_keys
   } mma_sync;
   struct {
     int64_t call, tile, key;
   } wgmma;
   struct {
-    int64_t call, tile, key, results;  // a thousand numbers that are written, read and merged in fp32
+    int64_t call, tile, key, results;  // results: a thousand fp32 numbers written, read and combined
   } splits;
   struct {
     int64_t call_16, work_16, call, work_32, work;  // tiles of up to 16, of up to 32 and of more packed rows
-  } split;
+  } decode;
 };
 
 constexpr FamilyCosts kFamilyCosts[kNumHeadDims] = {
@@ -117,22 +117,22 @@ constexpr int64_t waves_of(int64_t tiles, const FamilyQuery& query) {
   return (tiles + query.multiprocessors - 1) / query.multiprocessors;
 }
 
-// Thread blocks of 64 rows while all tiles are of one wave: two on a multiprocessor hold each other up.
+// CTAs of 64 rows while all of them are one wave: two on a multiprocessor slow each other down.
 constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
   const auto& cost = family_costs(query).mma_sync;
   const int64_t alone = waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
   return cost.call + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
-// The more tiles ask for their first keys at the same time, the longer they wait.
+// The more CTAs wait for their first keys at the same time, the longer they wait.
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const auto& cost = family_costs(query).wgmma;
   const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
   return cost.call + cost.tile * at_a_time + waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
 }
 
-// Shares of keys are tiles too, in waves of their own; where row tiles see unequal numbers of keys, whoever is free
-// takes the longest that is left.
+// KV splits are work tiles too, in waves of their own; where m_blocks have different trip counts, the longest tiles go
+// to the CTAs that are free first.
 constexpr int kMaxSplits = 32;
 
 constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
@@ -140,15 +140,15 @@ constexpr int64_t splits_cost(const FamilyQuery& query, int splits) {
   const int64_t blocks = (query.seen_keys + block_n - 1) / block_n;
   const int64_t longest = (blocks + splits - 1) / splits * block_n;
   const int64_t tiles = query.split_kv_tiles * splits, waves = waves_of(tiles, query);
-  const int64_t drawn = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
-  const bool draws = waves > 1 && query.mean_keys < query.seen_keys;
-  const int64_t keys = !draws ? waves * longest : drawn < longest ? longest : drawn;
+  const int64_t dynamic_keys = query.split_kv_tiles * query.mean_keys / query.multiprocessors + longest / 2;
+  const bool is_dynamic = waves > 1 && query.mean_keys < query.seen_keys;
+  const int64_t keys = !is_dynamic ? waves * longest : dynamic_keys < longest ? longest : dynamic_keys;
   const auto& cost = family_costs(query).splits;
   const int64_t results = query.split_kv_rows * splits * query.head_dim / 1000;
   return cost.call + cost.tile * tiles + cost.key * keys + cost.results * results;
 }
 
-// The number of shares that takes the least time, and that time. More than one wave of row tiles is not cut.
+// The fastest number of splits, and its time. More than one wave of m_blocks is not split.
 struct SplitsCost {
   int splits;
   int64_t cost;
@@ -164,11 +164,11 @@ constexpr SplitsCost best_num_splits(const FamilyQuery& query) {
   return best;
 }
 
-// Shares of keys take the time of all tiles over all multiprocessors, and the merge, which is slow for tiles of more
-// than 16 packed rows.
+// The time of all tiles over all multiprocessors, and of the combine, which is slow for tiles of more than 16 packed
+// rows.
 constexpr int64_t decode_cost(const FamilyQuery& query) {
   const auto& costs = family_costs(query);
-  const auto& cost = costs.split;
+  const auto& cost = costs.decode;
   const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.decode_rows)).rows();
   const int64_t work = query.seen_keys * query.decode_tiles * costs.head_dim / query.multiprocessors;
   return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
@@ -177,21 +177,21 @@ constexpr int64_t decode_cost(const FamilyQuery& query) {
 // What runs a call.
 struct FamilyChoice {
   Family family;
-  int num_splits = 1;        // into which the wgmma family cuts the keys of each row tile
-  bool is_one_wave = false;  // whether it takes its kernels for one wave of row tiles
+  int num_splits = 1;        // KV splits of each m_block (wgmma)
+  bool is_one_wave = false;  // whether wgmma takes its kernels for one wave of m_blocks
 };
 
-// The fastest by these estimates. More than one wave of row tiles is wgmma's.
+// The fastest by these estimates. More than one wave of m_blocks goes to wgmma.
 constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const bool in_one_wave = query.row_tiles <= query.multiprocessors;
   const SplitsCost best = best_num_splits(query);
-  const bool wgmma = wgmma_serves(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
-  const int64_t whole = wgmma ? best.cost : mma_sync_cost(query);
-  if (query.may_use_decode && decode_cost(query) < whole) return {Family::kDecode};
+  const bool wgmma = is_wgmma_device(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
+  const int64_t forward_cost = wgmma ? best.cost : mma_sync_cost(query);
+  if (query.may_use_decode && decode_cost(query) < forward_cost) return {Family::kDecode};
   return wgmma ? FamilyChoice{Family::kWgmma, best.splits, in_one_wave} : FamilyChoice{Family::kMmaSync};
 }
 
-// The number of shares that `forced` asks for as "wgmma:8" does, 1 for "wgmma"; 0: it does not name that family.
+// The number of splits that `forced` asks for as in "wgmma:8", 1 for "wgmma"; 0: it does not name that family.
 inline int forced_num_splits(const char* forced) {
   constexpr char kName[] = "wgmma";
   constexpr std::size_t kLength = sizeof(kName) - 1;
@@ -201,28 +201,27 @@ inline int forced_num_splits(const char* forced) {
   return 1 <= splits && splits <= kMaxSplits ? splits : 0;
 }
 
-// What a batch-invariant call takes, whatever its sizes: keys are never shared out, and there is one kernel for any
-// number of row tiles.
+// A batch-invariant call's family, whatever its sizes: no KV splits, and one kernel for any number of m_blocks.
 constexpr FamilyChoice invariant_family(const FamilyQuery& query) {
-  return {wgmma_serves(query) ? Family::kWgmma : Family::kMmaSync};
+  return {is_wgmma_device(query) ? Family::kWgmma : Family::kMmaSync};
 }
 
 // `forced`: the value of FLASH_ATTN_FAMILY, or null. "mma_sync", "wgmma", "wgmma:8" and "split_kv" take that family
-// wherever it serves the call, "wgmma" with the kernels for many waves of row tiles and "wgmma:1" with those for one;
-// anything else leaves the choice as it is. Of a batch-invariant call it is the family alone.
+// wherever it can run the call, "wgmma" with the kernels for many waves of m_blocks and "wgmma:1" with those for one;
+// anything else leaves the choice as it is. In a batch-invariant call it chooses the family alone.
 inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) {
   const auto is_forced = [forced](const char* name) { return forced != nullptr && std::strcmp(forced, name) == 0; };
-  const int wanted = forced_num_splits(forced);
+  const int requested = forced_num_splits(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
   if (query.batch_invariant) return invariant_family(query);
-  if (wanted > 0 && wgmma_serves(query)) {
-    return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : wanted, std::strchr(forced, ':') != nullptr};
+  if (requested > 0 && is_wgmma_device(query)) {
+    return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : requested, std::strchr(forced, ':') != nullptr};
   }
   if (is_forced("split_kv") && query.may_use_decode) return {Family::kDecode};
   return fastest_family(query);
 }
 
-// Of the backward, the deterministic one too, for head dims above 32.
+// wgmma for head dims above 32, in deterministic mode too.
 inline Family choose_backward_family(int capability, int head_dim, const char* forced) {
   const bool declined = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
   return capability == kWgmmaCapability && head_dim > 32 && !declined ? Family::kWgmma : Family::kMmaSync;

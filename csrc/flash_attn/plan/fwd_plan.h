@@ -1,5 +1,5 @@
-// The plan of a forward: which kernel runs it, on which grid, in which order. Everything that is decided about a call
-// is decided here, once, from sizes and facts of the GPU; launches only switch on it. Plain C++17.
+// The plan of a forward: kernel, grid and tile order. Everything about a call is decided here, once, from sizes and
+// facts of the GPU; launches only switch on it. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -21,29 +21,29 @@ struct FwdPlan {
 
   int block_m = 0, block_n = 0;  // rows of a work tile, keys of a step
   int kv_stages = 1, q_stages = 1;
-  int consumer_groups = 1;  // of warps with work tiles of their own, on one multiprocessor
+  int consumer_groups = 1;  // with work tiles of their own, on one multiprocessor
   int threads = 0;
   int smem_bytes = 0;
-  int64_t grid = 0;            // thread blocks
-  int64_t num_work_tiles = 0;  // row blocks times splits
-  int num_splits = 1;          // of the keys of each row block; more than one are combined by a launch of their own
+  int64_t grid = 0;            // CTAs
+  int64_t num_work_tiles = 0;  // m_blocks of all heads times num_splits
+  int num_splits = 1;          // KV splits of each m_block; with several, a combine follows
   int64_t partial_rows = 0;    // rows of the partial results of a split, of all heads
 
-  WorkTileOrder order;     // of the row blocks, where thread blocks stay and take several
-  int band_heads = 1;      // heads whose keys are kept in the L2 cache together
+  WorkTileOrder order;     // of the m_blocks, in persistent kernels
+  int band_heads = 1;      // heads of a band, whose K and V stay in L2 together
   int short_tiles = 0;     // of each head that see few keys, at most
-  int num_tail_tiles = 0;  // of each head that come last of all
+  int num_tail_tiles = 0;  // of each head, handed out last
   bool sort_varlen_tiles = false;
   int unmasked_blocks = 1;  // max_unmasked_blocks()
   bool is_dynamic = false;  // work tiles are handed out by a semaphore
-  bool pdl = false;         // the launch may overlap the kernel before it
+  bool pdl = false;         // programmatic dependent launch behind the kernel before it
   int page_box_rows = 0;    // rows of a TMA box within a page; 0: rows are copied one by one
   int64_t workspace_bytes = 0;
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
 };
 
-// Work tiles are numbered by ints, with room for what all thread blocks take beyond the last one.
+// Work tiles are numbered by ints, with room for the numbers that all CTAs fetch beyond the last one.
 constexpr int64_t kMaxWorkTiles = 1 << 30;
 
 // 4-byte words of the segments and key ranges of a packed batch.
@@ -79,19 +79,19 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
   return has_masked && problem.is_masked() ? FwdVariant::kMasked : FwdVariant::kPlain;
 }
 
-// In which order thread blocks take the row blocks of all heads, and whether by a semaphore.
+// Order of the work tiles of all heads, and whether a semaphore hands them out.
 inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Device& device) {
   const int64_t all_heads = problem.heads * (problem.is_varlen ? 1 : problem.batch);
   const int64_t row_tiles = plan.num_work_tiles / plan.num_splits;
   if (row_tiles == 0) return;
   const int64_t tiles_of_head = row_tiles / all_heads;
-  // Query heads of one K/V head share its keys and values.
+  // The query heads of one K/V head read the same K and V.
   const int64_t row_bytes = dtype_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v);
   const int64_t head_bytes = row_bytes * problem.keys_of_head() / problem.group();
-  const bool in_bands = problem.is_uneven() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
+  const bool in_bands = problem.has_variable_trip_count() || sm90_dynamic_scheduler_for_equal_tiles(plan.head_dim);
   const int consumer_groups = device.multiprocessors * plan.consumer_groups;
   plan.band_heads = in_bands ? band_heads(all_heads, tiles_of_head, head_bytes, consumer_groups) : 1;
-  plan.sort_varlen_tiles = problem.is_varlen && problem.is_uneven() && problem.batch <= kSortedSequences;
+  plan.sort_varlen_tiles = problem.is_varlen && problem.has_variable_trip_count() && problem.batch <= kSortedSequences;
   int64_t short_tiles = 0;
   if (!problem.is_varlen) {
     const FwdPolicy policy = sm90_fwd_policy(plan.head_dim, plan.head_dim_v, plan.variant);
@@ -131,7 +131,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                          static_cast<int>(problem.seqlen_q), tile.block_m);
   plan.num_work_tiles = tiles_of_head * problem.heads * (problem.is_varlen ? 1 : problem.batch) * plan.num_splits;
-  if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // not served
+  if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
   plan.pdl = plan.variant == FwdVariant::kOneWave || plan.num_splits > 1 || problem.is_varlen || plan.is_dynamic;
@@ -144,9 +144,8 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   return plan;
 }
 
-// Whether the kernel of a plan of the wgmma family serves the call. V of its own head dim has to consist of whole
-// 16-byte vectors.
-inline bool wgmma_takes(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
+// Whether the wgmma family has the kernel of its plan. V of its own head dim has to consist of whole 16-byte vectors.
+inline bool wgmma_supports(const FwdProblem& problem, const Device& device, const FwdPlan& plan) {
   if (!problem.fits_tensor_maps || !has_wgmma_kernels(device, plan.head_dim)) return false;
   if (problem.head_dim != problem.head_dim_v && problem.head_dim_v % 8 != 0) return false;
   const Sm90FwdTile tile = plan.has_value_dim() ? kSm90ValueDimTile : sm90_fwd_tile(plan.head_dim, plan.variant);
@@ -182,7 +181,7 @@ inline FwdPlan plan_fwd(const FwdProblem& problem, const Device& device, const c
   const FamilyChoice choice = choose_family(family_query(problem, device), forced);
   if (choice.family == Family::kWgmma) {
     const FwdPlan plan = plan_fwd_wgmma(problem, device, choice);
-    if (wgmma_takes(problem, device, plan)) return plan;
+    if (wgmma_supports(problem, device, plan)) return plan;
   }
   if (problem.head_dim != problem.head_dim_v) {
     FwdProblem padded = problem;

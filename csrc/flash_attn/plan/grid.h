@@ -1,4 +1,4 @@
-// Grids as plain arithmetic. Plain C++17.
+// Grid sizes and schedulers. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -15,33 +15,34 @@ namespace plan {
 
 constexpr int64_t kMaxGridBlocks = 0x7fffffff;  // of gridDim.x; the kernels use one dimension only
 
-// Blocks of rows (or of keys) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
+// m_blocks (or n_blocks) per head: exact for dense batches, varlen slots (see varlen_slot_count) for packed ones.
 constexpr int64_t m_blocks(bool is_varlen, int batch, int rows, int block) {
   return is_varlen ? varlen_slot_count(rows, batch, block)
                    : static_cast<int64_t>(batch) * ((static_cast<int64_t>(rows) + block - 1) / block);
 }
 
-// Whether half as many rows per thread block are faster: where whole blocks leave multiprocessors idle, and under a
-// causal mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning/fwd_sm80.md).
+// Whether half as many rows per CTA are faster: where whole m_blocks leave multiprocessors idle, and under a causal
+// mask or window over short sequences, whose diagonal blocks are half wasted (docs/tuning/fwd_sm80.md).
 constexpr int kShortRows = 512;
 
 constexpr int kSm90ShortRows = 1024;
 
-// The wgmma family at head dim 64: two teams of consumers, whose row blocks begin and end beside each other's. Under a
-// causal mask row blocks are short in longer sequences too, which matters where masked calls have no tile of their own.
+// The wgmma family at head dim 64: two consumer groups, so that one starts or ends a work tile while the other
+// computes. Under a causal mask trip counts are short in longer sequences too, which matters where masked calls have no
+// tile of their own.
 constexpr bool sm90_prefers_short_tile(int head_dim, int64_t rows_per_sequence, bool masked_right) {
   return rows_per_sequence <= (masked_right && !sm90_splits_masked(head_dim) ? 4 : 1) * kSm90ShortRows;
 }
 
-// Rows of a TMA box that never leaves its page, where blocks of `block_n` keys begin at multiples of it: their greatest
-// common divisor, if whole groups of 8 rows, the period of the swizzle, fit it; else 0.
+// Rows of a TMA box that never leaves its page, given that n_blocks begin at multiples of `block_n`: the greatest
+// common divisor, if it is a multiple of the swizzle's period of 8 rows; else 0.
 constexpr int page_box_rows(int page_size, int block_n) {
   const int rows = std::gcd(page_size, block_n);
   return rows % 8 == 0 ? rows : 0;
 }
 
-// Whether the wgmma family hands out row blocks of equal length as it does unequal ones, in sections and drawn from a
-// semaphore, instead of one head after the other in equal shares (docs/tuning/fwd_sm90.md).
+// Whether the wgmma family hands out work tiles of equal trip counts as it does variable ones, in bands and by a
+// semaphore, instead of statically head by head (docs/tuning/fwd_sm90.md).
 constexpr bool sm90_dynamic_scheduler_for_equal_tiles(int head_dim) { return 96 < head_dim && head_dim <= 128; }
 
 // Whether the mma.sync family takes its short tiles; `block_m`: rows of the others.
@@ -50,74 +51,74 @@ constexpr bool takes_short_tile(const FwdProblem& problem, const Device& device,
   return problem.blocks(block_m) <= device.multiprocessors || (problem.masked_right() && problem.rows() <= kShortRows);
 }
 
-// Whether the wgmma family does. Not where equal short tiles, without a second team, are of two waves and the others
-// of one.
+// The same for the wgmma family. Not where equal short tiles, without a second consumer group, are two waves and the
+// others one.
 constexpr bool sm90_takes_short_tile(const FwdProblem& problem, const Device& device, const Sm90FwdTile& plain,
                                      const Sm90FwdTile& short_tile) {
   if (problem.batch_invariant) return false;
-  const bool may_be_even = !problem.masked_right() && short_tile.consumer_groups == 1;
-  if (may_be_even && problem.blocks(plain.block_m) <= device.multiprocessors &&
+  const bool equal_tiles = !problem.masked_right() && short_tile.consumer_groups == 1;
+  if (equal_tiles && problem.blocks(plain.block_m) <= device.multiprocessors &&
       problem.blocks(short_tile.block_m) > device.multiprocessors) {
     return false;
   }
   return sm90_prefers_short_tile(plain.head_dim, problem.rows(), problem.masked_right());
 }
 
-// Heads of the backward's grid, each with the same number of blocks of keys: the sequences of a packed batch share the
-// slots of a K/V head.
+// Heads of the backward's grid, each with the same number of n_blocks: the sequences of a packed batch share the slots
+// of a K/V head.
 constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
   return is_varlen ? heads_k : batch * heads_k;
 }
 
-// How many blocks of keys of a head run at a time: they share the rows they read, and in deterministic mode each adds
-// to dQ after the ones before it, so that the last of them starts late by about one step for each
-// (docs/tuning/bwd_sm90.md). A head with few row blocks under a causal mask is better off with few of them. With too
-// few, the rows of all heads that advance together leave the L2 cache, earlier with 64 keys, whose heads are wide; half
-// of the rows where a causal mask hides the others. Nothing waits in the other mode: there the more of them read the
-// same rows at a time, the less power the L2 cache takes (measured with 128 keys). `block_n`: keys of a thread block.
-constexpr int kRunningKeyBlocks = 16;
-constexpr int kUnorderedKeyBlocks = 32;
+// How many n_blocks of a head run at a time: they read the same rows, and in deterministic mode each adds to dQ after
+// the ones before it, so that the last of them starts late by about one step for each (docs/tuning/bwd_sm90.md). A head
+// with few m_blocks under a causal mask is better off with few of them. With too few, the rows of all heads of a band
+// leave the L2 cache, earlier with 64 keys, whose heads are wide; half of the rows where a causal mask hides the
+// others. Without the deterministic order nothing waits: the more n_blocks read the same rows at a time, the less power
+// the L2 cache takes (measured with 128 keys). `block_n`: keys of a CTA.
+constexpr int kRunningNBlocks = 16;
+constexpr int kUnorderedNBlocks = 32;
 
-constexpr int running_key_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
+constexpr int running_n_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int block_n) {
   const bool is_wide = block_n <= 64;
-  if (!is_deterministic) return is_wide ? kRunningKeyBlocks : kUnorderedKeyBlocks;
-  const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningKeyBlocks : 8;
+  if (!is_deterministic) return is_wide ? kRunningNBlocks : kUnorderedNBlocks;
+  const int fewest = is_causal ? 4 : 8, most = is_wide ? kRunningNBlocks : 8;
   const int64_t wanted = m_blocks / (is_wide ? 4 : 8);
   return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
 }
 
-// How many heads advance together (HeadOrder), so that about `running` blocks of keys of each run at a time.
-// resident_blocks: thread blocks that the GPU holds at a time.
+// Heads of a band (HeadOrder), so that about `running` n_blocks of each head run at a time. resident_blocks: CTAs that
+// the GPU holds at a time.
 constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t blocks_per_head,
-                               int running = kRunningKeyBlocks) {
+                               int running = kRunningNBlocks) {
   const int64_t most = blocks_per_head < running ? blocks_per_head : running;
   const int64_t filling = resident_blocks / (most < 1 ? 1 : most);
   const int64_t width = filling < heads ? filling : heads;
   return width < 1 ? 1 : static_cast<int>(width);
 }
 
-// Whether the wgmma family lets each thread block take whole heads and sum up dQ in shared memory: where rows are few
-// enough. Thread blocks for each block of keys balance better, but take half as long again with the passes before and
-// after (docs/tuning/bwd_sm90.md). Their sums of dQ have the order of the deterministic mode, but a subnormal number or
-// the sign of a zero may differ from what memory adds up: batch-invariant calls have one way.
+// Whether each CTA of the wgmma family takes whole heads and accumulates dQ in shared memory: where rows are few
+// enough. A CTA for each n_block balances better, but takes half as long again with the passes before and after
+// (docs/tuning/bwd_sm90.md). The sums of dQ have the order of the deterministic mode, but a subnormal number or the
+// sign of a zero may differ from what global memory adds up: batch-invariant calls have one way.
 constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& device) {
   if (problem.batch_invariant || problem.is_varlen || !problem.is_plain()) return false;
   if (problem.heads != problem.heads_k || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   if (problem.seqlen_q > kSharedDqRows || problem.max_head_dim() > kSm90SharedDqTile.head_dim) return false;
   const int64_t heads = problem.batch * problem.heads, multiprocessors = device.multiprocessors;
   if (heads > kMaxGridBlocks) return false;
-  const int64_t key_blocks = (problem.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
+  const int64_t n_blocks = (problem.seqlen_k + kSm90SharedDqTile.block_n - 1) / kSm90SharedDqTile.block_n;
   const int64_t rounds = (heads + multiprocessors - 1) / multiprocessors;
-  const int64_t waves = (heads * key_blocks + multiprocessors - 1) / multiprocessors;
-  return 2 * rounds * key_blocks <= 3 * waves;
+  const int64_t waves = (heads * n_blocks + multiprocessors - 1) / multiprocessors;
+  return 2 * rounds * n_blocks <= 3 * waves;
 }
 
-// `block_n`: keys of a thread block.
+// `block_n`: keys of a CTA.
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
-                        int running = kRunningKeyBlocks) {
+                        int running = kRunningNBlocks) {
   BwdGrid grid;
   grid.blocks = heads_k * m_blocks(is_varlen, batch, seqlen_k, block_n);
-  if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch refuses the second
+  if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch fails for the second
   const int64_t heads = bwd_heads(is_varlen, batch, heads_k);
   const int64_t blocks_per_head = grid.blocks / heads;
   grid.order = HeadOrder(static_cast<int>(heads), static_cast<int>(blocks_per_head),
@@ -126,8 +127,8 @@ inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, in
   return grid;
 }
 
-// Rows of softmax_d for one head: padded to the gap for dense batches, a gap of spare rows per sequence for packed
-// ones, so that sequence i starts at row cu_seqlens_q[i] + gap * i.
+// Rows of softmax_d for one head: padded to multiples of the gap for dense batches, a gap of spare rows per sequence
+// for packed ones, so that sequence i starts at row cu_seqlens_q[i] + gap * i.
 constexpr int64_t kSoftmaxDGap = 128;
 
 constexpr int64_t softmax_d_rows(bool is_varlen, int64_t batch, int64_t seqlen_q) {

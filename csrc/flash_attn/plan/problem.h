@@ -9,8 +9,8 @@
 namespace flash {
 namespace plan {
 
-// A forward. Packed sequences count as so many of their mean length: a dense batch and the same sequences packed are
-// one problem, and take kernels with the same bits.
+// A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
+// problem, and take kernels with the same bits.
 struct FwdProblem {
   Dtype dtype = Dtype::kBf16;
   bool is_varlen = false;
@@ -24,7 +24,7 @@ struct FwdProblem {
   bool has_sinks = false, returns_max_logit = false;
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
-  bool has_key_ranges = false;  // a dense batch of queries over keys of unequal numbers, packed or in pages
+  bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
   int64_t num_pages = 0, pages_per_sequence = 0;
   int page_size = 1;
@@ -36,26 +36,26 @@ struct FwdProblem {
   constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
-  // The maximum lengths that a caller of the packed functions names and the width of a block table may be loose, and
-  // change no bit of a result.
+  // Maximum lengths of packed calls and the width of a block table may be loose: they change no bit of a result.
   constexpr int64_t keys() const {
     const int64_t own = is_varlen ? seqlen_k / sequences() : seqlen_k;
     if (!is_paged) return own;
     const int64_t paged = num_pages * page_size / sequences();
     return is_varlen || paged < own ? paged : own;
   }
-  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }  // as the LSE has
-  // Blocks of so many rows, of all sequences and heads.
+  // Rows of the LSE.
+  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }
+  // Blocks of `rows_of_block` rows, of all sequences and heads.
   constexpr int64_t blocks(int rows_of_block) const {
     return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
   }
   constexpr bool has_score_mod() const { return has_softcap || has_alibi || !has_positive_scale; }
   constexpr bool masked_right() const { return window.right != kUnbounded; }
   constexpr bool is_masked() const { return masked_right() || window.left != kUnbounded; }
-  // Whether row blocks see unequal numbers of keys.
-  constexpr bool is_uneven() const { return masked_right() || is_varlen || has_key_ranges; }
-  // Keys of one head in all sequences of a packed batch, or in one sequence; in pages, the most that the table can
-  // list.
+  // Whether m_blocks have different trip counts.
+  constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges; }
+  // Keys of one head in all sequences of a packed batch, or in one sequence; of pages, at most as many as the block
+  // table can list.
   constexpr int64_t keys_of_head() const {
     if (!is_paged) return seqlen_k;
     const int64_t listed = batch * pages_per_sequence;
@@ -79,8 +79,8 @@ struct BwdProblem {
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod; }
 };
 
-// Columns that Q, K and V are padded to where kernels know one head dim. Zeros there add nothing to Q K^T, and make
-// columns of O that nobody wants.
+// Head dim that Q, K and V are padded to where kernels know one head dim. Zero columns add nothing to Q K^T, and make
+// columns of O that are sliced off.
 constexpr int padded_head_dim(int max_head_dim) { return (max_head_dim + 7) / 8 * 8; }
 
 // A (batch, rows, heads, d) or packed (rows, heads, d) matrix; strides in elements.
@@ -90,18 +90,18 @@ struct MatrixShape {
   int64_t batch_stride, row_stride, head_stride;
 };
 
-// Whether a tensor map can describe it: strides of 16-byte vectors, below 2^40 bytes, of axes that are not empty.
-// Packed rows are axes of kPackedRows rows, whose stride the map takes off 2^34 bytes.
+// Whether a tensor map can describe it: strides of 16-byte vectors, below 2^40 bytes, no empty axes. Packed rows are an
+// axis of kPackedRows rows, whose origin has a stride of 2^34 bytes less that of a row (TmaRows).
 constexpr bool tensor_map_holds(const MatrixShape& matrix, Dtype dtype) {
-  constexpr int64_t kVector = 16, kMostStride = int64_t{1} << 40, kMostPackedStride = int64_t{1} << 34;
+  constexpr int64_t kVector = 16, kMaxStride = int64_t{1} << 40, kMaxPackedStride = int64_t{1} << 34;
   const int64_t bytes = dtype_bytes(dtype);
   const auto holds = [bytes](int64_t length, int64_t stride) {
     if (length == 1) return true;  // its stride is never used
-    return length > 1 && 0 <= stride && stride < kMostStride / bytes && stride * bytes % kVector == 0;
+    return length > 1 && 0 <= stride && stride < kMaxStride / bytes && stride * bytes % kVector == 0;
   };
   if (!holds(matrix.heads, matrix.head_stride)) return false;
   if (!matrix.is_packed) return holds(matrix.rows, matrix.row_stride) && holds(matrix.batch, matrix.batch_stride);
-  return holds(2, matrix.row_stride) && matrix.row_stride <= kMostPackedStride / bytes;
+  return holds(2, matrix.row_stride) && matrix.row_stride <= kMaxPackedStride / bytes;
 }
 
 }  // namespace plan

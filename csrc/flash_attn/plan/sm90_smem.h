@@ -1,5 +1,5 @@
-// Shared memory of the wgmma kernels, field by field as their storage structs have it; the launches assert that both
-// agree. Plain C++17.
+// Shared memory of the wgmma kernels, field by field as in their storage structs; the launches assert that both agree.
+// Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace flash {
 namespace plan {
 
 constexpr int kBarrierBytes = 8;
-constexpr int kSwizzleBytes = 1024;    // what tiles are aligned to, so that the swizzle depends on the offset alone
-constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), which only device code can see
+constexpr int kSwizzleBytes = 1024;    // alignment of tiles, so that the swizzle depends on the offset alone
+constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), a device-only type
 
-// The layout of a struct: fields one after the other.
+// Size of a struct, field by field.
 class SmemLayout {
  public:
   constexpr SmemLayout& add(int64_t bytes, int alignment) {
@@ -34,10 +34,10 @@ class SmemLayout {
 
 constexpr int slot_bytes(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// sizeof(sm90::FwdStorage) for each team.
+// sizeof(sm90::FwdStorage), one for each consumer group.
 constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, Dtype dtype) {
   const int element = dtype_bytes(dtype), groups = tile.block_m / 64;
-  const bool draws = variant == FwdVariant::kDropout;
+  const bool has_dropout = variant == FwdVariant::kDropout;
   const int fine_words = tile.block_n / 8, col_vectors = (fine_words + fine_words / 2 + 3) / 4;
   const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
   SmemLayout storage;
@@ -45,7 +45,7 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
       .add(element * tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
       .add(element * tile.kv_stages * tile.block_n * tile.value_dim(), kSwizzleBytes)
       .add(element * groups * (tile.o_cols > 0 ? 64 * tile.o_cols : 1), tile.o_cols > 0 ? kSwizzleBytes : 8)
-      .add(16 * (draws ? tile.kv_stages * 4 * col_vectors : 4), 16)
+      .add(16 * (has_dropout ? tile.kv_stages * 4 * col_vectors : 4), 16)
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * slot_bytes(kWorkTileBytes), 16)
       .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)

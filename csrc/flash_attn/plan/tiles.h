@@ -9,8 +9,8 @@ namespace flash {
 namespace plan {
 
 struct FwdTile {
-  int head_dim;       // the padded head dim this tile serves
-  int block_m;        // query rows per thread block
+  int head_dim;       // the padded head dim that this tile is for
+  int block_m;        // query rows per CTA
   int block_n;        // keys per step
   int warps;          // each owns block_m / warps rows
   int blocks_per_sm;  // what the register budget is compiled for
@@ -19,12 +19,12 @@ struct FwdTile {
 constexpr int kMaxHeadDim = 256;
 constexpr int kNumHeadDims = 6;
 
-// kShort: half the rows per thread block, for problems with few or short rows (prefers_short_tile()).
-// kSoftcap, kAlibi: one of them alone, of a positive scale and without dropout, in the wgmma family; kScoreMod: all
-// other calls with score modifiers there. Elsewhere every variant has them.
-// kMasked: in the wgmma family, what kPlain leaves to it under a mask where the two have different tiles.
-// kOneWave: in the wgmma family, what kPlain and kShort do, for calls whose row tiles the multiprocessors hold at a
-// time and for those whose keys are shared out. Score modifiers do both, dropout the first.
+// kShort: half the rows per CTA, for problems with few or short rows (takes_short_tile()).
+// kSoftcap, kAlibi: one of them alone, with a positive scale and without dropout, in the wgmma family; kScoreMod: all
+// other calls with score modifiers there. In the mma.sync family every variant has score modifiers.
+// kMasked: in the wgmma family, masked calls where these have a tile of their own; kPlain has no mask there.
+// kOneWave: in the wgmma family, in place of kPlain and kShort, for calls with at most one wave of m_blocks and for KV
+// splits. The variants with score modifiers do both, kDropout calls of one wave.
 enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi };
 
 constexpr bool modifies_scores(FwdVariant variant) {
@@ -68,8 +68,8 @@ constexpr int head_dim_index(int head_dim) {
   return index;
 }
 
-// The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A sweep compiles one file with a tile of
-// its own.
+// The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A tile sweep compiles one file with a tile
+// of its own.
 constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
 #if defined(FLASH_ATTN_SWEEP_WARPS)
   if (variant == FwdVariant::kPlain) {
@@ -80,33 +80,33 @@ constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
   return kFwdTiles[static_cast<int>(variant)][head_dim_index(head_dim)];
 }
 
-// Whether there is a kernel of short row blocks: where they are shorter.
+// Whether kShort has a kernel: only where its m_blocks are shorter.
 constexpr bool mma_sync_has_short(int head_dim) {
   return fwd_tile(head_dim, FwdVariant::kShort).block_m < fwd_tile(head_dim, FwdVariant::kPlain).block_m;
 }
 
-// Q, K, V; O is staged in the place of Q.
+// Q, K, V; O is staged in Q's buffer.
 constexpr int fwd_smem_bytes(const FwdTile& tile, Dtype dtype) {
   return dtype_bytes(dtype) * tile.head_dim * (tile.block_m + 2 * tile.block_n);
 }
 
-// wgmma family, sm_90a: one producer warpgroup and block_m / 64 consumer warpgroups, one thread block per SM.
+// wgmma family, sm_90a: a producer warpgroup and block_m / 64 consumer warpgroups per consumer group, one CTA per SM.
 struct Sm90FwdTile {
   int head_dim;
   int block_m;          // query rows per tile; 64 for each consumer warpgroup
   int block_n;          // keys per step
-  int kv_stages;        // shared memory buffers of K and of V
-  int q_stages;         // of Q: with 2 the next tile's loads while this one is computed
-  bool overlaps;        // the first product of the next tile is computed beside the last of this one; takes 2 q_stages
-  int consumer_groups;  // of consumers, with row blocks of their own: with 2 one computes while the other starts or
-                        // ends
+  int kv_stages;        // of K and of V
+  int q_stages;         // of Q: with 2, the next tile's Q is loaded while this one is computed
+  bool overlaps;        // Q K^T of the next tile is issued beside the last P V of this one; needs 2 q_stages
+  int consumer_groups;  // with work tiles of their own: with 2, one computes while the
+                        // other starts or ends
   int head_dim_v = 0;   // of V and O; 0: head_dim
-  int o_cols = 0;       // of O that are staged at a time in a buffer of their own; 0: O is staged in the place of Q
+  int o_cols = 0;       // columns of O staged at a time in a buffer of their own; 0: O is staged in Q's buffer
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
-constexpr int kSm90FirstHeadDim = 1;  // index of the least head dim that this family serves
+constexpr int kSm90FirstHeadDim = 1;  // index of the smallest head dim of this family
 
 constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
     // kPlain
@@ -144,18 +144,18 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
 };
 
 // kMasked, of the one head dim whose masked calls have a tile of their own: the rows of a warpgroup begin at multiples
-// of 64, and so do the keys that a causal mask or a window of whole blocks shows them.
+// of 64, and so do the keys that a causal mask or a window of whole blocks leaves unmasked.
 constexpr Sm90FwdTile kSm90MaskedTile = {128, 192, 64, 4, 2, false, 1};
 
-// kOneWave: as fast as a row block alone on its multiprocessor, while all of them ask for keys at the same time. So
-// there is no second team, and at head dim 128 there are smaller blocks in more buffers.
+// kOneWave: as fast as one m_block alone on its multiprocessor, while all of them load keys at the same time. So there
+// is no second consumer group, and at head dim 128 blocks are smaller and stages more.
 constexpr Sm90FwdTile kSm90OneWaveTiles[kNumHeadDims - kSm90FirstHeadDim] = {
     {64, 128, 128, 3, 2, true, 1},         {96, 128, 128, 2, 2, false, 1},         {128, 128, 64, 5, 2, false, 1},
     {192, 128, 96, 2, 1, false, 1, 0, 64}, {256, 128, 64, 2, 1, false, 1, 0, 128},
 };
 
-// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning/fwd_sm90.md). Other pairs of head dims go
-// by the kernels of the greater one.
+// Q and K of up to 192 columns with V and O of up to 128, kPlain (docs/tuning/fwd_sm90.md). Other pairs of head dims
+// take the kernels of the greater one.
 constexpr Sm90FwdTile kSm90ValueDimTile = {192, 192, 64, 2, 2, false, 1, 128};
 
 constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
@@ -168,8 +168,8 @@ constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {
   return kSm90FwdTiles[static_cast<int>(variant)][head_dim_index(head_dim) - kSm90FirstHeadDim];
 }
 
-// Whether kernels of a tile read K and V from pages: two teams, and dropout, leave no warps for it; rows are looked up
-// 32 at a time.
+// Whether kernels of a tile read paged K and V: two consumer groups, and dropout, leave no warps for it; rows are
+// looked up 32 at a time.
 constexpr bool sm90_reads_pages(const Sm90FwdTile& tile, FwdVariant variant) {
   return tile.consumer_groups == 1 && variant != FwdVariant::kDropout && tile.block_n % 32 == 0;
 }
@@ -181,7 +181,7 @@ constexpr bool sm90_splits_masked(int head_dim) {
   return plain.block_n != masked.block_n;
 }
 
-// Variants that would be another one's kernel over again do not exist.
+// A variant exists only where its kernel differs from another variant's.
 constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   const Sm90FwdTile plain = sm90_fwd_tile(head_dim, FwdVariant::kPlain);
   const Sm90FwdTile own = sm90_fwd_tile(head_dim, variant);
@@ -191,7 +191,7 @@ constexpr bool sm90_has_variant(int head_dim, FwdVariant variant) {
   return variant != FwdVariant::kMasked || sm90_splits_masked(head_dim);
 }
 
-// A producer warpgroup and one for each 64 rows of each team.
+// A producer warpgroup and one for each 64 rows of each consumer group.
 constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
   return 128 * (tile.consumer_groups * (tile.block_m / 64) + 1);
 }
@@ -199,9 +199,9 @@ constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
 struct BwdTile {
   int head_dim;
   int block_m;  // query rows per step
-  int block_n;  // keys per thread block
+  int block_n;  // keys per CTA
   int warps;
-  int sdp_warps_m;  // warps along the rows of S and dP (block_m x block_n); the rest stand along the columns
+  int sdp_warps_m;  // warps along the rows of S and dP (block_m x block_n); the others along the columns
   int dkv_warps_m;  // of dK and dV (block_n x head_dim)
   int dq_warps_m;   // of dQ (block_m x head_dim)
   int blocks_per_sm;
@@ -215,7 +215,7 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
 
 constexpr BwdTile bwd_tile(int head_dim) { return kBwdTiles[head_dim_index(head_dim)]; }
 
-// The generator of dropout and the bits it leaves do not fit the registers of three thread blocks.
+// The random bits of dropout do not fit the registers of three CTAs.
 constexpr int bwd_blocks_per_sm(const BwdTile& tile, bool has_dropout) {
   return has_dropout && tile.blocks_per_sm > 2 ? 2 : tile.blocks_per_sm;
 }
@@ -226,13 +226,12 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
   return dtype_bytes(dtype) * elements;
 }
 
-// wgmma family: one producer warpgroup and two consumer warpgroups, at head dim 64 one more for dQ; one thread block
-// per SM.
+// wgmma family: a producer warpgroup and two consumer warpgroups, at head dim 64 one more for dQ; one CTA per SM.
 struct Sm90BwdTile {
   int head_dim;
-  int block_m;  // query rows per step
-  int block_n;  // keys per thread block: 128, half of them for each consumer, or 64, and half of the columns for each
-  int stages;   // shared memory buffers of Q and of dO
+  int block_m;         // query rows per step
+  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64, and half of the columns for each
+  int stages;          // of Q and of dO
   int head_dim_v = 0;  // of V and O; 0: head_dim
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
@@ -244,7 +243,7 @@ constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n =
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
 
-// Warps that compute a step's dQ: with all its columns, or each consumer with half of them.
+// Warps that compute a step's dQ: four with all its columns, or each consumer with half of them.
 constexpr int sm90_dq_warps(const Sm90BwdTile& tile) { return tile.block_n == 128 ? 4 : 8; }
 
 constexpr int kNumSm90BwdTiles = 3;
@@ -254,14 +253,14 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {256, 64, 64, 2},
 };
 
-// Short dense batches of this head dim: a thread block takes whole heads and sums up dQ of all rows in shared memory
+// Short dense batches of this head dim: a CTA takes whole heads and accumulates dQ of all rows in shared memory
 // (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
 constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128};
 
-// Whether the tiles of a value dim of their own, which are of one pair, serve a pair of head dims.
+// Whether the one pair of tiles with its own value dim is for these head dims.
 constexpr bool is_value_dim_pair(int head_dim, int value_dim) {
   constexpr int kHeadDim = kSm90ValueDimTile.head_dim, kValueDim = kSm90ValueDimTile.value_dim();
   static_assert(kSm90BwdValueDimTile.head_dim == kHeadDim && kSm90BwdValueDimTile.value_dim() == kValueDim);
@@ -277,13 +276,13 @@ constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim) {
   return kSm90BwdTiles[index];
 }
 
-// Attention against a KV cache. A tile's rows are the (query token, query head) pairs of one K/V head, packed; four
-// groups of warps stand along the keys, each with a ring of shared memory buffers of its own.
+// Attention over a KV cache. A tile's rows are the (query token, query head) pairs of one K/V head, packed; four warp
+// groups split each n_block, each with its own K/V ring in shared memory.
 struct KvTile {
   int head_dim;
   int row_tiles;      // 16-row MMA tiles of each warp
-  int row_warps;      // warps of a group; they stand along the rows
-  int step;           // keys of one group and step
+  int row_warps;      // warps of a warp group, along the rows
+  int step;           // keys of one warp group and step
   int blocks_per_sm;  // what the register budget is compiled for
 
   constexpr int rows() const { return 16 * row_tiles * row_warps; }
@@ -292,8 +291,8 @@ struct KvTile {
 constexpr int kKvGroups = 4;
 constexpr int kKvSizes = 3;
 
-// By the rows that a K/V head has: up to 16, up to 32, more. `step` and kKvGroups are the same for all sizes of a head
-// dim, so that a row's arithmetic does not depend on how many rows stand beside it.
+// By the packed rows of a K/V head: up to 16, up to 32, more. `step` and kKvGroups are the same for all sizes of a head
+// dim, so that a row's arithmetic does not depend on how many other rows there are.
 constexpr KvTile kKvTiles[kKvSizes][kNumHeadDims] = {
     {{32, 1, 1, 32, 2},
      {64, 1, 1, 32, 2},
@@ -329,8 +328,8 @@ constexpr int kv_tile_size(int head_dim, int64_t rows) {
   return size;
 }
 
-// The kernels that may be launched in pairs of thread blocks: larger tiles are bound by their arithmetic.
-constexpr bool kv_may_pair(bool is_plain, int size) { return is_plain && size == 0; }
+// The kernels that may be launched as 2-CTA clusters: larger tiles are compute-bound.
+constexpr bool kv_may_cluster(bool is_plain, int size) { return is_plain && size == 0; }
 
 // Tiles of the packed rows of one sequence and K/V head.
 constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
@@ -341,10 +340,11 @@ constexpr int64_t kv_row_tiles(int head_dim, int64_t rows) {
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
 constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
 
-// Statistics of 16 rows (maximum and sum, fp32) of each group and of a carried sum, and scratch of the scheduler.
+// Row statistics of 16 rows (max and sum, fp32) of each warp group and of an accumulated sum, and scratch of the
+// schedule.
 constexpr int kKvStatBytes = (kKvGroups + 1) * 16 * 2 * 4;
 constexpr int kKvScratchBytes = 128;
-// Parts of tiles between the loads and the arithmetic of a group: those of the steps under way, and of the next one.
+// Queue of work parts between the loads and the MMAs of a warp group: those of the steps in flight, and the next one.
 constexpr int kMaxKvStages = 6;
 constexpr int kKvParts = 8;
 static_assert(kKvParts >= kMaxKvStages + 1, "every step may belong to another tile");
@@ -353,7 +353,7 @@ constexpr int kKvPartBytes = kKvGroups * kKvParts * 48;
 constexpr int kKvElementBytes = dtype_bytes(Dtype::kBf16);
 static_assert(kKvElementBytes == dtype_bytes(Dtype::kFp16), "both types have one plan");
 
-// K and V of one step of all groups.
+// K and V of one step of all warp groups.
 constexpr int kv_stage_bytes(const KvTile& tile) { return 2 * kv_block_n(tile) * tile.head_dim * kKvElementBytes; }
 
 constexpr int kv_smem_bytes(const KvTile& tile, int stages) {

@@ -1,4 +1,4 @@
-// The order in which the wgmma forward hands out row blocks, as plain arithmetic. Plain C++17.
+// The order in which the wgmma forward hands out work tiles. Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 namespace flash {
 namespace plan {
 
-// Heads that are worked on together. A section should hold several row blocks for each of the teams that run at a time,
-// so that short ones even out the long ones at its end; beyond that it should be small: few heads are read by many
-// teams at the same time, and their keys and values stay in the L2 cache (docs/tuning/fwd_sm90.md).
+// Heads of a band. It should hold several work tiles for each consumer group that runs at a time, so that short ones
+// even out the long ones at its end; beyond that it should be small: few heads are then read by many consumer groups at
+// a time, and their K and V stay in L2 (docs/tuning/fwd_sm90.md).
 constexpr int kTilesPerConsumerGroup = 4;
 constexpr int64_t kBandBytes = 16 << 20;
 
@@ -24,42 +24,42 @@ constexpr int band_heads(int64_t heads, int64_t tiles_of_head, int64_t head_byte
   int64_t band = evening < small ? evening : small;
   if (heads < band) band = heads;
   if (band < 1) return 1;
-  // All of about that size: a third larger at most, or a little smaller.
+  // All bands of about that size: a third larger at most, or a little smaller.
   const int64_t fewer = heads / band, larger = (heads + fewer - 1) / fewer;
   return static_cast<int>(3 * larger <= 4 * band ? larger : (heads + fewer) / (fewer + 1));
 }
 
-// Row blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window are none
-// where row blocks are not drawn late: beside so many equal row blocks they even out nothing (docs/tuning/fwd_sm90.md).
+// m_blocks of a dense head whose rows see less than half as many keys as others. Few of them behind a window count as
+// none unless kFetchNextTileLate: beside so many equal tiles they even out nothing (docs/tuning/fwd_sm90.md).
 constexpr int kFewTiles = 4;
 
 constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool fetches_late) {
   if (window.right == kUnbounded) return 0;
-  const int64_t shown = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
-  const int64_t most = shown < seqlen_k ? shown : seqlen_k;
-  // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, as long as its window begins before the first.
-  int64_t rows = most / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
+  const int64_t window_keys = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
+  const int64_t max_keys = window_keys < seqlen_k ? window_keys : seqlen_k;
+  // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, while its window begins before the first.
+  int64_t rows = max_keys / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
   if (rows > seqlen_q) rows = seqlen_q;
   const int64_t blocks = rows > 0 ? rows / block_m : 0;
   return window.left != kUnbounded && !fetches_late && blocks < kFewTiles ? 0 : blocks;
 }
 
-// Sequences of a packed batch whose row blocks are sorted by the keys that they see: one for each lane of a warp.
+// Most sequences of a packed batch whose work tiles are sorted by trip count: one for each lane of a warp.
 constexpr int kSortedSequences = 32;
 
-// How many of the last row blocks of each head, which see the fewest keys, are handed out behind those of all heads, so
-// that the multiprocessors are done at about the same time.
+// How many of the last m_blocks of each head, which see the fewest keys, are handed out after all other tiles, so that
+// the multiprocessors finish at about the same time.
 constexpr int num_tail_tiles(int tiles_of_head, int short_tiles) {
   return short_tiles < tiles_of_head / 4 ? short_tiles : tiles_of_head / 4;
 }
 
-// Heads in sections; within a section the first row block of all heads, then the second; and behind all sections the
-// `late` last ones of each head, in the same way. Few heads left for the last section would leave multiprocessors idle:
-// the first section has the odd number. A kernel's first row block waits for this: the host makes the divisors.
+// Heads in bands; within a band the first m_block of all heads, then the second; and after all bands the tail tiles of
+// each head, in the same way. Few heads left for the last band would leave multiprocessors idle: the first band has the
+// odd number. The host makes the divisors, because a kernel's first work tile waits for them.
 struct WorkTileOrder {
-  int head_tiles = 1;  // row blocks of each head that go by sections
+  int head_tiles = 1;  // m_blocks of each head that go by bands
   FastDiv heads, band, first_band;
-  FastDiv band_tiles;  // row blocks of a whole section
+  FastDiv band_tiles;  // work tiles of a whole band
 
   WorkTileOrder() = default;
   WorkTileOrder(int heads_, int tiles_of_head, int band_, int tail)
@@ -68,22 +68,22 @@ struct WorkTileOrder {
     band_tiles = FastDiv(head_tiles > 0 ? band.divisor * head_tiles : 1);
   }
 
-  // Of other numbers of row blocks of each head. Making a divisor of them would take longer than dividing a few times.
+  // With other m_block counts per head. Making a divisor on the device would take longer than dividing a few times.
   FLASH_HOST_DEVICE void set_tiles_per_head(int tiles_of_head, int tail) { head_tiles = tiles_of_head - tail; }
 
-  FLASH_HOST_DEVICE int band_of(int place) const {
+  FLASH_HOST_DEVICE int band_of(int index) const {
     const int blocks = band.divisor * head_tiles;
-    return band_tiles.divisor == blocks ? band_tiles.divide(place) : place / blocks;
+    return band_tiles.divisor == blocks ? band_tiles.divide(index) : index / blocks;
   }
 
-  // The row block at place `index`: its head, of all sequences, and its place among those of the head.
+  // Work tile number `index`: its head, of all sequences, and its m_block number within the head.
   FLASH_HOST_DEVICE HeadBlock at(int index) const {
     const int beyond = index - heads.divisor * head_tiles;
     if (beyond >= 0) {
       const int block = heads.divide(beyond);
       return {beyond - block * heads.divisor, head_tiles + block};
     }
-    const int missing = band.divisor - first_band.divisor;  // of the first section
+    const int missing = band.divisor - first_band.divisor;  // heads that the first band lacks
     const int number = band_of(index + missing * head_tiles);
     const int first_head = number == 0 ? 0 : number * band.divisor - missing;
     const FastDiv together = number == 0 ? first_band : band;

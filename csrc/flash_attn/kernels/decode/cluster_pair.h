@@ -1,5 +1,5 @@
-// Two thread blocks that are launched as a cluster: neighbours 2 i and 2 i + 1 of a grid of one dimension, which run at
-// the same time and read each other's shared memory. Before sm_90 nothing is launched in pairs.
+// Two CTAs launched as a cluster: 2 i and 2 i + 1 of a one-dimensional grid, which run at the same time and read each
+// other's shared memory (DSMEM). Before sm_90 there are no clusters.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace decode {
 struct ClusterPair {
   __device__ __forceinline__ static int rank() { return static_cast<int>(blockIdx.x % 2); }
 
-  // All threads of both: what they have written before is there for all of them.
+  // Cluster barrier of all threads of both CTAs; what was written before it is visible after it.
   __device__ __forceinline__ static void sync() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
   }
 
-  // Where thread block `rank` has what this one has at `shared`.
+  // Address in CTA `rank` of what is at `shared` in this one.
   template <class T>
   __device__ __forceinline__ static const T* at(const T* shared, int rank) {
 #if __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// Everything the KV-cache kernel derives from (dtype, head dim, tile size).
+// Everything the decode kernel derives from (dtype, head dim, tile size).
 #pragma once
 
 #include "kernels/sm80/operand_layouts.h"
@@ -8,27 +8,28 @@
 namespace flash {
 namespace decode {
 
-using namespace sm80;  // the warp-level instructions and swizzles
+using namespace sm80;  // the warp-level instructions
 
-// Rows of kHeadDim elements in shared memory, their 16-byte chunks permuted so that neither ldmatrix nor cp.async meets
-// bank conflicts. `place` of a lane is chunk ^ key(row); chunks at a constant distance are found by next().
+// Rows of kHeadDim elements in shared memory, their 16-byte vectors swizzled so that neither ldmatrix nor cp.async has
+// bank conflicts. `swizzled`: the swizzled number of a vector, vector ^ key(row); that of another vector at a constant
+// distance is next().
 template <int kHeadDim>
-struct ChunkSwizzle {
-  static constexpr int kChunks = kHeadDim / 8;
-  static constexpr bool kWide = kChunks % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
+struct VectorSwizzle {
+  static constexpr int kVectors = kHeadDim / 8;
+  static constexpr bool kWide = kVectors % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
   static constexpr int kMask = kWide ? 7 : 3;
 
   __host__ __device__ static constexpr int key(int row) { return kWide ? row & 7 : (row >> 1) & 3; }
 
-  // The place of chunk + distance, given that of `chunk`; the two have no bits in common.
-  __host__ __device__ static constexpr int next(int place, int distance) {
-    return (place ^ (distance & kMask)) + (distance & ~kMask);
+  // Swizzled number of vector `vector + distance`, given that of `vector`; vector and distance have no bits in common.
+  __host__ __device__ static constexpr int next(int swizzled, int distance) {
+    return (swizzled ^ (distance & kMask)) + (distance & ~kMask);
   }
 };
 
 // kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
-// memory at the first use: score modifiers, rotary queries, pages that a step may straddle, rows that 16-byte accesses
-// do not suit or that are padded, cuts at given places.
+// memory at first use: score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment
+// or with padded head dims, equal and fixed splits.
 enum class KvVariant { kAll, kPlain };
 
 template <Dtype kDtype, int kHeadDim_, int kSize, KvVariant kVariant>
@@ -36,7 +37,7 @@ struct KvConfig {
   using Element = ElementOf<kDtype>;
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize);
   static constexpr bool kPlain = kVariant == KvVariant::kPlain;
-  static constexpr bool kMayCluster = plan::kv_may_pair(kPlain, kSize);
+  static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kStep = kTile.step;
   static constexpr int kRowTiles = kTile.row_tiles;
@@ -49,23 +50,23 @@ struct KvConfig {
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
 
-  using Swizzle = ChunkSwizzle<kHeadDim>;
-  // Loads of K and V: lanes stand kLanesPerRow to a row, each with a 16-byte chunk.
-  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kChunks == 24 ? 8 : Swizzle::kChunks) : 4;
+  using Swizzle = VectorSwizzle<kHeadDim>;
+  // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
+  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kVectors == 24 ? 8 : Swizzle::kVectors) : 4;
   static constexpr int kRowsPerPass = 32 / kLanesPerRow;
-  static constexpr int kWarpRows = kStep / kRowWarps;  // of a step, loaded by one warp
+  static constexpr int kWarpRows = kStep / kRowWarps;  // rows of a step that one warp loads
   static constexpr int kRowPasses = kWarpRows / kRowsPerPass;
-  static constexpr int kColPasses = Swizzle::kChunks / kLanesPerRow;
+  static constexpr int kColPasses = Swizzle::kVectors / kLanesPerRow;
   static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
 
-  // Shared memory: Q, statistics, scratch of the scheduler, parts of tiles and the stages of each group. Offsets in
-  // bytes.
+  // Shared memory: Q, row statistics, scratch of the schedule, work parts and the K/V stages of each warp group.
+  // Offsets in bytes.
   static constexpr int kStatsAt = kRows * kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kScratchAt = kStatsAt + plan::kKvStatBytes;
   static constexpr int kPartsAt = kScratchAt + plan::kKvScratchBytes;
   static constexpr int kStagesAt = plan::kv_smem_bytes(kTile, 0);
   static_assert(kStagesAt == kPartsAt + plan::kKvPartBytes && kStagesAt % 128 == 0, "plan and kernel agree");
-  static constexpr int kStageElements = 2 * kStep * kHeadDim;  // of one group: K, then V
+  static constexpr int kStageElements = 2 * kStep * kHeadDim;  // of one warp group: K, then V
   static_assert(kStageElements * sizeof(Element) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
 };
 

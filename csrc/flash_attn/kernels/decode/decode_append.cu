@@ -1,5 +1,5 @@
-// New keys and values into their places of a KV cache, keys rotated where the call asks for it. A request that cannot
-// be served is not written at all.
+// Writes new keys and values into the KV cache, keys rotated where the call asks for it. Of an invalid request nothing
+// is written.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -14,18 +14,18 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 256;
-constexpr int kChunksPerThread = 4;
+constexpr int kVectorsPerThread = 4;
 
-// Chunks of 8 elements of one request: seqlen_new x h_k x (K, V) rows of `row_chunks`.
+// 16-byte vectors of one request: seqlen_new x h_k x (K, V) rows of `row_vectors`.
 struct AppendShape {
-  int row_chunks;
-  int64_t chunks;
-  int64_t blocks;  // thread blocks of a request
+  int row_vectors;
+  int64_t vectors;
+  int64_t blocks;  // CTAs of a request
 
   __host__ __device__ explicit AppendShape(const Flash_kvcache_params& params)
-      : row_chunks((params.d + 7) / 8),
-        chunks(2 * static_cast<int64_t>(params.seqlen_new) * params.h_k * row_chunks),
-        blocks((chunks + kThreads * kChunksPerThread - 1) / (kThreads * kChunksPerThread)) {}
+      : row_vectors((params.d + 7) / 8),
+        vectors(2 * static_cast<int64_t>(params.seqlen_new) * params.h_k * row_vectors),
+        blocks((vectors + kThreads * kVectorsPerThread - 1) / (kThreads * kVectorsPerThread)) {}
 };
 
 struct NewRow {
@@ -55,7 +55,7 @@ struct Append {
     return static_cast<Element*>(base) + batch * strides.batch + at * strides.row + row.head * strides.head;
   }
 
-  // Eight columns from `col` on.
+  // One vector, from column `col` on.
   __device__ void copy(const Element* from, Element* to, int col) const {
     if (params.new_vectors) {
       *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(from + col);
@@ -86,22 +86,22 @@ __global__ void __launch_bounds__(kThreads) kvcache_append_kernel(const __grid_c
   const AppendShape shape(params);
   const int index = static_cast<int>(blockIdx.x / shape.blocks);
   const KvRequest request = kv_request(params, index);
-  if (!request.served()) return;
+  if (!request.is_valid()) return;
   if (params.paged.block_table != nullptr) {
     const KvRows needed = kv_required_rows(params, request);
-    const bool missing = KvPages(params, index).misses(needed.begin, needed.end, threadIdx.x, kThreads);
-    if (__syncthreads_or(missing)) return;
+    const bool invalid = KvPages(params, index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
+    if (__syncthreads_or(invalid)) return;
   }
   const Append<Element> append{params, request};
-  const int64_t first = (blockIdx.x % shape.blocks) * (kThreads * kChunksPerThread) + threadIdx.x;
+  const int64_t first = (blockIdx.x % shape.blocks) * (kThreads * kVectorsPerThread) + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kChunksPerThread; ++i) {
-    const int64_t chunk = first + i * kThreads;
-    if (chunk >= shape.chunks) return;
-    const int64_t row = chunk / shape.row_chunks;
-    const int col = static_cast<int>(chunk - row * shape.row_chunks) * 8;
-    const bool is_value = row >= shape.chunks / shape.row_chunks / 2;
-    const int key_row = static_cast<int>(is_value ? row - shape.chunks / shape.row_chunks / 2 : row);
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector >= shape.vectors) return;
+    const int64_t row = vector / shape.row_vectors;
+    const int col = static_cast<int>(vector - row * shape.row_vectors) * 8;
+    const bool is_value = row >= shape.vectors / shape.row_vectors / 2;
+    const int key_row = static_cast<int>(is_value ? row - shape.vectors / shape.row_vectors / 2 : row);
     const NewRow at{key_row / params.h_k, key_row % params.h_k};
     if (is_value) {
       append.copy(append.source(params.vnew_ptr, params.vnew_strides, index, at),

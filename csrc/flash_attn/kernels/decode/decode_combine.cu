@@ -1,12 +1,11 @@
-// Merges the partial results of the tiles that the KV-cache kernel cut. A few thread blocks, each with its rows, for
-// every place where a tile may have been cut; they find out by themselves whether there is something to do, while the
-// attention still runs.
+// Combines the partial results of split tiles. A few CTAs, each with its rows, for every CTA boundary that may split a
+// tile; they find out whether there is work while the attention still runs (PDL).
 #include <atomic>
 
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
-#include "kernels/decode/cut_tile.h"
 #include "kernels/decode/output.h"
+#include "kernels/decode/split_tile.h"
 #include "params/kvcache.h"
 
 namespace flash {
@@ -14,12 +13,12 @@ namespace {
 
 using namespace decode;
 
-constexpr int kThreads = 128;  // with their registers they fit beside two thread blocks of the attention
+constexpr int kThreads = 128;  // with their registers they fit beside two CTAs of the attention
 constexpr int kWarps = kCombineWarps;
 static_assert(kThreads == 32 * kWarps);
 constexpr int kBatchedLoads = kCombineLoads;
 
-// A row of a partial result, spread over the lanes of a warp, kQuads float4 to a lane.
+// A row of a partial result over the lanes of a warp, kQuads float4 per lane.
 template <int kQuads>
 struct RowValue {
   float4 quads[kQuads];
@@ -57,12 +56,12 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// The parts of a tile, one to a lane and 32 at a time; the first ones are looked up ahead of their results.
-struct PartsOfLane {
+// The partial results of a tile, one per lane and 32 at a time; the first ones are looked up before they are written.
+struct LanePartials {
   int index;
   int slot;
 
-  __device__ PartsOfLane(const Flash_kvcache_params& params, const SplitTile& tile)
+  __device__ LanePartials(const Flash_kvcache_params& params, const SplitTile& tile)
       : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
   }
@@ -74,57 +73,58 @@ struct PartsOfLane {
 
  private:
   __device__ void look_up(const Flash_kvcache_params& params, const SplitTile& tile) {
-    slot = index <= tile.last ? slot_of_part(params, tile, index) : -1;
+    slot = index <= tile.last ? partial_slot(params, tile, index) : -1;
   }
 };
 
-// The warps that share a row, and which of them this one is: each adds up a stretch of every 32 parts.
+// How many warps add up one row, and which of them this one is: each takes consecutive ones of every 32 partial
+// results.
 struct RowWarps {
   int count;
   int index;
 
-  __device__ int parts() const { return 32 / count; }
-  __device__ int first_part() const { return parts() * index; }
+  __device__ int partials() const { return 32 / count; }
+  __device__ int first_partial() const { return partials() * index; }
 };
 
-// Where the statistics of each lane's part lie, and a row of the parts from `first_part` on: for the first ones known
-// before the attention has ended, so that nothing but loads stands between its end and theirs. A part that does not
-// exist, which weighs nothing, is read as the one of lane 0, which does.
+// Addresses of each lane's row statistics and of a row of the partial results from `first_partial` on, computed before
+// the attention ends so that only the loads follow its end. A missing partial result, whose weight is 0, is read as
+// that of lane 0, which exists.
 template <int kQuads>
 struct RowLoads {
   const float2* stats;
   const float4* rows;
-  int stats_at;
-  int row_at[kBatchedLoads];
-  int quad_at[kQuads];  // columns beyond the padded head dim are read as column 0, and not written
+  int stats_index;
+  int row_index[kBatchedLoads];
+  int quad_index[kQuads];  // columns beyond the padded head dim are read as column 0, and not stored
 
-  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_part)
+  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_partial)
       : stats(reinterpret_cast<const float2*>(params.partial_stats)),
         rows(reinterpret_cast<const float4*>(params.partial_o)) {
     const int present = max(__shfl_sync(0xffffffffu, slot, 0), 0);
-    stats_at = (slot >= 0 ? slot : present) * params.slot_rows + row;
+    stats_index = (slot >= 0 ? slot : present) * params.slot_rows + row;
     const int quads = params.padded_dim / 4;
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
-      const int other = __shfl_sync(0xffffffffu, slot, first_part + i);
-      row_at[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
+      const int other = __shfl_sync(0xffffffffu, slot, first_partial + i);
+      row_index[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
     }
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int quad = threadIdx.x % 32 + 32 * i;
-      quad_at[i] = quad < quads ? quad : 0;
+      quad_index[i] = quad < quads ? quad : 0;
     }
   }
 
-  // Keeps the compiler from putting the arithmetic off until the loads.
-  __device__ void settle() {
-    asm volatile("" : "+r"(stats_at));
+  // Keeps the compiler from sinking the address arithmetic to the loads.
+  __device__ void materialize() {
+    asm volatile("" : "+r"(stats_index));
 #pragma unroll
-    for (int& at : row_at) asm volatile("" : "+r"(at));
+    for (int& at : row_index) asm volatile("" : "+r"(at));
   }
 
   __device__ RowStats load_stats() const {
-    const float2 pair = stats[stats_at];
+    const float2 pair = stats[stats_index];
     return {pair.x, pair.y};
   }
 
@@ -132,18 +132,18 @@ struct RowLoads {
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) values[i].quads[quad] = rows[row_at[i] + quad_at[quad]];
+      for (int quad = 0; quad < kQuads; ++quad) values[i].quads[quad] = rows[row_index[i] + quad_index[quad]];
     }
   }
 };
 
-// Sum of the partial results that a warp has read so far, of 32 parts at a time. `weight` is that of the lane's part.
+// Adds kBatchedLoads of the 32 partial results to the sum. `weight` is that of the lane's.
 template <int kQuads>
-__device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
+__device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_partial,
                          const RowValue<kQuads> (&values)[kBatchedLoads]) {
 #pragma unroll
   for (int i = 0; i < kBatchedLoads; ++i) {
-    const float row_weight = __shfl_sync(0xffffffffu, weight, first_part + i);
+    const float row_weight = __shfl_sync(0xffffffffu, weight, first_partial + i);
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
@@ -151,21 +151,22 @@ __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_part,
   }
 }
 
-// This warp's share of the sum of a row's partial results, and the statistics of all of them, which every warp of the
-// row works out for itself.
+// This warp's part of the sum of a row's partial results, and the statistics of all of them, which every warp of the
+// row computes for itself.
 template <int kQuads>
-__device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTile& tile, int row, const RowWarps& warps,
-                              PartsOfLane parts, RowLoads<kQuads> loads, RowValue<kQuads>& sum) {
+__device__ RowStats sum_partials(const Flash_kvcache_params& params, const SplitTile& tile, int row,
+                                 const RowWarps& warps, LanePartials partials, RowLoads<kQuads> loads,
+                                 RowValue<kQuads>& sum) {
   const float scale = params.softmax_scale_log2;
   RowStats stats{-INFINITY, 0.0f};
   bool rejected = false;
   sum.clear();
   RowValue<kQuads> values[kBatchedLoads];
 #pragma unroll 1
-  for (int left = tile.last - tile.first + 1;;) {
+  for (int remaining = tile.last - tile.first + 1;;) {
     RowStats own = loads.load_stats();
     loads.load_rows(values);
-    if (parts.slot < 0) own = RowStats{-INFINITY, 0.0f};
+    if (partials.slot < 0) own = RowStats{-INFINITY, 0.0f};
     rejected |= own.rejected();
     const float top = fmaxf(stats.max, warp_max(own.max));
     const float weight = partial_weight(own.max, top, scale);
@@ -174,68 +175,68 @@ __device__ RowStats sum_parts(const Flash_kvcache_params& params, const SplitTil
     stats.max = top;
 #pragma unroll
     for (float4& quad : sum.quads) quad = scaled(correction, quad);
-    const int end = min(warps.first_part() + warps.parts(), left);
+    const int end = min(warps.first_partial() + warps.partials(), remaining);
 #pragma unroll 1
-    for (int j = warps.first_part();;) {
+    for (int j = warps.first_partial();;) {
       add_rows(sum, weight, j, values);
       j += kBatchedLoads;
       if (j >= end) break;
-      RowLoads<kQuads>(params, parts.slot, row, j).load_rows(values);
+      RowLoads<kQuads>(params, partials.slot, row, j).load_rows(values);
     }
-    left -= 32;
-    if (left <= 0) break;
-    parts.next(params, tile);
-    loads = RowLoads<kQuads>(params, parts.slot, row, warps.first_part());
+    remaining -= 32;
+    if (remaining <= 0) break;
+    partials.next(params, tile);
+    loads = RowLoads<kQuads>(params, partials.slot, row, warps.first_partial());
   }
   if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
   return stats;
 }
 
-// All runs of a row in the order of their keys, as KvEpilogue carries them.
+// Ordered reduce: all fixed splits of a row in the order of their keys, as KvEpilogue accumulates them.
 template <int kQuads>
 __device__ RowStats combine_ordered(const Flash_kvcache_params& params, const SplitTile& tile, int row,
                                     RowValue<kQuads>& sum) {
   RowStats stats{};
   for (int base = tile.first; base <= tile.last; base += kBatchedLoads) {
     RowValue<kQuads> values[kBatchedLoads];
-    RowStats run_stats[kBatchedLoads];
+    RowStats split_stats[kBatchedLoads];
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
       if (base + i > tile.last) break;
-      const int64_t slot = tile.tile * params.max_runs + base + i;
-      run_stats[i] = load_stats(params, slot, row);
+      const int64_t slot = tile.tile * params.max_splits + base + i;
+      split_stats[i] = load_stats(params, slot, row);
       load_row(params, slot, row, values[i]);
     }
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
       if (base + i > tile.last) break;
       if (base + i == tile.first) {
-        stats = run_stats[i];
+        stats = split_stats[i];
         sum = values[i];
         continue;
       }
-      RowStats merged = stats;
+      RowStats combined = stats;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
-        merged = stats;
-        combine_partials(merged, sum.quads[quad], run_stats[i], values[i].quads[quad], params.softmax_scale_log2);
+        combined = stats;
+        combine_partials(combined, sum.quads[quad], split_stats[i], values[i].quads[quad], params.softmax_scale_log2);
       }
-      stats = merged;
+      stats = combined;
     }
   }
   return stats;
 }
 
-// Where a row of the result goes.
+// Output addresses of a row.
 template <class Element, int kQuads>
-struct RowPlace {
-  OutputPlace<Element> quads[kQuads];
+struct RowOutput {
+  OutputAddress<Element> quads[kQuads];
 
-  __device__ RowPlace(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
+  __device__ RowOutput(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
     const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      quads[i] = output_place<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
+      quads[i] = output_address<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
     }
   }
 
@@ -253,10 +254,10 @@ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
 }
 
 __device__ bool combines_by_tile(const Flash_kvcache_params& params) {
-  return !params.is_varlen() && kv_has_few_tiles(params.items, params.h_k, params.thread_blocks);
+  return !params.is_varlen() && kv_has_few_tiles(params.work_items, params.h_k, params.thread_blocks);
 }
 
-// All warps have a share of one row; on return the first one has the sum.
+// Sum over the warps of one row; on return the first warp has it.
 template <int kQuads>
 __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -275,7 +276,7 @@ __device__ void sum_warps(float4* shared, RowValue<kQuads>& sum) {
   }
 }
 
-// Tiles that were cut anywhere.
+// After SplitRule::kAnywhere and kEqualSplits.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads, 4)
     decode_combine_kernel(const __grid_constant__ Flash_kvcache_params params) {
@@ -288,37 +289,37 @@ __global__ void __launch_bounds__(kThreads, 4)
       combines_by_tile(params) ? tile_at(params, index, scratch) : tile_split_before(params, index + 1, scratch);
   const int begin = (static_cast<int>(blockIdx.x) - index * blocks) * rows, end = min(begin + rows, tile.rows);
   const bool idle = begin >= end;
-  // The first thread block waits in any case, so that this kernel never ends before the attention has.
+  // The first CTA waits in any case, so that this kernel never ends before the attention has.
   if (idle && blockIdx.x > 0) return;
   const int warp = threadIdx.x / 32;
   const bool splits_row = rows == 1;
   const RowWarps warps = splits_row ? RowWarps{kWarps, warp} : RowWarps{1, 0};
   const int row = min(splits_row ? begin : begin + warp, max(end - 1, 0));
   const bool writes = warps.index == 0 && (splits_row || begin + warp < end);
-  const PartsOfLane parts(params, tile);
-  RowLoads<kQuads> loads(params, parts.slot, row, warps.first_part());
-  loads.settle();
-  const RowPlace<Element, kQuads> place(params, tile, row);
-  if (splits_row) __syncthreads();  // the scratch is done with
+  const LanePartials partials(params, tile);
+  RowLoads<kQuads> loads(params, partials.slot, row, warps.first_partial());
+  loads.materialize();
+  const RowOutput<Element, kQuads> output(params, tile, row);
+  if (splits_row) __syncthreads();  // all reads of the scratch precede its reuse
   wait_for_previous_kernel();
   if (idle) return;
   RowValue<kQuads> sum;
-  const RowStats stats = sum_parts(params, tile, row, warps, parts, loads, sum);
+  const RowStats stats = sum_partials(params, tile, row, warps, partials, loads, sum);
   if (splits_row) sum_warps(reinterpret_cast<float4*>(smem), sum);
-  if (writes) place.store(params, stats, sum);
+  if (writes) output.store(params, stats, sum);
 }
 
-// Tiles that were cut between their runs.
+// After SplitRule::kFixedSplits.
 template <class Element, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     decode_combine_ordered_kernel(const __grid_constant__ Flash_kvcache_params params) {
-  const SplitTile tile = tile_of_runs(params, blockIdx.x);
+  const SplitTile tile = tile_of_fixed_splits(params, blockIdx.x);
   if (tile.rows == 0 && blockIdx.x > 0) return;
   wait_for_previous_kernel();
   for (int row = threadIdx.x / 32; row < tile.rows; row += kWarps) {
     RowValue<kQuads> sum;
     const RowStats stats = combine_ordered(params, tile, row, sum);
-    RowPlace<Element, kQuads>(params, tile, row).store(params, stats, sum);
+    RowOutput<Element, kQuads>(params, tile, row).store(params, stats, sum);
   }
 }
 
@@ -326,9 +327,9 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
-  const int64_t blocks = kv_combine_grid(params.split_points.rule, params.is_varlen(), params.items, params.h_k,
+  const int64_t blocks = kv_combine_grid(params.split_points.rule, params.is_varlen(), params.work_items, params.h_k,
                                          params.thread_blocks, params.slot_rows, params.combines_one_row);
-  if (params.split_points.rule == SplitRule::kChunks) {
+  if (params.split_points.rule == SplitRule::kFixedSplits) {
     return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device,
                             stream, configured_devices);
   }

@@ -1,4 +1,4 @@
-// Where the keys of each request stand, for the families of the forward, which serve calls of many query rows.
+// Key ranges of each request, for the forward's kernel families, which serve calls of many query rows.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -21,16 +21,16 @@ struct KeysArguments {
 __global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_constant__ KeysArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
   const KvRequest request = kv_request(params, blockIdx.x);
-  bool missing = false;
-  if (params.paged.block_table != nullptr && request.served()) {
+  bool invalid = false;
+  if (params.paged.block_table != nullptr && request.is_valid()) {
     const KvRows needed = kv_required_rows(params, request);
-    missing = KvPages(params, request.index).misses(needed.begin, needed.end, threadIdx.x, kThreads);
+    invalid = KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
   }
-  missing = __syncthreads_or(missing);
+  invalid = __syncthreads_or(invalid);
   if (threadIdx.x > 0) return;
   const int sequence_begin = params.paged.block_table != nullptr ? 0 : request.cache_row * arguments.rows_per_sequence;
   arguments.cached_keys[2 * request.index] = sequence_begin + request.first_row;
-  arguments.cached_keys[2 * request.index + 1] = request.served() && !missing ? request.seqlen_k : 0;
+  arguments.cached_keys[2 * request.index + 1] = request.is_valid() && !invalid ? request.seqlen_k : 0;
 }
 
 }  // namespace

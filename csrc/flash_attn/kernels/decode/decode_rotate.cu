@@ -1,4 +1,4 @@
-// Rotated queries, for the families of the forward, which serve calls of many query rows.
+// Rotated queries, for the forward's kernel families, which serve calls of many query rows.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -18,7 +18,7 @@ struct RotateArguments {
   void* rotated;
 };
 
-// Of a row: its pairs, then the columns that are not rotated.
+// Units of work of a row: its rotated pairs, then the columns that are not rotated.
 __host__ __device__ int units_of_row(const Flash_kvcache_params& params) { return params.d - params.rotary.pairs; }
 
 template <class Element>
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_rotate_kernel(const __grid_c
   const int64_t batch = row / params.h / params.seqlen_q;
   if (batch >= params.b) return;
   const KvRequest request = kv_request(params, static_cast<int>(batch));
-  if (!request.served()) return;
+  if (!request.is_valid()) return;
   const int token = static_cast<int>(row / params.h - batch * params.seqlen_q);
   const int head = static_cast<int>(row % params.h);
   const Element* const from = static_cast<const Element*>(params.q_ptr) + batch * params.q_strides.batch +

@@ -1,4 +1,4 @@
-// The schedule of attention against a KV cache, made once for all layers of a step (kv_schedule.h).
+// Makes the schedule of attention over a KV cache once for all layers of a step (kv_schedule.h).
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -19,15 +19,17 @@ struct PlanArguments {
   SchedHeader* schedule;
 };
 
-// What the threads add up: items, or the segments of a packed batch.
-__device__ int units(const Flash_kvcache_params& params) { return params.is_varlen() ? params.b + 2 : params.items; }
+// What the prefix sum runs over: work items, or the segments of a packed batch.
+__device__ int units(const Flash_kvcache_params& params) {
+  return params.is_varlen() ? params.b + 2 : params.work_items;
+}
 
 __device__ int segment_tiles(const Flash_kvcache_params& params, const KvQueries& queries) {
   return (kv_rows(params, queries) + params.tile_rows - 1) / params.tile_rows;
 }
 
 __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
-  if (!params.is_varlen()) return kv_item_work(params, unit);
+  if (!params.is_varlen()) return work_item_blocks(params, unit);
   const KvQueries queries = kv_queries<true>(params, unit - 1);
   const KvRequest request = packed_request(params, unit);
   int64_t work = 0;
@@ -37,23 +39,23 @@ __device__ int64_t unit_work(const Flash_kvcache_params& params, int unit) {
   return work;
 }
 
-// The item of a unit, which begins at record.item_begin, that holds `target`.
-__device__ void set_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& record) {
-  record.item = unit;
+// The work item of `unit`, which begins at entry.work_item_begin, that holds n_block `target`.
+__device__ void set_work_item(const Flash_kvcache_params& params, int unit, int64_t target, SchedEntry& entry) {
+  entry.work_item = unit;
   if (!params.is_varlen()) return;
   const KvQueries queries = kv_queries<true>(params, unit - 1);
   const KvRequest request = packed_request(params, unit);
   int tile = 0;
   for (; tile + 1 < segment_tiles(params, queries); ++tile) {
-    const int64_t next = record.item_begin + kv_work(params, queries, tile, request.seqlen_k);
+    const int64_t next = entry.work_item_begin + kv_work(params, queries, tile, request.seqlen_k);
     if (next > target) break;
-    record.item_begin = next;
+    entry.work_item_begin = next;
   }
-  record.item = packed_first_item(params, queries, unit) + tile;
+  entry.work_item = packed_first_work_item(params, queries, unit) + tile;
 }
 
-// The item at `target` of the line: first the thread whose units hold it, then the unit among those.
-__device__ SchedEntry record_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
+// The work item at n_block `target` of the linearised work: first the thread whose units hold it, then the unit.
+__device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t* ends, int64_t target) {
   int low = 0, high = kThreads - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -63,17 +65,17 @@ __device__ SchedEntry record_at(const Flash_kvcache_params& params, const int64_
       low = middle + 1;
     }
   }
-  SchedEntry record;
-  record.item_begin = low > 0 ? ends[low - 1] : 0;
-  const KvItems own(units(params), low, kThreads);
+  SchedEntry entry;
+  entry.work_item_begin = low > 0 ? ends[low - 1] : 0;
+  const WorkItemRange own(units(params), low, kThreads);
   int unit = own.begin;
   for (; unit + 1 < own.end; ++unit) {
-    const int64_t next = record.item_begin + unit_work(params, unit);
+    const int64_t next = entry.work_item_begin + unit_work(params, unit);
     if (next > target) break;
-    record.item_begin = next;
+    entry.work_item_begin = next;
   }
-  set_item(params, unit, target, record);
-  return record;
+  set_work_item(params, unit, target, entry);
+  return entry;
 }
 
 __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
@@ -81,20 +83,20 @@ __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_con
   const Flash_kvcache_params& params = arguments.params;
   int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
   if (params.is_varlen()) prepare_varlen(params);
-  const KvItems own(units(params), threadIdx.x, kThreads);
+  const WorkItemRange own(units(params), threadIdx.x, kThreads);
   int64_t work = 0;
   for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);
   int64_t total = 0;
   ends[threadIdx.x] = block_prefix_sum(work, ends + kThreads, total);
   __syncthreads();
-  const int64_t share = blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
-  if (threadIdx.x == 0) *arguments.schedule = SchedHeader{share, total};
-  SchedEntry* const records = reinterpret_cast<SchedEntry*>(arguments.schedule + 1);
+  const int64_t cta_blocks = blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
+  if (threadIdx.x == 0) *arguments.schedule = SchedHeader{cta_blocks, total};
+  SchedEntry* const entries = reinterpret_cast<SchedEntry*>(arguments.schedule + 1);
   for (int i = threadIdx.x; i < params.thread_blocks; i += kThreads) {
-    SchedEntry record;
-    record.item = params.items;
-    if (i * share < total) record = record_at(params, ends, i * share);
-    records[i] = record;
+    SchedEntry entry;
+    entry.work_item = params.work_items;
+    if (i * cta_blocks < total) entry = entry_at(params, ends, i * cta_blocks);
+    entries[i] = entry;
   }
 }
 

@@ -1,6 +1,5 @@
-// The end of a run of key blocks: the groups' results are merged through the spare stages of their rings and become
-// output rows, a partial result in the workspace, a sum that is carried to the tile's next run, or one of two halves
-// that a pair of thread blocks merges.
+// End of a split: the warp groups' results are combined through the free stages of their K/V rings and become output
+// rows, a partial result in the workspace, a sum to accumulate the next split onto, or a DSMEM half of a 2-CTA cluster.
 #pragma once
 
 #include "kernels/common/partial.h"
@@ -11,7 +10,7 @@
 namespace flash {
 namespace decode {
 
-// What becomes of a run.
+// What becomes of a split's result.
 enum class PartialKind { kOutput, kPartial, kAccumulate, kHalf };
 
 template <class Config>
@@ -25,11 +24,11 @@ struct KvEpilogue {
   const Flash_kvcache_params& params;
   const WorkPart& part;
   const KvRing<Config>& ring;
-  RowStats* const stats;  // shared: (kGroups + 1, 16), the last ones of what is carried
+  RowStats* const stats;  // shared: (kGroups + 1, 16), the last row for the accumulated sum
 
-  // All threads together. slot: of the workspace, for partial results and what is carried; accumulates: an earlier run
-  // of the tile left a sum there.
-  __device__ __forceinline__ void finish(Mainloop& mainloop, PartialKind end, int64_t slot, bool accumulates) const {
+  // All threads together. slot: of the workspace, for partial and accumulated results; accumulates: the previous split
+  // of the tile left its sum there.
+  __device__ __forceinline__ void finish(Mainloop& mainloop, PartialKind kind, int64_t slot, bool accumulates) const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
 #pragma unroll
@@ -38,42 +37,42 @@ struct KvEpilogue {
       for (int mi = 0; mi < Config::kRowTiles; ++mi) {
         const int first = (row_warp * Config::kRowTiles + mi) * 16;
         if (first >= rows) break;
-        if (row_warp == ring.row_warp()) show(mainloop, mi, rows - first);
+        if (row_warp == ring.row_warp()) stage_result(mainloop, mi, rows - first);
         if (accumulates && threadIdx.x < min(rows - first, 16)) {
           stats[Config::kGroups * 16 + threadIdx.x] = accumulated_stats(slot, first + threadIdx.x);
         }
         __syncthreads();
-        merge(queries, first, min(rows - first, 16), end, slot, accumulates);
+        combine_groups(queries, first, min(rows - first, 16), kind, slot, accumulates);
         __syncthreads();
       }
     }
   }
 
-  // The tile of at most 16 rows that a pair of thread blocks has shown to each other. Each finishes every other
-  // kThreads pieces of it.
+  // The tile of at most 16 rows whose halves the two CTAs of the cluster hold in shared memory. Each finishes every
+  // other kThreads vectors of it.
   __device__ __forceinline__ void combine_halves() const {
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     const int rows = min(kv_rows(params, queries) - part.row_tile * Config::kRows, Config::kRows);
     for (int i = ClusterPair::rank() * Config::kThreads + threadIdx.x; i < rows * kQuads; i += 2 * Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       RowStats total = ClusterPair::at(half_stats(), 0)[row];
-      float4 value = *ClusterPair::at(half(row, col), 0);
-      combine_partials(total, value, ClusterPair::at(half_stats(), 1)[row], *ClusterPair::at(half(row, col), 1),
+      float4 value = *ClusterPair::at(half_o(row, col), 0);
+      combine_partials(total, value, ClusterPair::at(half_stats(), 1)[row], *ClusterPair::at(half_o(row, col), 1),
                        params.softmax_scale_log2);
       write_output(queries, row, col, total, value);
     }
   }
 
  private:
-  // A row's 8-column groups are permuted, against bank conflicts.
-  __device__ __forceinline__ static int place(int row, int col) {
+  // The 8-column vectors of a row are swizzled against bank conflicts.
+  __device__ __forceinline__ static int smem_offset(int row, int col) {
     return row * kHeadDim + (col / 8 ^ (row & kKeyMask)) * 8 + col % 8;
   }
 
-  // MMA tile mi of this warp to its group's spare stage, as far as it has rows.
-  __device__ __forceinline__ void show(Mainloop& mainloop, int mi, int rows) const {
+  // Stores MMA tile mi of this warp, as far as it has rows, to its group's free stage.
+  __device__ __forceinline__ void stage_result(Mainloop& mainloop, int mi, int rows) const {
     const int lane = threadIdx.x % 32;
-    float* const to = ring.spare_stage(ring.group());
+    float* const to = ring.free_stage(ring.group());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (8 * half >= rows) break;
@@ -81,7 +80,7 @@ struct KvEpilogue {
 #pragma unroll
       for (int ni = 0; ni < kHeadDim / 8; ++ni) {
         const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
-        *reinterpret_cast<float2*>(to + place(row, ni * 8 + lane % 4 * 2)) = pair;
+        *reinterpret_cast<float2*>(to + smem_offset(row, ni * 8 + lane % 4 * 2)) = pair;
       }
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
       if (lane % 4 == 0) {
@@ -91,8 +90,8 @@ struct KvEpilogue {
     }
   }
 
-  __device__ __forceinline__ void merge(const KvQueries& queries, int first, int rows, PartialKind end, int64_t slot,
-                                        bool accumulates) const {
+  __device__ __forceinline__ void combine_groups(const KvQueries& queries, int first, int rows, PartialKind kind,
+                                                 int64_t slot, bool accumulates) const {
     const float scale = params.softmax_scale_log2;
     for (int i = threadIdx.x; i < rows * kQuads; i += Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
@@ -100,15 +99,15 @@ struct KvEpilogue {
       float4 value = combined_groups(row, col, scale, total);
       if (accumulates) {
         RowStats sum = stats[Config::kGroups * 16 + row];
-        float4 carried = *reinterpret_cast<const float4*>(partial_row(slot, first + row) + col);
-        combine_partials(sum, carried, total, value, scale);
+        float4 accumulated = *reinterpret_cast<const float4*>(partial_row(slot, first + row) + col);
+        combine_partials(sum, accumulated, total, value, scale);
         total = sum;
-        value = carried;
+        value = accumulated;
       }
-      if (end == PartialKind::kOutput) {
+      if (kind == PartialKind::kOutput) {
         write_output(queries, first + row, col, total, value);
-      } else if (Config::kMayCluster && end == PartialKind::kHalf) {
-        *half(row, col) = value;
+      } else if (Config::kMayCluster && kind == PartialKind::kHalf) {
+        *half_o(row, col) = value;
         if (col == 0) half_stats()[row] = total;
       } else {
         *reinterpret_cast<float4*>(partial_row(slot, first + row) + col) = value;
@@ -120,10 +119,10 @@ struct KvEpilogue {
     }
   }
 
-  // What this thread block shows to the other one of its pair lies in a stage: after the only part of its stretch all
-  // of them are free, or hold at this place what this thread has just read.
-  __device__ __forceinline__ float4* half(int row, int col) const {
-    return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + place(row, col));
+  // This CTA's half lies in a K/V stage: after the only part of its range all stages are free, or hold at this offset
+  // what this thread has just read.
+  __device__ __forceinline__ float4* half_o(int row, int col) const {
+    return reinterpret_cast<float4*>(reinterpret_cast<float*>(ring.first_stage()) + smem_offset(row, col));
   }
   __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
@@ -142,8 +141,8 @@ struct KvEpilogue {
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
       const float weight = partial_weight(group[g].max, total.max, scale);
-      const float4 part = *reinterpret_cast<const float4*>(ring.spare_stage(g) + place(row, col));
-      value = add_scaled(value, weight, part);
+      const float4 partial = *reinterpret_cast<const float4*>(ring.free_stage(g) + smem_offset(row, col));
+      value = add_scaled(value, weight, partial);
       total.sum = __fmaf_rn(weight, group[g].sum, total.sum);
     }
     if (rejected) total.sum = RowStats::kRejected;

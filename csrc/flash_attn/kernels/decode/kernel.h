@@ -1,4 +1,4 @@
-// The KV-cache kernel of the mma.sync family: every thread block works through its stretch of key blocks.
+// The decode kernel of the mma.sync family: every CTA computes its range of the linearised n_blocks.
 #pragma once
 
 #include "kernels/common/dropout.h"
@@ -8,17 +8,18 @@
 namespace flash {
 namespace decode {
 
-// Blocks that are summed before they are merged: a whole part, or a stretch between two fixed places.
+// End of the n_blocks that are accumulated in registers before they are combined: the whole work part, or in
+// batch-invariant mode one fixed 512-key split of it.
 template <class Config>
-__device__ __forceinline__ int run_end(const Flash_kvcache_params& params, const WorkPart& part, int begin) {
-  if (Config::kPlain || params.run_blocks == kUnbounded) return part.block_end();
-  const int64_t next_run = (static_cast<int64_t>(begin) / params.run_blocks + 1) * params.run_blocks;
-  return static_cast<int>(min(next_run, static_cast<int64_t>(part.block_end())));
+__device__ __forceinline__ int split_end(const Flash_kvcache_params& params, const WorkPart& part, int begin) {
+  if (Config::kPlain || params.split_blocks == kUnbounded) return part.block_end();
+  const int64_t next_split = (static_cast<int64_t>(begin) / params.split_blocks + 1) * params.split_blocks;
+  return static_cast<int>(min(next_split, static_cast<int64_t>(part.block_end())));
 }
 
-// What becomes of a run [begin, end) of a part, and where.
+// Where the result of n_blocks [begin, end) of a work part goes.
 struct PartialLocation {
-  PartialKind end;
+  PartialKind kind;
   int64_t slot;
 };
 
@@ -26,39 +27,40 @@ template <class Config>
 __device__ __forceinline__ PartialLocation partial_location(const Flash_kvcache_params& params,
                                                             const KvRing<Config>& ring, const WorkPart& part, int begin,
                                                             int end) {
-  if (!Config::kPlain && params.split_points.rule == SplitRule::kChunks) {
-    const int run = begin / params.run_blocks;
-    if (part.empty() || (part.end_block - 1) / params.run_blocks == part.first_block / params.run_blocks) {
+  if (!Config::kPlain && params.split_points.rule == SplitRule::kFixedSplits) {
+    const int split = begin / params.split_blocks;
+    if (part.empty() || (part.end_block - 1) / params.split_blocks == part.first_block / params.split_blocks) {
       return {PartialKind::kOutput, 0};
     }
-    const int64_t item = static_cast<int64_t>(part.request.index) * params.row_tiles + part.row_tile;
-    return {PartialKind::kPartial, (item * params.h_k + part.head) * params.max_runs + run};
+    const int64_t work_item = static_cast<int64_t>(part.request.index) * params.row_tiles + part.row_tile;
+    return {PartialKind::kPartial, (work_item * params.h_k + part.head) * params.max_splits + split};
   }
   if (Config::kMayCluster && params.in_clusters &&
-      kv_is_cluster_half(part.segment, part.count(), ring.walk.share, blockIdx.x)) {
+      kv_is_cluster_half(part.span, part.count(), ring.work.cta_blocks, blockIdx.x)) {
     return {PartialKind::kHalf, 0};
   }
-  if (!part.whole()) return {PartialKind::kPartial, kv_slot(blockIdx.x, part.segment)};
+  if (!part.whole()) return {PartialKind::kPartial, kv_slot(blockIdx.x, part.span)};
   if (Config::kPlain) return {PartialKind::kOutput, 0};
   return {end < part.block_end() ? PartialKind::kAccumulate : PartialKind::kOutput, blockIdx.x};
 }
 
-// Do rows that the request needs, but that none of its row tiles before or after this one loads here, lie outside of
-// the pool? Every tile of a request has to come to the same verdict. All threads together.
+// Whether rows that the request needs outside of this tile's n_blocks lie in invalid pages: every tile of a request has
+// to come to the same verdict. The tile's first part checks the rows before it, the last one those after it. All
+// threads together.
 __device__ __forceinline__ bool has_invalid_page_beside(const Flash_kvcache_params& params, const WorkPart& part) {
-  if (params.paged.block_table == nullptr || params.is_varlen() || !part.request.served()) return false;
+  if (params.paged.block_table == nullptr || params.is_varlen() || !part.request.is_valid()) return false;
   const KvRows needed = kv_required_rows(params, part.request);
   const KvPages pages(params, part.request.index);
-  bool missing = false;
-  if (part.segment.from == 0) {
+  bool invalid = false;
+  if (part.span.from == 0) {
     const int first = min(part.request.first_row + part.first_block * params.block_n, needed.end);
-    missing |= pages.misses(needed.begin, first, threadIdx.x, blockDim.x);
+    invalid |= pages.has_invalid_page(needed.begin, first, threadIdx.x, blockDim.x);
   }
-  if (part.segment.to == part.count()) {
+  if (part.span.to == part.count()) {
     const int last = max(part.request.first_row + part.end_block * params.block_n, needed.begin);
-    missing |= pages.misses(last, needed.end, threadIdx.x, blockDim.x);
+    invalid |= pages.has_invalid_page(last, needed.end, threadIdx.x, blockDim.x);
   }
-  return __syncthreads_or(missing);
+  return __syncthreads_or(invalid);
 }
 
 template <class Config>
@@ -69,42 +71,42 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* const q_rows = reinterpret_cast<Element*>(smem);
   RowStats* const stats = reinterpret_cast<RowStats*>(smem + Config::kStatsAt);
 
-  // The kernel that appends writes new rows alone, for which the ring waits.
+  // The append kernel writes new rows alone: the ring waits for it where it reads these.
   if (params.seqlen_new == 0) wait_for_previous_kernel();
   KvRing<Config> ring(params, find_cta_work(params, blockIdx.x, reinterpret_cast<int64_t*>(smem + Config::kScratchAt)),
                       smem);
   KvMainloop<Config> mainloop(params, ring, q_rows);
   const WorkPart& part = mainloop.part;
-  int block = 0, begin = 0, end = 0;  // of the run under way
-  bool carries = false;               // the run before left a sum
-  bool has_cluster_half = false;      // of a tile that the other thread block of the pair has the rest of
+  int block = 0, begin = 0, end = 0;  // of the current split
+  bool accumulates = false;           // the previous split left a sum in the workspace
+  bool has_cluster_half = false;      // the other CTA of the cluster has the rest of that tile
   while (ring.advance()) {
     if (block == end) {
-      if (Config::kPlain || block == part.block_end()) {  // and not only a run of a part
+      if (Config::kPlain || block == part.block_end()) {  // a new work part, not another fixed split of it
         mainloop.enter_tile(ring.next_part());
         if (!ring.loads_query()) KvQuery<Config>{params, part, q_rows}.load();
         mainloop.has_invalid_page |= has_invalid_page_beside(params, part);
         block = part.block_begin();
       }
       begin = block;
-      end = run_end<Config>(params, part, begin);
-      mainloop.begin_run();
+      end = split_end<Config>(params, part, begin);
+      mainloop.begin_split();
     }
     ring.wait();
-    if (ring.loads_query() && block == begin) __syncthreads();  // every thread brought some of it
+    if (ring.loads_query() && block == begin) __syncthreads();  // every thread copied some of it
     mainloop.step(block);
     ring.release();
     if (++block < end) continue;
-    const PartialLocation place = partial_location<Config>(params, ring, part, begin, end);
-    KvEpilogue<Config>{params, part, ring, stats}.finish(mainloop, place.end, place.slot, carries);
-    carries = place.end == PartialKind::kAccumulate;
-    has_cluster_half = place.end == PartialKind::kHalf;
+    const PartialLocation location = partial_location<Config>(params, ring, part, begin, end);
+    KvEpilogue<Config>{params, part, ring, stats}.finish(mainloop, location.kind, location.slot, accumulates);
+    accumulates = location.kind == PartialKind::kAccumulate;
+    has_cluster_half = location.kind == PartialKind::kHalf;
   }
   ring.finish();
   if (Config::kMayCluster && params.in_clusters) {
-    ClusterPair::sync();  // all pairs: with a plan of other lengths only one of the two may have a half
+    ClusterPair::sync();  // all clusters: under a stale schedule only one of the two CTAs may have a half
     if (has_cluster_half) KvEpilogue<Config>{params, part, ring, stats}.combine_halves();
-    ClusterPair::sync();  // before what the other one reads is gone
+    ClusterPair::sync();  // DSMEM must outlive the other CTA's reads
   }
   if (params.dropout.rng_state != nullptr) store_rng_state(params.dropout);  // of a forward
 }

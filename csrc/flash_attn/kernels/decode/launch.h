@@ -1,4 +1,4 @@
-// Launches of the mma.sync attention against a KV cache: the attention and, where tiles may be cut, their merge.
+// Launches of the mma.sync decode kernel: the attention and, where tiles may be split, the combine.
 #pragma once
 
 #include "kernels/common/launch.h"
@@ -30,14 +30,14 @@ cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_t stream) {
-  Flash_kvcache_params params = call;  // the merge has to know how the attention was launched
+  Flash_kvcache_params params = call;  // the combine has to know how the attention was launched
   cudaError_t status = cudaErrorInvalidValue;
   if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
   if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);
   if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
     if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
-  if (status != cudaSuccess || !params.merges) return status;
+  if (status != cudaSuccess || !params.combines) return status;
   return run_decode_combine_<kDtype>(params, stream);
 }
 

@@ -1,5 +1,5 @@
-// The tile loop of the KV-cache kernel: S = Q K^T, online softmax, O += P V, one step of keys a warp at a time. Groups
-// of warps walk the same blocks of keys, each its own part of them, and meet only when a run of blocks is merged.
+// Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V, a warp takes one step of keys at a time. Warp
+// groups visit the same n_blocks, each its own keys of them, and meet only when a split is combined.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,11 +30,11 @@ struct KvMainloop {
 
   Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
   ExactSoftmax<kRows> softmax;
-  bool has_invalid_page = false;  // some key so far lies in a page outside of the pool
+  bool has_invalid_page = false;  // some key so far lies in an invalid page
 
   WorkPart part;
   KvTokens tokens;
-  // Keys [full_begin, full_end) are visible to every row of the tile.
+  // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
 
@@ -52,12 +52,12 @@ struct KvMainloop {
     has_invalid_page = part.request.rejected;
   }
 
-  __device__ __forceinline__ void begin_run() {
+  __device__ __forceinline__ void begin_split() {
     cute::clear(acc_o);
     softmax.clear();
   }
 
-  // The step of the ring that has landed, of key block `block`.
+  // The current step of the ring, of n_block `block`.
   __device__ __forceinline__ void step(int block) {
     using namespace cute;
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
@@ -91,9 +91,9 @@ struct KvMainloop {
   template <class Acc>
   __device__ __forceinline__ void multiply_q_k(Acc& acc_s) const {
     const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
-    const int q_state = lane() / 16 ^ Swizzle::key(lane() % 16);
+    const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
     const int k_row = lane() % 8 + lane() / 16 * 8;
-    const int k_state = lane() / 8 % 2 ^ Swizzle::key(k_row);
+    const int k_vector = lane() / 8 % 2 ^ Swizzle::key(k_row);
     const Element* const q = q_rows + q_row * Config::kHeadDim;
     const Element* const k = ring.k_stage() + k_row * Config::kHeadDim;
 #pragma unroll
@@ -101,12 +101,12 @@ struct KvMainloop {
       uint32_t a[Config::kRowTiles][4];
 #pragma unroll
       for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_state, 2 * slice) * 8);
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_vector, 2 * slice) * 8);
       }
 #pragma unroll
       for (int pair = 0; pair < Config::kStep / 16; ++pair) {
         uint32_t b[4];
-        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_state, 2 * slice) * 8);
+        load_matrices(b, k + pair * 16 * Config::kHeadDim + Swizzle::next(k_vector, 2 * slice) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_s, mi, 2 * pair), a[mi], b[0], b[1], Element{});
@@ -119,7 +119,7 @@ struct KvMainloop {
   template <class Acc>
   __device__ __forceinline__ void multiply_p_v(const Acc& acc_s) {
     const int v_row = lane() % 16;
-    const int v_state = lane() / 16 ^ Swizzle::key(v_row);
+    const int v_vector = lane() / 16 ^ Swizzle::key(v_row);
     const Element* const v = ring.v_stage() + v_row * Config::kHeadDim;
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
@@ -135,7 +135,7 @@ struct KvMainloop {
 #pragma unroll
       for (int pair = 0; pair < kSlices; ++pair) {
         uint32_t b[4];
-        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_state, 2 * pair) * 8);
+        load_matrices_transposed(b, v + slice * 16 * Config::kHeadDim + Swizzle::next(v_vector, 2 * pair) * 8);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) {
           multiply(square(acc_o, mi, 2 * pair), a[mi], b[0], b[1], Element{});

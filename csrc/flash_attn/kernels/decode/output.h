@@ -1,4 +1,4 @@
-// Finished rows of attention against a KV cache: normalised, converted and written, with their LSE.
+// Final rows of attention over a KV cache: normalised, converted and stored, with their LSE.
 #pragma once
 
 #include "kernels/common/convert.h"
@@ -9,48 +9,49 @@
 namespace flash {
 namespace decode {
 
-// Where four columns of a row go. Worked out apart from the result, which a kernel may have to wait for.
+// Address of four columns of a row. Apart from the result, so that a kernel can compute it before a wait.
 template <class Element>
-struct OutputPlace {
+struct OutputAddress {
   Element* to = nullptr;
-  float* lse = nullptr;  // of the thread of column 0
-  int cols = 0;          // of the four that exist
-  bool vector = false;   // written in one piece
+  float* lse = nullptr;  // only for the thread of column 0
+  int cols = 0;          // how many of the four exist
+  bool vector = false;   // stored as one 8-byte vector
 };
 
 template <class Element>
-__device__ __forceinline__ OutputPlace<Element> output_place(const Flash_kvcache_params& params,
-                                                             const KvQueries& queries, const PackedRow& row, int col) {
-  OutputPlace<Element> place;
+__device__ __forceinline__ OutputAddress<Element> output_address(const Flash_kvcache_params& params,
+                                                                 const KvQueries& queries, const PackedRow& row,
+                                                                 int col) {
+  OutputAddress<Element> address;
   const int token = queries.first + row.token;
-  place.to = static_cast<Element*>(params.o_ptr) + queries.batch * params.o_strides.batch +
-             token * params.o_strides.row + row.head * params.o_strides.head + col;
-  place.cols = min(params.d - col, 4);
-  place.vector = params.o_vectors && place.cols > 0;
+  address.to = static_cast<Element*>(params.o_ptr) + queries.batch * params.o_strides.batch +
+               token * params.o_strides.row + row.head * params.o_strides.head + col;
+  address.cols = min(params.d - col, 4);
+  address.vector = params.o_vectors && address.cols > 0;
   if (col == 0) {
-    place.lse =
+    address.lse =
         params.softmax_lse_ptr + (static_cast<int64_t>(queries.batch) * params.h + row.head) * params.seqlen_q + token;
   }
-  return place;
+  return address;
 }
 
 template <class Element>
-__device__ __forceinline__ void store_output(const OutputPlace<Element>& place, float scale_log2, const RowStats& stats,
-                                             const float4& value) {
+__device__ __forceinline__ void store_output(const OutputAddress<Element>& address, float scale_log2,
+                                             const RowStats& stats, const float4& value) {
   const float factor = output_factor(stats);
-  // A row that counts as unseen is 0 even where its sum is not a number.
+  // A fully masked or rejected row is 0 even where its sum is NaN.
   const float4 result = factor == 0.0f ? float4{} : scaled(factor, value);
   const uint2 packed{pack_pair(result.x, result.y, Element{}), pack_pair(result.z, result.w, Element{})};
-  if (place.vector) {
-    *reinterpret_cast<uint2*>(place.to) = packed;
+  if (address.vector) {
+    *reinterpret_cast<uint2*>(address.to) = packed;
   } else {
     const Element* const elements = reinterpret_cast<const Element*>(&packed);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < place.cols) place.to[i] = elements[i];
+      if (i < address.cols) address.to[i] = elements[i];
     }
   }
-  if (place.lse != nullptr) *place.lse = natural_lse(stats, scale_log2);
+  if (address.lse != nullptr) *address.lse = natural_lse(stats, scale_log2);
 }
 
 // Four columns of a row; the thread of column 0 also writes the LSE.
@@ -58,7 +59,7 @@ template <class Element>
 __device__ __forceinline__ void write_output_row(const Flash_kvcache_params& params, const KvQueries& queries,
                                                  const PackedRow& row, int col, const RowStats& stats,
                                                  const float4& value) {
-  store_output(output_place<Element>(params, queries, row, col), params.softmax_scale_log2, stats, value);
+  store_output(output_address<Element>(params, queries, row, col), params.softmax_scale_log2, stats, value);
 }
 
 }  // namespace decode

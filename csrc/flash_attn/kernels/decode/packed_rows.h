@@ -17,12 +17,12 @@ __device__ __forceinline__ PackedRow packed_row(const Flash_kvcache_params& para
   return {token, head_k * params.h_h_k_ratio + row - token * params.h_h_k_ratio};
 }
 
-// Coordinates of a warp's accumulator for masks and biases, whose rows are query tokens. Worked out where they are
-// used, so that they take no registers elsewhere.
+// Accumulator coordinates of a warp for masks and biases, whose rows are query tokens. Computed where they are used, so
+// that they take no registers elsewhere.
 struct PackedCoords {
   const FastDiv& group;
   int row0;    // packed row of the warp's accumulator row 0
-  int token0;  // tokens are counted from this one
+  int token0;  // row() counts tokens from this one
 
   __device__ __forceinline__ int packed(int mi) const {
     return row0 + threadIdx.x % 32 / 4 + (mi % 2) * 8 + (mi / 2) * 16;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void modify_packed_scores(Scores& scores, const Flash
   if (params.alibi_slopes_ptr == nullptr) return;
 #pragma unroll
   for (int mi = 0; mi < size<0>(scores); ++mi) {
-    // Rows beyond the last one have no head; any will do.
+    // Rows beyond the last one have no head; any slope will do.
     const PackedRow row = packed_row(params, head_k, coords.packed(mi));
     mod.slope_log2 = ScoreMod::head_slope_log2(params, batch, min(row.head, params.h - 1));
     const int diagonal = diagonal0 + coords.row(mi);

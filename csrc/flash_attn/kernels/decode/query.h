@@ -1,10 +1,10 @@
-// The packed query rows of a tile into shared memory, rotated where the call asks for it.
+// Loads the packed query rows of a tile into shared memory, rotated where the call asks for it.
 #pragma once
 
 #include "kernels/decode/config.h"
 #include "kernels/decode/packed_rows.h"
 #include "kernels/decode/rotary.h"
-#include "kernels/decode/work_walk.h"
+#include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
@@ -19,27 +19,27 @@ struct KvQuery {
   const WorkPart& part;
   Element* const smem;  // (kRows, kHeadDim)
 
-  // All threads together; on return the rows are visible to all of them. Rows that do not exist are zeros.
+  // All threads together; on return the rows are visible to all of them. Missing rows are zeros.
   __device__ __forceinline__ void load() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
-    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
-      const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
+    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kVectors; i += Config::kThreads) {
+      const int row = i / Swizzle::kVectors, vector = i % Swizzle::kVectors;
       uint4 value{};
-      if (row < rows && chunk * 8 < params.d) value = read_chunk(row, chunk * 8);
-      *reinterpret_cast<uint4*>(smem + place(row, chunk * 8)) = value;
+      if (row < rows && vector * 8 < params.d) value = read_vector(row, vector * 8);
+      *reinterpret_cast<uint4*>(smem + smem_offset(row, vector * 8)) = value;
     }
     __syncthreads();
-    if (Config::kPlain || params.rotary.cos_ptr == nullptr || !part.request.served()) return;
+    if (Config::kPlain || params.rotary.cos_ptr == nullptr || !part.request.is_valid()) return;
     rotate(rows);
     __syncthreads();
   }
 
-  // As part of every thread's next group of copies; nothing is rotated.
+  // In every thread's next cp.async group; without rotary.
   __device__ __forceinline__ void copy_async() const {
     const int rows = min(kv_rows(params, queries()) - first_row(), Config::kRows);
-    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kChunks; i += Config::kThreads) {
-      const int row = i / Swizzle::kChunks, chunk = i % Swizzle::kChunks;
-      copy16_async(smem + place(row, chunk * 8), row_chunk(min(row, rows - 1), chunk * 8), row < rows);
+    for (int i = threadIdx.x; i < Config::kRows * Swizzle::kVectors; i += Config::kThreads) {
+      const int row = i / Swizzle::kVectors, vector = i % Swizzle::kVectors;
+      copy16_async(smem + smem_offset(row, vector * 8), row_vector(min(row, rows - 1), vector * 8), row < rows);
     }
   }
 
@@ -50,19 +50,19 @@ struct KvQuery {
 
   __device__ __forceinline__ int first_row() const { return part.row_tile * Config::kRows; }
 
-  __device__ __forceinline__ static int place(int row, int col) {
+  __device__ __forceinline__ static int smem_offset(int row, int col) {
     return row * Config::kHeadDim + (col / 8 ^ Swizzle::key(row)) * 8 + col % 8;
   }
 
-  __device__ __forceinline__ const Element* row_chunk(int row, int col) const {
+  __device__ __forceinline__ const Element* row_vector(int row, int col) const {
     const PackedRow at = packed_row(params, part.head, first_row() + row);
     const KvQueries rows = queries();
     return static_cast<const Element*>(params.q_ptr) + rows.batch * params.q_strides.batch +
            (rows.first + at.token) * params.q_strides.row + at.head * params.q_strides.head + col;
   }
 
-  __device__ __forceinline__ uint4 read_chunk(int row, int col) const {
-    const Element* const from = row_chunk(row, col);
+  __device__ __forceinline__ uint4 read_vector(int row, int col) const {
+    const Element* const from = row_vector(row, col);
     if (Config::kPlain || params.q_vectors) return *reinterpret_cast<const uint4*>(from);
     uint4 value{};
     Element* const elements = reinterpret_cast<Element*>(&value);
@@ -79,8 +79,8 @@ struct KvQuery {
       const int row = i / rotary.pairs, pair = i - row * rotary.pairs;
       const int token = rotary.one_position ? 0 : params.group.divide(first_row() + row);
       const RotaryPair cols = rotary_pair(rotary, pair);
-      rotate_pair(rotary, part.request.cached + token, pair, smem[place(row, cols.first)],
-                  smem[place(row, cols.second)]);
+      rotate_pair(rotary, part.request.cached + token, pair, smem[smem_offset(row, cols.first)],
+                  smem[smem_offset(row, cols.second)]);
     }
   }
 };

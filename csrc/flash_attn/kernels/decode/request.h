@@ -1,4 +1,4 @@
-// One request of a batch against a KV cache: where its rows lie, which keys it has, and whether it can be served.
+// One request of a batch over a KV cache: where its rows lie, which keys it has, and whether it is valid.
 #pragma once
 
 #include "core/block_range.h"
@@ -10,17 +10,17 @@ namespace flash {
 namespace decode {
 
 struct KvRequest {
-  int index = 0;  // in the batch, and of its row of the block table; a packed batch has rows before 0 and after b - 1
-  int cache_row = 0;  // of a cache that is not paged
-  int first_row = 0;  // of the cache, that counts as key 0
-  int seqlen_k = 0;   // keys, the new ones included
-  int cached = 0;     // rows before the new ones, and the rotary position of the first query
-  // The request has lengths, but something else about it lies outside its tensor: it is computed without being read,
-  // and its result is replaced. (Lengths alone decide the schedule, which a plan may have made before.)
+  int index = 0;      // in the batch, and row of the block table; a packed batch has rows before 0 and after b - 1
+  int cache_row = 0;  // index in a cache that is not paged
+  int first_row = 0;  // row of the cache that is key 0
+  int seqlen_k = 0;   // keys, the appended ones included
+  int cached = 0;     // rows before the appended ones, and the rotary position of the first query
+  // The lengths fit, but something else of the request lies outside its tensor: it is computed without being read, and
+  // its result is replaced. (Lengths alone decide the schedule, which may have been made before.)
   bool rejected = false;
   bool fits = false;  // false: padding, or lengths beyond the cache; such a request has no keys
 
-  __device__ __forceinline__ bool served() const { return fits && !rejected; }
+  __device__ __forceinline__ bool is_valid() const { return fits && !rejected; }
 };
 
 // Rows cached before the call.
@@ -95,7 +95,7 @@ __device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params
   return {params.group.divide(first), params.group.divide(last) + 1};
 }
 
-// Key blocks of a tile in the line of work, without regard to its interior; they depend on lengths and sizes alone.
+// n_blocks that a tile visits, masked or not; by lengths and sizes alone.
 __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& params, const KvQueries& queries,
                                                int row_tile, int seqlen_k) {
   const int shift = __ffs(params.block_n) - 1;  // a power of two
@@ -111,36 +111,36 @@ __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& param
   return range.end > range.begin ? range : BlockRange{};
 }
 
-// Places of a row tile in the line, of all heads.
+// n_blocks of a row tile in the linearised work, of all heads.
 __device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, const KvQueries& queries, int row_tile,
                                            int seqlen_k) {
   return static_cast<int64_t>(params.h_k) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
 }
 
 // Of a dense batch.
-__device__ __forceinline__ int64_t kv_item_work(const Flash_kvcache_params& params, int item) {
-  const int index = item / params.row_tiles;
+__device__ __forceinline__ int64_t work_item_blocks(const Flash_kvcache_params& params, int work_item) {
+  const int index = work_item / params.row_tiles;
   const KvRequest request = kv_request(params, index);
-  return kv_work(params, kv_queries<false>(params, index), item - index * params.row_tiles, request.seqlen_k);
+  return kv_work(params, kv_queries<false>(params, index), work_item - index * params.row_tiles, request.seqlen_k);
 }
 
-// The segments of a packed batch own the items, as varlen_first_slot() says of their packed rows: at least as many as
-// they have row tiles. Items beyond these have no rows, and no place in the line.
-__device__ __forceinline__ int packed_first_item(const Flash_kvcache_params& params, const KvQueries& queries,
-                                                 int segment) {
+// The segments of a packed batch own the work items by varlen_first_slot() of their packed rows: at least as many as
+// they have row tiles. Work items beyond these have no rows, and no n_block in the linearised work.
+__device__ __forceinline__ int packed_first_work_item(const Flash_kvcache_params& params, const KvQueries& queries,
+                                                      int segment) {
   return varlen_first_slot(queries.first * params.h_h_k_ratio, segment, params.tile_rows);
 }
 
-struct KvItem {
+struct WorkItem {
   KvRequest request;
   int row_tile = 0;
 };
 
 // All lanes of a warp together.
-__device__ __forceinline__ KvItem packed_item(const Flash_kvcache_params& params, int item) {
-  const int segment = find_segment(params.varlen.segments_q, params.b, item, params.tile_rows, params.h_h_k_ratio);
-  const int first = packed_first_item(params, kv_queries<true>(params, segment - 1), segment);
-  return {packed_request(params, segment), max(item - first, 0)};
+__device__ __forceinline__ WorkItem packed_work_item(const Flash_kvcache_params& params, int work_item) {
+  const int segment = find_segment(params.varlen.segments_q, params.b, work_item, params.tile_rows, params.h_h_k_ratio);
+  const int first = packed_first_work_item(params, kv_queries<true>(params, segment - 1), segment);
+  return {packed_request(params, segment), max(work_item - first, 0)};
 }
 
 // The pages of a request. `slot` is an index into its row of the block table.
@@ -155,19 +155,19 @@ struct KvPages {
     return static_cast<unsigned>(page) < static_cast<unsigned>(paged.num_pages);
   }
 
-  // Does this thread, one of `threads`, find a page outside of the pool among those of rows [begin, end)?
-  __device__ __forceinline__ bool misses(int begin, int end, int thread, int threads) const {
+  // Whether thread `thread` of `threads` finds an invalid page among those of rows [begin, end).
+  __device__ __forceinline__ bool has_invalid_page(int begin, int end, int thread, int threads) const {
     if (end <= begin) return false;
     const int last = paged.page_size.divide(end - 1);
-    bool missing = false;
+    bool invalid = false;
     for (int slot = paged.page_size.divide(begin) + thread; slot <= last; slot += threads) {
-      missing |= !in_pool(table[slot]);
+      invalid |= !in_pool(table[slot]);
     }
-    return missing;
+    return invalid;
   }
 };
 
-// The rows of the cache that some query of the request, of a dense batch, sees or that the call writes.
+// The rows of the cache that some query of a dense request sees or that the call writes.
 struct KvRows {
   int begin;
   int end;

@@ -1,19 +1,19 @@
-// The stream of K and V into shared memory. Every group of warps has a ring of stages that runs ahead of the
-// arithmetic, also from one tile into the next, and meets no other group.
+// cp.async ring of K and V in shared memory. Every warp group has its own, which runs ahead of the MMAs, across tiles
+// too, and meets no other group.
 #pragma once
 
 #include "core/unmasked.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/query.h"
-#include "kernels/decode/work_walk.h"
+#include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace decode {
 
-// The barriers of a thread block beside __syncthreads().
-enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + group, for Config::kGroupThreads threads
+// Named barriers beside __syncthreads().
+enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config::kGroupThreads threads
 
 template <class Config>
 __device__ __forceinline__ void sync_group() {
@@ -31,34 +31,34 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
-  Element* const q_rows;          // shared: the first tile's are asked for ahead of its keys (kPlain)
-  Element* const stages;          // of this group
-  WorkPart* const parts;          // of this group: the tiles of the steps under way
-  WorkWalk<Config::kPlain> walk;  // at the tile of the next step to load
-  int block = 0;                  // of the next step to load
+  Element* const q_rows;              // shared: Q of the first tile is copied behind its first keys (kPlain)
+  Element* const stages;              // of this warp group
+  WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
+  WorkIterator<Config::kPlain> work;  // at the part of the next step to load
+  int block = 0;                      // n_block of the next step to load
   int block_end = 0;
-  int vacant;                       // stages to fill, and one more while the first step has not been looked for
-  int pending = 0;                  // steps loaded and not used
-  int entered = 0;                  // tiles begun by the loads
-  int taken = 0;                    // tiles begun by the arithmetic
-  int fill = 0;                     // the stage that takes the next step
-  int use = 0;                      // the stage of the step under way
+  int free_stages;                  // free stages, and one more until the first step is found
+  int pending_steps = 0;            // steps loaded, not yet computed
+  int parts_loaded = 0;             // parts begun by the loads
+  int parts_computed = 0;           // parts begun by the MMAs
+  int fill_stage = 0;               // the stage that the next step is loaded into
+  int use_stage = 0;                // the stage of the current step
   const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
   const Element* v_head = nullptr;
-  int page = 0;  // where the row of this lane (lane % kStep) of the next step lies; kPlain: the page of a step
+  int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see first_page_block
   int page_row = 0;
-  int pages_from = 0;         // kPlain: the block whose page lane 0 knows, the others know those of the blocks after it
-  uint32_t missing_bits = 0;  // bit i: the step loaded i steps ago has keys in pages outside of the pool
-  bool may_read_new = false;  // the kernel that appends has finished
+  int first_page_block = 0;        // kPlain: lane 0 holds the page of this n_block, lane i that of the i-th after it
+  uint32_t invalid_page_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
+  bool append_done = false;        // the append kernel has finished
 
-  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& start, char* smem)
+  __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
       : params(params_),
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
                group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
-        walk(params_, blockIdx.x, start),
-        vacant(params_.stages + 1) {
+        work(params_, blockIdx.x, cta_work),
+        free_stages(params_.stages + 1) {
     static_assert(sizeof(WorkPart) * plan::kKvParts * Config::kGroups == plan::kKvPartBytes, "plan and kernel agree");
   }
 
@@ -67,39 +67,39 @@ struct KvRing {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
 
-  __device__ __forceinline__ const Element* k_stage() const { return stages + use * Config::kStageElements; }
+  __device__ __forceinline__ const Element* k_stage() const { return stages + use_stage * Config::kStageElements; }
   __device__ __forceinline__ const Element* v_stage() const { return k_stage() + Config::kStep * Config::kHeadDim; }
 
   __device__ __forceinline__ Element* first_stage() const {
     return stages - group() * params.stages * Config::kStageElements;
   }
 
-  // Between two steps, 16 rows of fp32 results fit into the stage that is filled next.
-  __device__ __forceinline__ float* spare_stage(int of_group) const {
+  // 16 rows of fp32 results fit into the stage that is filled next, which is free between two steps.
+  __device__ __forceinline__ float* free_stage(int of_group) const {
     Element* const first = first_stage() + of_group * params.stages * Config::kStageElements;
-    return reinterpret_cast<float*>(first + fill * Config::kStageElements);
+    return reinterpret_cast<float*>(first + fill_stage * Config::kStageElements);
   }
 
-  // Loads into every stage that is free, as far as there are steps; false: none is left to be used. The first time it
-  // only looks for the first step, so that loads and walk stand once in the code.
+  // Loads into every free stage, while there are steps; false: no step is left to compute. The first call only finds
+  // the first step, so that loads and iteration stand once in the code.
   __device__ __forceinline__ bool advance() {
     do {
-      if (vacant <= params.stages) load_next();
-      find_next();
-    } while (--vacant > 0);
-    return pending > 0;
+      if (free_stages <= params.stages) load_next();
+      find_next_step();
+    } while (--free_stages > 0);
+    return pending_steps > 0;
   }
 
-  // Whether the queries of the tile that was taken last come with its first step.
-  __device__ __forceinline__ bool loads_query() const { return Config::kPlain && taken == 1; }
+  // Whether the queries of the part begun last arrive with its first step.
+  __device__ __forceinline__ bool loads_query() const { return Config::kPlain && parts_computed == 1; }
 
-  // The tile of the next step to use, when the one before is done.
+  // The part of the next step, when the one before is done.
   __device__ __forceinline__ WorkPart next_part() {
     sync_group<Config>();
-    return parts[taken++ % plan::kKvParts];
+    return parts[parts_computed++ % plan::kKvParts];
   }
 
-  // The oldest step in flight has landed, for all warps of the group.
+  // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
     wait_for_copies_but(params.stages - 1);
     sync_group<Config>();
@@ -108,67 +108,67 @@ struct KvRing {
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
     sync_group<Config>();
-    use = use + 1 == params.stages ? 0 : use + 1;
-    --pending;
-    vacant = 1;
+    use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
+    --pending_steps;
+    free_stages = 1;
   }
 
-  __device__ __forceinline__ bool step_has_invalid_page() const { return missing_bits >> (params.stages - 1) & 1; }
+  __device__ __forceinline__ bool step_has_invalid_page() const { return invalid_page_bits >> (params.stages - 1) & 1; }
 
   __device__ __forceinline__ void finish() {
-    if (params.seqlen_new > 0 && !may_read_new) wait_for_previous_kernel();
+    if (params.seqlen_new > 0 && !append_done) wait_for_previous_kernel();
   }
 
  private:
   __device__ __forceinline__ void load_next() {
-    missing_bits <<= 1;
-    if (walk.done()) {
+    invalid_page_bits <<= 1;
+    if (work.done()) {
       allow_next_kernel();  // early enough for it to start, late enough not to take issue slots from the loop
     } else {
       load_step();
-      // Behind the first keys, which take as long to come as the arithmetic on the places of the queries.
-      if (Config::kPlain && taken == 0 && vacant == params.stages)
-        KvQuery<Config>{params, walk.part, q_rows}.copy_async();
+      // Behind the first keys, whose latency covers the address arithmetic of the queries.
+      if (Config::kPlain && parts_computed == 0 && free_stages == params.stages)
+        KvQuery<Config>{params, work.part, q_rows}.copy_async();
       ++block;
-      ++pending;
+      ++pending_steps;
     }
     commit_copies();
-    fill = fill + 1 == params.stages ? 0 : fill + 1;
+    fill_stage = fill_stage + 1 == params.stages ? 0 : fill_stage + 1;
   }
 
-  __device__ __forceinline__ void find_next() {
-    if (walk.done()) return;
+  __device__ __forceinline__ void find_next_step() {
+    if (work.done()) return;
     if (block == block_end) {
-      walk.next();
-      if (walk.done()) return;
+      work.next();
+      if (work.done()) return;
       enter_tile();
     }
     if constexpr (Config::kPlain) {
-      if (is_paged() && block - pages_from >= 32) look_up_pages();
+      if (is_paged() && block - first_page_block >= 32) look_up_pages();
     } else {
       find_page();
     }
   }
 
-  // Of the steps from the next one on; they are used one step later, so that the latency is hidden.
+  // Pages of the next 32 steps; used one step later, which hides the latency.
   __device__ __forceinline__ void look_up_pages() {
-    pages_from = block;
+    first_page_block = block;
     const int key = key_begin() + lane() * Config::kBlockN;
-    const KvRequest& request = walk.part.request;
+    const KvRequest& request = work.part.request;
     page = key < request.seqlen_k
                ? params.paged
                      .block_table[request.index * params.paged.block_table_stride + params.paged.page_size.divide(key)]
                : 0;
   }
 
-  // All reads of an entry precede the step before the one that overwrites it.
+  // A slot is overwritten at least one step after its last read.
   __device__ __forceinline__ void enter_tile() {
-    const WorkPart& part = walk.part;
-    if (threadIdx.x % Config::kGroupThreads == 0) parts[entered % plan::kKvParts] = part;
-    ++entered;
+    const WorkPart& part = work.part;
+    if (threadIdx.x % Config::kGroupThreads == 0) parts[parts_loaded % plan::kKvParts] = part;
+    ++parts_loaded;
     block = part.block_begin();
     block_end = part.block_end();
-    pages_from = block - 32;
+    first_page_block = block - 32;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
     k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
@@ -179,62 +179,62 @@ struct KvRing {
 
   __device__ __forceinline__ int key_begin() const { return block * Config::kBlockN + group() * Config::kStep; }
 
-  // Where the row of this lane lies; a table entry is asked for one step ahead, so that its latency is hidden.
+  // Address of this lane's row; the block table entry is loaded one step ahead to hide its latency.
   __device__ __forceinline__ void find_page() {
     const int key = key_begin() + lane() % Config::kStep;
     if (!is_paged()) {
       page_row = key;  // k_head is at key 0
       return;
     }
-    const int row = walk.part.request.first_row + key;
+    const int row = work.part.request.first_row + key;
     const int slot = params.paged.page_size.divide(row);
     page_row = row - slot * params.paged.page_size.divisor;
-    page = key < walk.part.request.seqlen_k
-               ? params.paged.block_table[walk.part.request.index * params.paged.block_table_stride + slot]
+    page = key < work.part.request.seqlen_k
+               ? params.paged.block_table[work.part.request.index * params.paged.block_table_stride + slot]
                : 0;
   }
 
   __device__ __forceinline__ void load_step() {
-    const WorkPart& part = walk.part;
+    const WorkPart& part = work.part;
     const int keys =
-        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // of this step on
+        part.request.rejected || part.empty() ? 0 : part.request.seqlen_k - key_begin();  // from this step on
     const int first = num_masked_keys();
-    if (params.seqlen_new > 0 && !may_read_new && step_reads_new_rows()) {
+    if (params.seqlen_new > 0 && !append_done && step_reads_new_rows()) {
       wait_for_previous_kernel();
-      may_read_new = true;
+      append_done = true;
     }
-    Element* const k_to = stages + fill * Config::kStageElements;
+    Element* const k_to = stages + fill_stage * Config::kStageElements;
     Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
     if constexpr (Config::kPlain) {
-      load_whole_step(first, keys, k_to, v_to);
+      load_strided_step(first, keys, k_to, v_to);
     } else {
-      load_any_step(first, keys, k_to, v_to);
+      load_general_step(first, keys, k_to, v_to);
     }
   }
 
-  // Keys of the step and after it that come before the first one that some query of the request sees: they become
-  // zeros. Worked out where there may be some, so that it takes no register elsewhere.
+  // Keys from the step's first one that lie before the first unmasked key of the request: zero-filled. Computed only
+  // where there may be some, so that it takes no register elsewhere.
   __device__ __forceinline__ int num_masked_keys() const {
-    const WorkPart& part = walk.part;
+    const WorkPart& part = work.part;
     if (params.window.left == kUnbounded || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }
 
-  // Keys before it, which no query of the request sees, share a step with it: they need no page.
+  // Keys before it are masked for every query of the request and need no page, though they share its step.
   __device__ __forceinline__ int first_required_key() const {
-    const KvRequest& request = walk.part.request;
+    const KvRequest& request = work.part.request;
     return kv_required_rows(params, request).begin - request.first_row;
   }
 
-  // All rows of the step are neighbours.
-  __device__ __forceinline__ void load_whole_step(int first_key, int keys, Element* k_to, Element* v_to) {
+  // Consecutive rows: one page, or no pages.
+  __device__ __forceinline__ void load_strided_step(int first_key, int keys, Element* k_to, Element* v_to) {
     int row = key_begin(), at = 0;
     if (is_paged()) {
-      at = __shfl_sync(0xffffffffu, page, block - pages_from);
+      at = __shfl_sync(0xffffffffu, page, block - first_page_block);
       row -= params.paged.page_size.divide(row) * params.paged.page_size.divisor;
       if (static_cast<unsigned>(at) >= static_cast<unsigned>(params.paged.num_pages)) {
-        missing_bits |= keys > 0 && key_begin() + Config::kStep > first_required_key() ? 1 : 0;
+        invalid_page_bits |= keys > 0 && key_begin() + Config::kStep > first_required_key() ? 1 : 0;
         at = keys = 0;
       }
     }
@@ -250,68 +250,67 @@ struct KvRing {
     }
   }
 
-  __device__ __forceinline__ void load_any_step(int first, int keys, Element* k_to, Element* v_to) {
-    int found = page;  // -1: nowhere
+  __device__ __forceinline__ void load_general_step(int first, int keys, Element* k_to, Element* v_to) {
+    int lane_page = page;  // -1: none
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
       const int at = lane() % Config::kStep;
-      const bool missing = !in_pool && at < keys && !params.is_varlen();  // there: zeros
-      if (__any_sync(0xffffffffu, missing)) {
-        missing_bits |= __any_sync(0xffffffffu, missing && key_begin() + at >= first_required_key()) ? 1 : 0;
+      const bool invalid = !in_pool && at < keys && !params.is_varlen();  // packed batches: invalid pages are zeros
+      if (__any_sync(0xffffffffu, invalid)) {
+        invalid_page_bits |= __any_sync(0xffffffffu, invalid && key_begin() + at >= first_required_key()) ? 1 : 0;
       }
-      if (!in_pool) found = -1;
+      if (!in_pool) lane_page = -1;
     }
-    if (params.kv_bytes == 16 && step_is_strided()) {
-      // If a row of the step has a key, the first one has.
-      found = __shfl_sync(0xffffffffu, found, 0);
-      const int64_t row = page_row - lane() % Config::kStep, at = max(found, 0);
-      const int rows = found >= 0 ? keys : 0;
+    if (params.kv_vector_bytes == 16 && step_is_strided()) {
+      // If any row of the step has a key, the first one has.
+      lane_page = __shfl_sync(0xffffffffu, lane_page, 0);
+      const int64_t row = page_row - lane() % Config::kStep, at = max(lane_page, 0);
+      const int rows = lane_page >= 0 ? keys : 0;
       copy_rows<true>(k_head + at * params.k_strides.batch + row * params.k_strides.row, params.k_strides.row, first,
                       rows, k_to);
       copy_rows<true>(v_head + at * params.v_strides.batch + row * params.v_strides.row, params.v_strides.row, first,
                       rows, v_to);
-    } else if (params.kv_bytes == 16) {
-      copy_scattered(k_head, params.k_strides, found, first, keys, k_to);
-      copy_scattered(v_head, params.v_strides, found, first, keys, v_to);
+    } else if (params.kv_vector_bytes == 16) {
+      copy_scattered(k_head, params.k_strides, lane_page, first, keys, k_to);
+      copy_scattered(v_head, params.v_strides, lane_page, first, keys, v_to);
     } else {
-      copy_narrow(k_head, params.k_strides, found, first, keys, k_to);
-      copy_narrow(v_head, params.v_strides, found, first, keys, v_to);
+      copy_narrow(k_head, params.k_strides, lane_page, first, keys, k_to);
+      copy_narrow(v_head, params.v_strides, lane_page, first, keys, v_to);
     }
   }
 
-  // Narrow reads go through the L1 cache, which would keep the old contents of a line that old and new rows share.
+  // Reads below 16 bytes go through L1, which would keep a stale line that old and new rows share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
-    const KvRequest& request = walk.part.request;
-    return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_bytes < 16;
+    const KvRequest& request = work.part.request;
+    return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_vector_bytes < 16;
   }
 
-  // The rows of a step are neighbours, within one page. (Rows without a key may lie anywhere: they are not read.)
+  // The rows of a step are consecutive, within one page. (Rows without a key may lie anywhere: they are not read.)
   __device__ __forceinline__ bool step_is_strided() const {
     return !is_paged() ||
-           (params.paged.page_size.divisor % Config::kStep == 0 && walk.part.request.first_row % Config::kStep == 0);
+           (params.paged.page_size.divisor % Config::kStep == 0 && work.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row. kBounded: rows that are not valid, and columns beyond the head dim, become
-  // zeros.
+  // rows(row of the step, pass) -> Row. kBounded: zero-fills invalid rows and columns beyond the head dim.
   template <bool kBounded, class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Element* to) const {
-    const int lane_row = lane() / kLanesPerRow, lane_chunk = lane() % kLanesPerRow;
+    const int lane_row = lane() / kLanesPerRow, lane_vector = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
-    const int place0 = lane_chunk ^ Swizzle::key(lane_row);
+    const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
 #pragma unroll
     for (int i = 0; i < Config::kRowPasses; ++i) {
-      // lane_row and the first row of a pass have no bits of the key in common.
-      const int place = place0 ^ Swizzle::key(i * Config::kRowsPerPass);
+      // lane_row and the first row of a pass share no bits of the swizzle key.
+      const int swizzled = swizzled0 ^ Swizzle::key(i * Config::kRowsPerPass);
       const int row = row0 + i * Config::kRowsPerPass;
       const Row from = rows(row, i);
 #pragma unroll
       for (int j = 0; j < Config::kColPasses; ++j) {
-        const int col = (lane_chunk + j * kLanesPerRow) * 8;
-        Element* const chunk = to + row * Config::kHeadDim + Swizzle::next(place, j * kLanesPerRow) * 8;
+        const int col = (lane_vector + j * kLanesPerRow) * 8;
+        Element* const vector = to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * 8;
         if constexpr (kBounded) {
-          copy16_async(chunk, from.data + col, from.valid && (Config::kPlain || col < params.d));
+          copy16_async(vector, from.data + col, from.valid && (Config::kPlain || col < params.d));
         } else {
-          copy16_async(chunk, from.data + col);
+          copy16_async(vector, from.data + col);
         }
       }
     }
@@ -332,37 +331,37 @@ struct KvRing {
     copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
   }
 
-  // Lane `row` knows where a row lies: `found` is its page.
-  __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int found, int first,
-                                               int keys, int row) const {
-    const int at = __shfl_sync(0xffffffffu, found, row);
+  // Lane `row` holds the address of a row: `found` is its page.
+  __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int lane_page,
+                                               int first, int keys, int row) const {
+    const int at = __shfl_sync(0xffffffffu, lane_page, row);
     const int at_row = __shfl_sync(0xffffffffu, page_row, row);
     const int64_t offset = at < 0 ? 0 : at * strides.batch + at_row * strides.row;
     return {head + offset, at >= 0 && row >= first && row < keys};
   }
 
-  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int found,
+  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int lane_page,
                                                  int first, int keys, Element* to) const {
-    copy<true>([&](int row, int) { return scattered_row(head, strides, found, first, keys, row); }, to);
+    copy<true>([&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
   }
 
-  // Rows that 16-byte accesses cannot read, in pieces of 4 or of 2 bytes. Small code rather than fast.
-  __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int found, int first,
-                                              int keys, Element* to) const {
+  // Rows without 16-byte alignment, in 4- or 2-byte copies; small code rather than fast.
+  __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int lane_page,
+                                              int first, int keys, Element* to) const {
     const int first_row = row_warp() * Config::kWarpRows;
 #pragma unroll 1
     for (int row = first_row; row < first_row + Config::kWarpRows; ++row) {
-      const Row from = scattered_row(head, strides, found, first, keys, row);
+      const Row from = scattered_row(head, strides, lane_page, first, keys, row);
 #pragma unroll 1
-      for (int chunk = lane(); chunk < Swizzle::kChunks; chunk += 32) {
-        copy_chunk(from.data + chunk * 8, from.valid ? params.d - chunk * 8 : 0,
-                   to + row * Config::kHeadDim + (chunk ^ Swizzle::key(row)) * 8);
+      for (int vector = lane(); vector < Swizzle::kVectors; vector += 32) {
+        copy_vector(from.data + vector * 8, from.valid ? params.d - vector * 8 : 0,
+                    to + row * Config::kHeadDim + (vector ^ Swizzle::key(row)) * 8);
       }
     }
   }
 
-  __device__ __forceinline__ void copy_chunk(const Element* from, int count, Element* to) const {
-    if (params.kv_bytes == 4) {
+  __device__ __forceinline__ void copy_vector(const Element* from, int count, Element* to) const {
+    if (params.kv_vector_bytes == 4) {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) copy4_async(to + i, from + i, i < count);
     } else {

@@ -15,7 +15,7 @@ __device__ __forceinline__ RotaryPair rotary_pair(const Rotary& rotary, int pair
   return rotary.interleaved ? RotaryPair{2 * pair, 2 * pair + 1} : RotaryPair{pair, pair + rotary.pairs};
 }
 
-// Turns (a, b) by the angle of `position`, in fp32.
+// Rotates (a, b) by the angle of `position`, in fp32.
 template <class Element>
 __device__ __forceinline__ void rotate_pair(const Rotary& rotary, int position, int pair, Element& a, Element& b) {
   const float cos =
