@@ -14,17 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("csrc", "flash_attn", "flash_attn_3", "tests", "benchmarks", "tools", "examples", "docs")
 SUFFIXES = (".h", ".cu", ".cpp", ".py", ".pyi", ".md", ".sh", ".json", ".toml")
 CLOSED = ("docs/tuning/log/", "benchmarks/results/", "tests/build/test_words.py")  # history, and the list itself
-# Files that are being rewritten and may still use old words. To be empty.
-BEING_REWRITTEN = (
-    "csrc/flash_attn/api/",
-    "csrc/flash_attn/core/kv_schedule.h",
-    "csrc/flash_attn/kernels/decode/",
-    "csrc/flash_attn/params/",
-    "csrc/flash_attn/plan/",
-    "tests/cpp/test_decode_plan.cpp",
-    "tests/cpp/test_kv_schedule.cpp",
-)
-
 # Old identifier, the field's; file names count as identifiers.
 IDENTIFIERS = dict(
     pair.split()
@@ -54,7 +43,7 @@ interior_end unmasked_end; interior_rows unmasked_rows; interior_steps_end unmas
 is_interior is_unmasked; is_moderate speculation_holds; is_share is_split; k_place k_state;
 kAlignsInterior kAlignUnmasked; kAlternatesDq kAlternateDq; kBoundsBySquares kCheckBoundByNorm;
 kCappedSlackLog2 kSoftcapThresholdLog2; kCarry kAccumulate; kChecksBehindPv kCheckSumsAfterPv;
-kChunkBytes kAtomBytes; kChunkCols kAtomCols; kChunks kFixed; kChunksV kAtomsV; kColVectors kColBitVectors;
+kChunkBytes kAtomBytes; kChunkCols kAtomCols; kChunks kFixedSplits; kChunksV kAtomsV; kColVectors kColBitVectors;
 kColWordsWarp kColBitsWarp; kDqGroup kDqWarpgroup; kDqGroupRegisters kDqWarpgroupRegisters; kDqPlace kDqLocation;
 kDraws kMakesKeepMasks; kDrawsInPv kRandomBitsInPv; kDrawsLate kFetchNextTileLate; kDropsPacked kPackedDropout;
 kEdge kMasked; kEdgesGoAhead kSpeculativeOnMasked; keep_short_series load_short_series;
@@ -79,7 +68,7 @@ late_row_blocks num_tail_tiles; least_share min_blocks_per_cta; leave_dq stage_d
 leave_zeros store_zero_ds; left_edges masked_left_count; left_place ds_state; left_place_ ds_state_; let_go release;
 let_go_before release_early; loaded_block block_to_load; mask_and_go_ahead mask_and_speculate;
 masked_first first_to_mask; may_exceed_slack may_exceed_threshold; may_go_ahead may_speculate;
-may_share can_split_kv; may_share_keys may_split_kv; may_split may_use_decode; may_split_keys may_use_decode_kernels;
+may_share can_split_kv; may_share_keys may_split_kv; may_split_keys may_use_decode_kernels;
 merge_halves combine_halves; merge_partials combine_partials; merged_groups combined_groups;
 merges_by_tile combines_by_tile; merges_one_row combines_one_row; misses_pages has_invalid_page;
 misses_pages_beside has_invalid_page_beside; most_interior_blocks max_unmasked_blocks; neighbor like;
@@ -140,7 +129,7 @@ PHRASES = {
 def sources(folders):
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
     names = [path.relative_to(ROOT).as_posix() for path in files if path.is_file() and "__pycache__" not in path.parts]
-    return [name for name in names if not name.startswith((*CLOSED, *BEING_REWRITTEN))]
+    return [name for name in names if not name.startswith(CLOSED)]
 
 
 def text_of(name):
@@ -198,10 +187,6 @@ def test_no_old_phrase_in_comments(folder):
     names = [name for name in sources([folder]) if name.endswith((".h", ".cu", ".cpp", ".py"))]
     assert names
     assert [found for name in names for found in old_phrases(name, text_of(name))] == []
-
-
-def test_files_being_rewritten_exist():
-    assert [path for path in BEING_REWRITTEN if not (ROOT / path).exists()] == []
 
 
 def test_old_words_are_found():

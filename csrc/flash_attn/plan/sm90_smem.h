@@ -49,7 +49,7 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * slot_bytes(kWorkTileBytes), 16)
       .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)
-      .add(2 * groups * slot_bytes(sizeof(WarpgroupTripCount)), 16)
+      .add(2 * groups * slot_bytes(sizeof(WarpgroupTripCount<ColBounds>)), 16)
       .add(2 * 4, 4)
       .add(sizeof(ShortSoftcapSeries), 4);
   return tile.consumer_groups * storage.size(kSwizzleBytes);

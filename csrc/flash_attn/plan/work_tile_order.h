@@ -37,10 +37,9 @@ constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& wind
   if (window.right == kUnbounded) return 0;
   const int64_t window_keys = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
   const int64_t max_keys = window_keys < seqlen_k ? window_keys : seqlen_k;
-  // Row i sees i + seqlen_k - seqlen_q + right + 1 keys, while its window begins before the first.
-  int64_t rows = max_keys / 2 - Visibility{seqlen_q, seqlen_k, window}.diagonal(0) - window.right;
-  if (rows > seqlen_q) rows = seqlen_q;
-  const int64_t blocks = rows > 0 ? rows / block_m : 0;
+  // Rows before the first one that sees this key see fewer keys, while their window begins before the first.
+  const int rows = Visibility{seqlen_q, seqlen_k, window}.row_begin(static_cast<int>(max_keys / 2));
+  const int64_t blocks = rows / block_m;
   return window.left != kUnbounded && !fetches_late && blocks < kFewTiles ? 0 : blocks;
 }
 
