@@ -5,6 +5,7 @@
 //   key_begin(row), key_end(row)        the keys that `row` sees; none when key_end <= key_begin
 //   row_begin(key), row_end(key)        the rows that see `key`; none when row_end <= row_begin
 //   may_mask_left(), may_mask_right()   false: no row has its first, its last keys masked
+//   diagonal(row)                       position of `row` on the key axis, for ALiBi
 //   bounds(row)                         key_begin() and key_end() of the rows from `row` on, as apply_mask() needs them
 //
 // and that none of the four ends moves back from one row, or key, to the next: the first and the last row of a tile

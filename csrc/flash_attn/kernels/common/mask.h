@@ -3,7 +3,9 @@
 
 #include <cute/tensor.hpp>
 
+#include "core/bwd_schedule.h"
 #include "core/visibility.h"
+#include "kernels/common/sequence.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -16,6 +18,14 @@ using MaskOf = Visibility;
 template <class Config, class Tile>
 __device__ __forceinline__ MaskOf<Config> mask_of(const Flash_fwd_params& params, const Tile& tile) {
   return {tile.seqlen_q, tile.seqlen_k, params.window};
+}
+
+// The m_blocks and query heads that a work tile of the backward visits.
+template <class Config>
+__device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& tile) {
+  const MaskOf<Config> mask = mask_of<Config>(params, tile);
+  const RowRange m_blocks = row_range(mask, tile.n_block, Config::kBlockM, Config::kBlockN);
+  return {m_blocks, tile.head_k * params.h_h_k_ratio, params.h_h_k_ratio};
 }
 
 // Masks keys [col_begin, col_end) for `rows` rows with these column bounds. Left and right are tested apart because

@@ -171,13 +171,6 @@ __device__ __forceinline__ BwdWorkTile bwd_work_tile_at(const Flash_bwd_params& 
   return tile;
 }
 
-// The m_blocks and query heads that the work tile visits under `mask`.
-template <class Mask>
-__device__ __forceinline__ QBlockOrder q_block_order(const Flash_bwd_params& params, const BwdWorkTile& tile,
-                                                     const Mask& mask, int block_m, int block_n) {
-  return {row_range(mask, tile.n_block, block_m, block_n), tile.head_k * params.h_h_k_ratio, params.h_h_k_ratio};
-}
-
 // Element offset of (sequence, row, head); `row` counts within the packed tensor if is_varlen.
 __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, bool is_varlen, int batch, int row,
                                                  int head) {

@@ -62,7 +62,7 @@ struct BwdMainloop {
         tile(tile_),
         visibility(mask_of<Config>(params_, tile_)),
         first_row(first_unmasked_row(visibility)),
-        order(q_block_order(params_, tile_, visibility, Config::kBlockM, Config::kBlockN)),
+        order(q_block_order<Config>(params_, tile_)),
         copy(params_.d),
         stages(stages_),
         smem(smem_) {

@@ -24,8 +24,7 @@ struct DqReduceWarp {
   PipelineState<2> state;
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
-    const QBlockOrder order =
-        q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
     QStep at = order.start();
     for (int i = 0; i < count; ++i) {

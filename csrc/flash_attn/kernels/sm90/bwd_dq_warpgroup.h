@@ -40,8 +40,7 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     if (Config::kDqInSmem && tile.n_block == 0) start_head(tile);
-    const QBlockOrder order =
-        q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
     if (count == 0) return;
     for (int i = 0; i < Config::kKvParts; ++i) storage.k_full[kv_state.stage][i].wait(kv_state.phase);

@@ -74,7 +74,7 @@ struct BwdMainloop {
         group(group_),
         thread(threadIdx.x % 128),
         visibility(mask_of<Config>(launch_.params, tile_)),
-        order(q_block_order(launch_.params, tile_, visibility, Config::kBlockM, Config::kBlockN)),
+        order(q_block_order<Config>(launch_.params, tile_)),
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),

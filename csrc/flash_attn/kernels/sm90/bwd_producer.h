@@ -124,7 +124,7 @@ struct BwdLoader {
     const TmaRows q_rows(is_varlen, tile.batch, tile.q_begin, tile.seqlen_q);
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const int first_row = first_unmasked_row(visibility);
-    const QBlockOrder order = q_block_order(params, tile, visibility, Config::kBlockM, Config::kBlockN);
+    const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
     if (count == 0) {
       // Nothing to load, but dK and dV may be staged in the buffers of K and V: this phase of kv_empty and k_full must
@@ -200,9 +200,8 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
                                                 const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
-  const MaskOf<Config> visibility = mask_of<Config>(params, tile);
-  const QBlockOrder order = q_block_order(params, tile, visibility, Config::kBlockM, Config::kBlockN);
-  const int first_row = first_unmasked_row(visibility);
+  const QBlockOrder order = q_block_order<Config>(params, tile);
+  const int first_row = first_unmasked_row(mask_of<Config>(params, tile));
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
@@ -238,8 +237,7 @@ template <class Config>
 __device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                       const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   if (params.dq_semaphore_ptr == nullptr) return;
-  const QBlockOrder order =
-      q_block_order(params, tile, mask_of<Config>(params, tile), Config::kBlockM, Config::kBlockN);
+  const QBlockOrder order = q_block_order<Config>(params, tile);
   QStep at = order.start();
   const int count = order.count();
   for (int i = 0; i < count; ++i) {
