@@ -134,7 +134,7 @@ __device__ __forceinline__ void run_scheduler(const FwdLaunch& launch, FwdStorag
       continue;
     }
     if constexpr (!kMayOverlap) begin();
-    pipeline.commit(launch.params, tile, order, split);
+    pipeline.commit(tile, order, launch.params.window, split);
     pipeline.acquire();
   }
   begin();

@@ -45,60 +45,39 @@ __device__ __forceinline__ typename Mainloop::Flag update_softmax(Mainloop& m, S
   return rescale;
 }
 
-// Speculative exponentials of raw scores, with the score modifier of the variant fused into them.
+// From a block's first key to the diagonal of the warpgroup's first row. ALiBi may be speculative where its bias is
+// linear in the column: where all keys are before, or all behind, the diagonals of all 64 rows.
+template <class Config, class Mainloop>
+__device__ __forceinline__ int diagonal_distance(const Mainloop& m, const FwdWork<Config>& work, int key) {
+  return mask_of<Config>(m.params, work.tile).diagonal(m.row_begin(work)) - key;
+}
 template <class Config>
-struct PlainExp2 {
-  template <class Mainloop>
-  __device__ __forceinline__ static bool may(const Mainloop&, const FwdWork<Config>&, int) {
-    return true;
-  }
-
-  template <class Mainloop, class Scores>
-  __device__ __forceinline__ static bool run(Mainloop& m, Scores& scores, const FwdWork<Config>&, int) {
-    return m.softmax.exp2_speculative(scores, m.params.softmax_scale_log2);
-  }
-};
-
-// ALiBi where its bias is linear in the column: where all keys are before, or all behind, the diagonals of all 64 rows.
-template <class Config>
-struct AlibiExp2 {
-  // From a block's first key to the diagonal of the warpgroup's first row.
-  template <class Mainloop>
-  __device__ __forceinline__ static int diagonal_distance(const Mainloop& m, const FwdWork<Config>& work, int key) {
-    return mask_of<Config>(m.params, work.tile).diagonal(m.row_begin(work)) - key;
-  }
-  __device__ __forceinline__ static bool is_before(int distance) { return distance >= Config::kBlockN - 1; }
-  __device__ __forceinline__ static bool is_behind(int distance) { return distance + 63 <= 0; }
-
-  template <class Mainloop>
-  __device__ __forceinline__ static bool may(const Mainloop& m, const FwdWork<Config>& work, int key) {
-    const int distance = diagonal_distance(m, work, key);
-    return is_before(distance) || is_behind(distance);
-  }
-
-  template <class Mainloop, class Scores>
-  __device__ __forceinline__ static bool run(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
-    const int distance = diagonal_distance(m, work, key);
-    return m.softmax.exp2_speculative_alibi(scores, m.coords, m.params.scale_softmax * ScoreMod::kLog2e,
-                                            is_before(distance) ? m.slope_log2 : -m.slope_log2, distance);
-  }
-};
-
-template <class Config>
-using SpeculativeExp2 =
-    std::conditional_t<Config::kModifiers == Modifiers::kAlibi, AlibiExp2<Config>, PlainExp2<Config>>;
+__device__ __forceinline__ bool is_before_diagonal(int distance) {
+  return distance >= Config::kBlockN - 1;
+}
+__device__ __forceinline__ bool is_behind_diagonal(int distance) { return distance + 63 <= 0; }
 
 template <class Config, class Mainloop>
 __device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<Config>& work, int key) {
   bool may = m.softmax.may_speculate(m.params.rescale_threshold_log2);
-  may &= SpeculativeExp2<Config>::may(m, work, key);
+  if constexpr (Config::kModifiers == Modifiers::kAlibi) {
+    const int distance = diagonal_distance(m, work, key);
+    may &= is_before_diagonal<Config>(distance) || is_behind_diagonal(distance);
+  }
   return may;
 }
 
 // False: S is destroyed, other state unchanged.
 template <class Config, class Mainloop, class Scores>
 __device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
-  return SpeculativeExp2<Config>::run(m, scores, work, key);
+  if constexpr (Config::kModifiers == Modifiers::kAlibi) {
+    const int distance = diagonal_distance(m, work, key);
+    return m.softmax.exp2_speculative_alibi(scores, m.coords, m.params.scale_softmax * ScoreMod::kLog2e,
+                                            is_before_diagonal<Config>(distance) ? m.slope_log2 : -m.slope_log2,
+                                            distance);
+  } else {
+    return m.softmax.exp2_speculative(scores, m.params.softmax_scale_log2);
+  }
 }
 
 template <class Config, bool kMasked>

@@ -125,8 +125,8 @@ struct WorkPipeline {
   // Waits until all readers have released the previous work tile. Fetching the next one late keeps the tail balanced.
   __device__ __forceinline__ void acquire() const { storage.tile_empty[last.stage].wait(last.phase); }
 
-  __device__ __forceinline__ void commit(const Flash_fwd_params& params, const WorkTile& tile,
-                                         const KvBlockOrder& order, int split) {
+  __device__ __forceinline__ void commit(const WorkTile& tile, const KvBlockOrder& order, const Window& window,
+                                         int split) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
       storage.tile[state.stage].value = tile;
@@ -136,9 +136,9 @@ struct WorkPipeline {
     }
     if (lane < Config::kWarpGroups) {  // a lane for each warpgroup
       if constexpr (!Config::kNoMask) {
+        const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
         const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
-        storage.steps[state.stage][lane].value =
-            warpgroup_trip_count(mask_of<Config>(params, tile), order, first_row, row_end, Config::kBlockN);
+        storage.steps[state.stage][lane].value = warpgroup_trip_count(mask, order, first_row, row_end, Config::kBlockN);
       }
       storage.trip_count_full[state.stage].arrive();
     }
