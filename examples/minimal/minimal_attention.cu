@@ -124,9 +124,9 @@ struct Band {
 // Rows [first, first + kBlockN) of one head into a shared tile; rows beyond the sequence become 0.
 template <class T>
 __device__ void load_tile(bf16* tile, const bf16* head, int64_t row_stride, int first, int seqlen) {
-  constexpr int kChunks = T::kHeadDim / 8;  // of 16 bytes in a row
-  for (int i = threadIdx.x; i < T::kBlockN * kChunks; i += T::kThreads) {
-    const int row = i / kChunks, col = i % kChunks * 8;
+  constexpr int kVectors = T::kHeadDim / 8;  // of 16 bytes in a row
+  for (int i = threadIdx.x; i < T::kBlockN * kVectors; i += T::kThreads) {
+    const int row = i / kVectors, col = i % kVectors * 8;
     const bool valid = first + row < seqlen;
     copy_async(tile + row * T::kStride + col, head + (valid ? first + row : 0) * row_stride + col, valid);
   }

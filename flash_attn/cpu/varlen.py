@@ -17,7 +17,7 @@ from .scores import ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
-# softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full row block.
+# softmax_d leaves this many extra rows per sequence, so that each sequence may be padded to a full m_block.
 SOFTMAX_D_GAP = 128
 _MOST_ROWS = 0x3FFFFFFF  # of a sequence, as on the GPU
 

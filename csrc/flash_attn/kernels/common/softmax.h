@@ -353,7 +353,7 @@ struct Softmax {
   // Reduces row_sum over the quad and sets o_scale, what turns the accumulated O into the result; 0 for a fully masked
   // row.
   // `sink`: natural-log logit of one more key without a value, -inf for none. It is added after the quad reduction, so
-  // that it counts once; above row_max it becomes the reference of row_sum, so that it neither overflows nor
+  // that it counts once; above row_max it becomes the maximum of row_sum, so that it neither overflows nor
   // underflows.
   __device__ __forceinline__ void finalize(float (&o_scale)[kRows], float keep_scale, float scale, float sink) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Merges partial results of the caller: attention of the same queries over disjoint sets of keys.
+// Combines partial results of the caller: attention of the same queries over disjoint sets of keys.
 #include <atomic>
 
 #include "kernels/common/convert.h"

@@ -1,4 +1,4 @@
-// Merges the results of the shares of keys into which the wgmma forward cut its row blocks.
+// Combines the partial results of a wgmma forward that split the keys of its work tiles.
 #include <atomic>
 
 #include <cute/arch/copy_sm80.hpp>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kCols = 4;   // of a thread
-constexpr int kBatch = 8;  // shares whose results are loaded at a time
+constexpr int kBatch = 8;  // splits whose results are loaded at a time
 
 struct Row {
   int batch, head, token;
@@ -34,7 +34,7 @@ __device__ float sink_of(const Flash_fwd_params& params, const Row& at) {
   return params.sinks_ptr[at.head];
 }
 
-// What the shares of a row have given so far, referred to the largest LSE.
+// The splits of a row added up so far, referred to the largest LSE.
 struct Combined {
   float top = -INFINITY;
   float sum = 0.0f;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) fwd_combine_kernel(const __grid_cons
   const float sink = sink_of(params, at);
   wait_for_previous_kernel();
   if (!exists) return;
-  Combined merged;
+  Combined combined;
   const float* lse_at = splits.lse_ptr + row;
   const float4* value_at =
       reinterpret_cast<const float4*>(splits.out_ptr + static_cast<int64_t>(row) * params.d_v + col);
@@ -99,21 +99,21 @@ __global__ void __launch_bounds__(kThreads) fwd_combine_kernel(const __grid_cons
       if (lse[i] == INFINITY) lse[i] = -INFINITY;  // no key
       top = fmaxf(top, lse[i]);
     }
-    merged.raise(top);
+    combined.raise(top);
     cute::cp_async_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) merged.add(lse[i], values[i][threadIdx.x]);
+    for (int i = 0; i < kBatch; ++i) combined.add(lse[i], values[i][threadIdx.x]);
   }
   if (sink != -INFINITY) {
-    merged.raise(sink);
-    merged.add(sink, float4{});
+    combined.raise(sink);
+    combined.add(sink, float4{});
   }
-  const float factor = merged.factor();
+  const float factor = combined.factor();
   Element* const out = static_cast<Element*>(params.o_ptr) +
                        matrix_offset(params.o_strides, params.is_varlen(), at.batch, at.token, at.head) + col;
-  *reinterpret_cast<uint2*>(out) = {pack_pair(merged.value.x * factor, merged.value.y * factor, Element{}),
-                                    pack_pair(merged.value.z * factor, merged.value.w * factor, Element{})};
-  if (col == 0) params.softmax_lse_ptr[row] = merged.lse();
+  *reinterpret_cast<uint2*>(out) = {pack_pair(combined.value.x * factor, combined.value.y * factor, Element{}),
+                                    pack_pair(combined.value.z * factor, combined.value.w * factor, Element{})};
+  if (col == 0) params.softmax_lse_ptr[row] = combined.lse();
 }
 
 template <class Element>

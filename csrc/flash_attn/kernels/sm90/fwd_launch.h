@@ -48,7 +48,7 @@ inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::Fw
   launch.splits = params.splits;
   if (plan.num_splits > 1) {
     launch.params.softmax_lse_ptr = params.splits.lse_ptr;
-    launch.params.sinks_ptr = nullptr;  // the merge takes them in
+    launch.params.sinks_ptr = nullptr;  // the combine adds them
   }
   launch.page_box_rows = plan.page_box_rows;
   launch.tiles = static_cast<int>(plan.num_work_tiles / plan.num_splits);
