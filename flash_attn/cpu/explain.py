@@ -65,5 +65,5 @@ def _schedule(problem: Problem, heads: int, heads_k: int, rule: ScoreRule, may_f
         return _Schedule("torch_flash", 0, 0, 0)
     group = heads // heads_k
     rows, cols = tile_shape(sq, sk, group)
-    row_blocks = -(-(sq - first_row) // rows)
-    return _Schedule("tiled", rows, cols, row_blocks * sum(1 for _ in head_ranges(batch, heads_k, group, rows, cols)))
+    m_blocks = -(-(sq - first_row) // rows)
+    return _Schedule("tiled", rows, cols, m_blocks * sum(1 for _ in head_ranges(batch, heads_k, group, rows, cols)))
