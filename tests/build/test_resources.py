@@ -1,5 +1,6 @@
 """Registers, spills and interior-loop instructions of the kernels that were built here may not grow unnoticed."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -58,6 +59,12 @@ def test_every_rule_gives_its_reason():
     for rule in BUDGET["rules"]:
         assert rule["spill_bytes"] > BUDGET["default_spill_bytes"]
         assert len(rule["reason"]) > 20, rule
+
+
+def test_every_rule_names_a_file_that_exists():
+    stems = {path.stem for path in (ROOT / "csrc" / "flash_attn").rglob("*.cu")}
+    stated = {rule["file"] for rule in (*BUDGET["rules"], *BUDGET["interior_loops"]) if "file" in rule}
+    assert [pattern for pattern in sorted(stated) if not fnmatch.filter(stems, pattern)] == []
 
 
 def test_every_rule_names_a_variant_that_exists():
