@@ -17,9 +17,7 @@ inline plan::MatrixShape matrix_shape(const Flash_fwd_params& params, const Matr
           strides.head};
 }
 
-// has_key_ranges: the keys of a cache, whose lengths only the device knows.
-inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
-  plan::FwdProblem problem;
+inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, Dtype dtype) {
   problem.dtype = dtype;
   problem.is_varlen = params.is_varlen();
   problem.batch = params.b;
@@ -31,12 +29,18 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   problem.seqlen_k = params.seqlen_k;
   problem.window = params.window;
   problem.has_dropout = params.has_dropout;
+  problem.batch_invariant = params.batch_invariant;
+}
+
+// has_key_ranges: the keys of a cache, whose lengths only the device knows.
+inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
+  plan::FwdProblem problem;
+  set_problem(problem, params, dtype);
   problem.has_softcap = params.softcap > 0.0f;
   problem.has_alibi = params.alibi_slopes_ptr != nullptr;
   problem.has_positive_scale = params.scale_softmax > 0.0f;
   problem.has_sinks = params.sinks_ptr != nullptr;
   problem.returns_max_logit = params.max_logit_ptr != nullptr;
-  problem.batch_invariant = params.batch_invariant;
   problem.has_key_ranges = has_key_ranges;
   problem.is_paged = params.is_paged();
   problem.num_pages = params.paged.num_pages;
@@ -62,20 +66,9 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
 
 inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype, bool deterministic) {
   plan::BwdProblem problem;
-  problem.dtype = dtype;
-  problem.is_varlen = params.is_varlen();
-  problem.batch = params.b;
-  problem.heads = params.h;
-  problem.heads_k = params.h_k;
-  problem.head_dim = params.d;
-  problem.head_dim_v = params.d_v;
-  problem.seqlen_q = params.seqlen_q;
-  problem.seqlen_k = params.seqlen_k;
-  problem.window = params.window;
-  problem.has_dropout = params.has_dropout;
+  set_problem(problem, params, dtype);
   problem.has_score_mod = params.has_score_mod;
   problem.deterministic = deterministic;
-  problem.batch_invariant = params.batch_invariant;
   problem.fits_tensor_maps = true;
   for (const MatrixStrides* strides : {&params.q_strides, &params.do_strides, &params.dq_strides}) {
     problem.fits_tensor_maps &= plan::tensor_map_holds(matrix_shape(params, *strides, true, params.is_varlen()), dtype);

@@ -9,20 +9,25 @@
 namespace flash {
 namespace plan {
 
-// A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
-// problem, and take kernels with the same bits.
-struct FwdProblem {
+// What forward and backward have in common.
+struct Problem {
   Dtype dtype = Dtype::kBf16;
   bool is_varlen = false;
   int64_t batch = 0, heads = 0, heads_k = 0;
   int head_dim = 0, head_dim_v = 0;    // of Q and K, of V and O
   int64_t seqlen_q = 0, seqlen_k = 0;  // of a sequence; of all sequences of a packed batch; of a page
   Window window;
-
   bool has_dropout = false;
+  bool batch_invariant = false;  // only options and head dims may choose a kernel
+
+  constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
+};
+
+// A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
+// problem, and take kernels with the same bits.
+struct FwdProblem : Problem {
   bool has_softcap = false, has_alibi = false, has_positive_scale = true;
   bool has_sinks = false, returns_max_logit = false;
-  bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
@@ -32,7 +37,6 @@ struct FwdProblem {
   bool fits_tensor_maps = true;  // strides of Q, O and of keys that are not paged (tensor_map_holds())
   bool fits_page_maps = true;    // of K and V in pages
 
-  constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
   constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
@@ -63,19 +67,11 @@ struct FwdProblem {
   }
 };
 
-struct BwdProblem {
-  Dtype dtype = Dtype::kBf16;
-  bool is_varlen = false;
-  int64_t batch = 0, heads = 0, heads_k = 0;
-  int head_dim = 0, head_dim_v = 0;
-  int64_t seqlen_q = 0, seqlen_k = 0;  // of a sequence; of all sequences of a packed batch
-  Window window;
-  bool has_dropout = false, has_score_mod = false;
+struct BwdProblem : Problem {
+  bool has_score_mod = false;
   bool deterministic = false;
-  bool batch_invariant = false;
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
-  constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod; }
 };
 
