@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 from cases import Case
-from harness import captured, check_forward, expected, make_problem, run
+from harness import backend_forward, captured, check_forward, expected, make_problem, run
 from reference import assert_accurate
 
-from flash_attn import dropout_mask, flash_attn_func, flash_attn_varlen_func
+from flash_attn import backends, dropout_mask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flash_attn_interface import _flash_attn_forward
 
 pytestmark = pytest.mark.devices("cuda")
@@ -67,6 +67,53 @@ def test_side_stream(device):
         first = out.clone()
     torch.cuda.current_stream().wait_stream(stream)
     check_forward(problem, first, lse)
+
+
+def in_new_thread(call):
+    """The result of a call in a thread that has not called the CUDA runtime yet."""
+    results = []
+
+    def work():
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_first_call_of_a_thread(device, head_dim, causal):
+    """With all memory cached by the call before, nothing but the call itself makes a context current in the thread:
+    forward, backward, KV cache."""
+    q, k, v, dout = (torch.randn(2, 700, 4, head_dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    forward = backend_forward(q, k, v, causal=causal)
+    out, lse = forward[0], forward[1]
+
+    def backward():
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        backends.get(device).bwd(
+            dout, q, k, v, out, lse, *grads, None, 0.0, head_dim**-0.5, causal, -1, -1, 0.0, True, None, None
+        )  # fmt: skip
+        return grads
+
+    calls = {
+        "forward": lambda: backend_forward(q, k, v, causal=causal)[:2],
+        "backward": backward,
+        "cache": lambda: [flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=300, causal=causal)],
+    }
+    for name, call in calls.items():
+        wanted = call()
+        call()  # leaves the memory that the thread's call gets
+        torch.cuda.synchronize()
+        result = in_new_thread(call)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, result)), name
 
 
 def test_two_threads_on_two_streams(device):

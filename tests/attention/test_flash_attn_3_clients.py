@@ -12,7 +12,7 @@ import torch
 from flash_attn_3_harness import CASES, DENSE, OPS, as_flash_attn, by_sequence, cache_problem, fa3
 from harness import check_forward, check_gradients, make_problem
 from reference import assert_accurate
-from transformers_state import keep_loaded_functions
+from transformers_state import keep_loaded_functions, keyword_processors
 
 import flash_attn
 
@@ -180,7 +180,10 @@ def test_transformers_passes_sinks_and_pages(device, transformers_gates):
     )
     assert torch.equal(out, fa3.flash_attn_func(q, k, v, causal=True, sinks=sinks, softcap=2.0))
     assert not torch.equal(out, fa3.flash_attn_func(q, k, v, causal=True, softcap=2.0))
-    _, (_, paged) = transformers_gates.lazy_import_flash_attention("flash_attention_3")
+    processors = keyword_processors(transformers_gates.lazy_import_flash_attention("flash_attention_3"))
+    if len(processors) < 2:
+        pytest.skip("this release of transformers passes pages on as they are")
+    paged = processors[1]
     table, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     options = paged(1, 20, True, s_aux=sinks, block_table=table, cache_seqlens=lengths)
     assert options["page_table"] is table and options["cache_seqlens"] is lengths and options["s_aux"] is sinks

@@ -127,7 +127,8 @@ def test_padded_batches_are_torchs(device, way):
     with way(), recorded(device, "fwd") as forwards:
         logits = model(input_ids=tokens, attention_mask=mask).logits
     assert forwards == []
-    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)  # by another backend of torch's, perhaps
+    seen = mask.bool()  # the rows of padding see no key: what torch's backends give them differs
+    torch.testing.assert_close(logits[seen], expected[seen], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("options", ([], ["--llama"]))

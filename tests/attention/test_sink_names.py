@@ -10,7 +10,7 @@ import inspect
 
 import pytest
 import torch
-from transformers_state import keep_loaded_functions
+from transformers_state import keep_loaded_functions, keyword_processors
 
 import flash_attn
 
@@ -93,9 +93,9 @@ def test_transformers_passes_the_sinks(device, monkeypatch):
     gates = pytest.importorskip("transformers.modeling_flash_attention_utils")
     monkeypatch.setattr(gates, "is_flash_attn_2_available", lambda: True)  # it wants an installed one, and CUDA
     keep_loaded_functions(gates, monkeypatch)
-    (_, varlen, *_), (process, _) = gates.lazy_import_flash_attention("flash_attention_2")
-    assert varlen is flash_attn.flash_attn_varlen_func
-    assert process.keywords["supports_mapping"]["s_aux"]
+    loaded = gates.lazy_import_flash_attention("flash_attention_2")
+    assert loaded[0][1] is flash_attn.flash_attn_varlen_func
+    assert keyword_processors(loaded)[0].keywords["supports_mapping"]["s_aux"]
     q, k, v = (torch.randn(2, SEQLEN, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
     sinks = torch.linspace(-1, 5, HEADS, device=device, dtype=torch.bfloat16)
     mask = torch.ones(2, SEQLEN, dtype=torch.long, device=device)

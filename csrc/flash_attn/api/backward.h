@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/ops/sum.h>
-#include <c10/cuda/CUDAGuard.h>
 
 #include <vector>
 
 #include "api/allocate.h"
+#include "api/call_device.h"
 #include "api/launch_check.h"
 #include "api/pad.h"
 #include "api/prepare.h"
@@ -102,7 +102,7 @@ inline void launch_backward(Flash_bwd_params& params, const plan::BwdPlan& plan,
 }
 
 inline std::vector<at::Tensor> backward(const BwdCall& call) {
-  const c10::cuda::CUDAGuard guard(call.q.device());
+  const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const Gradients& gradients = call.gradients;
   at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v), dout = aligned(gradients.dout);

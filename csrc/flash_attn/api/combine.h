@@ -2,13 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <optional>
 #include <vector>
 
 #include "api/allocate.h"
+#include "api/call_device.h"
 #include "api/checks.h"
 #include "api/launch_check.h"
 #include "api/overlap.h"
@@ -63,7 +63,7 @@ inline std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::
                                        const std::optional<at::Tensor>& out_) {
   checks::combine(out_partial, lse_partial, out_);
   overlap::check({{"out", out_}}, {{"out_partial", out_partial}, {"lse_partial", lse_partial}});
-  const c10::cuda::CUDAGuard guard(out_partial.device());
+  const CallDevice guard(out_partial.device());
   check_device_supported(out_partial);
   at::Tensor out =
       out_.has_value() ? *out_ : new_empty(out_partial, out_partial.sizes().slice(1), out_partial.scalar_type());

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <ATen/ops/full.h>
-#include <c10/cuda/CUDAGuard.h>
 
 #include <array>
 #include <limits>
 #include <vector>
 
+#include "api/call_device.h"
 #include "api/kvcache.h"
 #include "api/pad.h"
 #include "api/run_fwd.h"
@@ -75,7 +75,7 @@ inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorO
 }
 
 inline std::vector<at::Tensor> forward(const FwdCall& call) {
-  const c10::cuda::CUDAGuard guard(call.q.device());
+  const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const bool launches = call.q.numel() > 0;
   at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v);

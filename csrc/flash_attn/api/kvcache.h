@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "api/allocate.h"
+#include "api/call_device.h"
 #include "api/kvcache_call.h"
 #include "api/kvcache_checks.h"
 #include "api/kvcache_params.h"
@@ -51,7 +51,7 @@ inline void set_params_partials(Flash_kvcache_params& params, const plan::Decode
 inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
   checks::kvcache(call);
-  const c10::cuda::CUDAGuard guard(q.device());
+  const CallDevice guard(q.device());
   check_device_supported(q);
   const plan::DecodeProblem problem = decode_problem(call);
   const plan::DecodePlan plan = checked_decode_plan(problem, q.device().index());
@@ -146,7 +146,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
                                int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_) {
   checks::kvcache_schedule(seqlens_k, leftpad_k,
                            {batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits}, plan_);
-  const c10::cuda::CUDAGuard guard(seqlens_k.device());
+  const CallDevice guard(seqlens_k.device());
   check_device_supported(seqlens_k);
 
   plan::DecodeProblem problem{static_cast<int>(batch),    static_cast<int>(seqlen_q),
