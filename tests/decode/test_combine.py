@@ -44,6 +44,16 @@ def test_against_the_definition(device, splits, head_dim):
     check(out_partial, lse_partial, *flash_attn_combine(out_partial, lse_partial), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("head_dim", (1, 4, 12, 37, 520, 1100, 2056))
+def test_any_number_of_columns(device, head_dim, dtype):
+    """Whole 16-byte vectors or not, of the results or of out alone; rows longer than a thread block."""
+    out_partial, lse_partial = partials(device, 9, 1, 3, 5, head_dim, getattr(torch, dtype))
+    for out_dtype in (torch.float16, torch.float32):
+        result = flash_attn_combine(out_partial, lse_partial, out_dtype=out_dtype)
+        check(out_partial, lse_partial, *result, out_dtype)
+
+
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES["cpu"])))
 @pytest.mark.parametrize("out_dtype", (None, "float16", "bfloat16", "float32"))
 def test_dtypes(device, dtype, out_dtype):
@@ -66,6 +76,16 @@ def test_parts_without_keys(device):
     out, lse = flash_attn_combine(out_partial, lse_partial)
     check(out_partial[[0, 3], :1], lse_partial[[0, 3], :1], out[:1], lse[:1], torch.float32)
     check(out_partial[1:, 1:], lse_partial[1:, 1:], out[1:], lse[1:], torch.float32)
+
+
+@pytest.mark.parametrize("splits", (1, 3, 20))
+def test_nan_among_the_sums(device, splits):
+    """NaN in its row and in no other."""
+    out_partial, lse_partial = partials(device, splits)
+    lse_partial[splits // 2, 1, 2, 3] = math.nan
+    out, lse = flash_attn_combine(out_partial, lse_partial)
+    assert out[1, 2, 3].isnan().all() and lse[1, 2, 3].isnan()
+    assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
 
 
 def test_rows_without_keys(device):
@@ -110,9 +130,10 @@ def test_strided_inputs_are_left_alone(device):
     expected = flash_attn_combine(out_partial, lse_partial)
     copies = [x.clone() for x in views]
     out = torch.zeros(2, 5, 4, 80, device=device)
-    for given in (None, out[..., 9:73]):
-        result = flash_attn_combine(*views, out=given)
-        assert all(torch.equal(a, b) for a, b in zip(result, expected))
+    for inputs in (views, (out_partial, lse_partial)):
+        for given in (None, out[..., 9:73]):
+            result = flash_attn_combine(*inputs, out=given)
+            assert all(torch.equal(a, b) for a, b in zip(result, expected))
     assert all(torch.equal(a, b) for a, b in zip(views, copies))
     transposed = out_partial.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert torch.equal(flash_attn_combine(transposed, lse_partial)[0], expected[0])
