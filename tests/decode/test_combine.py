@@ -106,6 +106,16 @@ def test_large_sums(device):
     check(out_partial, lse_partial, *flash_attn_combine(out_partial, lse_partial), torch.float32)
 
 
+@pytest.mark.parametrize("shift", (-1e4, 1e5))
+def test_large_sums_lose_no_precision(device, shift):
+    """Weights come from differences of sums: rounding the lse of the whole would cost 5e-4 of them at 1e4."""
+    out_partial, lse_partial = partials(device)
+    lse_partial += shift
+    exact, _ = plain_combine(out_partial, lse_partial)
+    out, _ = flash_attn_combine(out_partial, lse_partial)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=3e-6)
+
+
 @pytest.mark.parametrize("causal", (False, True))
 def test_parts_of_the_keys_give_the_whole(device, causal):
     """The parts' LSEs come as the attention functions return them: (batch, heads, seqlen), +inf for no key."""
