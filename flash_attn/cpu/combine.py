@@ -60,5 +60,5 @@ def partial_weights(lse_partial: torch.Tensor):
     sums = lse_partial.masked_fill(lse_partial == math.inf, -math.inf)
     lse = torch.logsumexp(sums, dim=0)
     empty = lse == -math.inf
-    weights = torch.exp(sums - lse.masked_fill(empty, 0.0))
+    weights = torch.softmax(sums, dim=0).masked_fill(empty, 0.0)  # not exp(sums - lse), where lse is rounded
     return weights, lse.masked_fill(empty, math.inf)

@@ -35,8 +35,8 @@ find_kv_start find_cta_work; find_kv_start_of_few find_cta_work; finish_exponent
 finish_rows finalize_rows; first_edge first_masked_block; first_needed_key first_required_key;
 first_section first_band; first_seeing_row first_unmasked_row; first_seen_key first_unmasked_key;
 Flash_fwd_shares_params Flash_fwd_split_params; fold_runs combine_ordered; for_each_draw for_each_random_bits;
-for_each_drawn_block for_each_work_tile; forced_key_shares forced_num_splits; fwd_merge fwd_combine;
-fwd_merge_kernel fwd_combine_kernel; has_dq_group has_dq_warpgroup; hidden_full trip_count_full;
+for_each_drawn_block for_each_work_tile; forced_key_shares forced_num_splits; fwd_merge run_combine;
+fwd_merge_kernel combine_kernel; has_dq_group has_dq_warpgroup; hidden_full trip_count_full;
 hidden_steps skipped_blocks; HiddenSteps SkippedBlocks; hides_left masks_left; hides_right masks_right;
 hold_loads wait; in_sections in_bands; interior_begin unmasked_begin; interior_blocks unmasked_blocks;
 interior_end unmasked_end; interior_rows unmasked_rows; interior_steps_end unmasked_steps_end;
@@ -81,7 +81,7 @@ raise_reference update_row_max; raise_references update_row_maxima; read_col_wor
 right_edges masked_right_count; RingIndex PipelineState; row_block_at work_tile_at; row_blocks m_blocks;
 row_limits bounds; row_order work_tile_order; row_walk q_block_order; row_words row_bits; RowBlock WorkTile;
 RowLimits ColBounds; RowOrder WorkTileOrder; RowStep QStep; RowWalk QBlockOrder; run_beside_dq_group dq_warpgroup;
-run_blocks kFixedSplits; run_col_words run_col_bits; run_edges run_masked; run_fwd_merge_ run_fwd_combine_;
+run_blocks kFixedSplits; run_col_words run_col_bits; run_edges run_masked; run_fwd_merge_ run_combine;
 run_interior run_unmasked; run_kvcache_merge_ run_decode_combine_; run_place partial_location;
 run_split_forward run_decode_forward; RunEnd PartialKind; RunPlace PartialLocation; score_place tile_coords;
 ScorePlace TileCoords; section_blocks band_tiles; section_heads band_heads; section_of band_of;

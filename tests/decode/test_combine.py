@@ -44,6 +44,16 @@ def test_against_the_definition(device, splits, head_dim):
     check(out_partial, lse_partial, *flash_attn_combine(out_partial, lse_partial), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("head_dim", (1, 4, 12, 37, 520, 1100, 2056))
+def test_any_number_of_columns(device, head_dim, dtype):
+    """Whole 16-byte vectors or not, of the results or of out alone; rows longer than a thread block."""
+    out_partial, lse_partial = partials(device, 9, 1, 3, 5, head_dim, getattr(torch, dtype))
+    for out_dtype in (torch.float16, torch.float32):
+        result = flash_attn_combine(out_partial, lse_partial, out_dtype=out_dtype)
+        check(out_partial, lse_partial, *result, out_dtype)
+
+
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES["cpu"])))
 @pytest.mark.parametrize("out_dtype", (None, "float16", "bfloat16", "float32"))
 def test_dtypes(device, dtype, out_dtype):
@@ -68,6 +78,16 @@ def test_parts_without_keys(device):
     check(out_partial[1:, 1:], lse_partial[1:, 1:], out[1:], lse[1:], torch.float32)
 
 
+@pytest.mark.parametrize("splits", (1, 3, 20))
+def test_nan_among_the_sums(device, splits):
+    """NaN in its row and in no other."""
+    out_partial, lse_partial = partials(device, splits)
+    lse_partial[splits // 2, 1, 2, 3] = math.nan
+    out, lse = flash_attn_combine(out_partial, lse_partial)
+    assert out[1, 2, 3].isnan().all() and lse[1, 2, 3].isnan()
+    assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
+
+
 def test_rows_without_keys(device):
     out_partial, lse_partial = partials(device, splits=3)
     lse_partial[:, :, 2] = -INF
@@ -84,6 +104,16 @@ def test_large_sums(device):
     lse_partial[0] += 1e4
     lse_partial[1] -= 1e4
     check(out_partial, lse_partial, *flash_attn_combine(out_partial, lse_partial), torch.float32)
+
+
+@pytest.mark.parametrize("shift", (-1e4, 1e5))
+def test_large_sums_lose_no_precision(device, shift):
+    """Weights come from differences of sums: rounding the lse of the whole would cost 5e-4 of them at 1e4."""
+    out_partial, lse_partial = partials(device)
+    lse_partial += shift
+    exact, _ = plain_combine(out_partial, lse_partial)
+    out, _ = flash_attn_combine(out_partial, lse_partial)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("causal", (False, True))
@@ -110,9 +140,10 @@ def test_strided_inputs_are_left_alone(device):
     expected = flash_attn_combine(out_partial, lse_partial)
     copies = [x.clone() for x in views]
     out = torch.zeros(2, 5, 4, 80, device=device)
-    for given in (None, out[..., 9:73]):
-        result = flash_attn_combine(*views, out=given)
-        assert all(torch.equal(a, b) for a, b in zip(result, expected))
+    for inputs in (views, (out_partial, lse_partial)):
+        for given in (None, out[..., 9:73]):
+            result = flash_attn_combine(*inputs, out=given)
+            assert all(torch.equal(a, b) for a, b in zip(result, expected))
     assert all(torch.equal(a, b) for a, b in zip(views, copies))
     transposed = out_partial.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert torch.equal(flash_attn_combine(transposed, lse_partial)[0], expected[0])

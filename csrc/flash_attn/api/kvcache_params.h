@@ -21,12 +21,7 @@ namespace flash {
 inline int vector_bytes(const at::Tensor& tensor) {
   const int element_bytes = dtype_bytes(dtype_of(tensor));
   for (const int bytes : {16, 4}) {
-    const int64_t elements = bytes / element_bytes;
-    bool fits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 && tensor.size(-1) % elements == 0;
-    for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
-      fits &= tensor.size(axis) <= 1 || tensor.stride(axis) % elements == 0;
-    }
-    if (fits) return bytes;
+    if (is_aligned(tensor, bytes) && tensor.size(-1) % (bytes / element_bytes) == 0) return bytes;
   }
   return element_bytes;
 }

@@ -11,6 +11,7 @@
 #include "api/problem.h"
 #include "api/trace.h"
 #include "core/static_switch.h"
+#include "params/combine.h"
 #include "params/flash.h"
 #include "plan/fwd_plan.h"
 
@@ -38,19 +39,48 @@ inline Flash_fwd_split_params set_params_splits(const Flash_fwd_params& params, 
   return split;
 }
 
+// Of what the splits have written. The family of the splits asks for 16-byte vectors everywhere.
+inline Flash_combine_params set_params_combine(const Flash_fwd_split_params& params, Dtype dtype) {
+  const KvSplits& splits = params.splits;
+  const int64_t matrix_rows = params.seqlen_q, head_rows = matrix_rows * params.h;
+  Flash_combine_params combine;
+  combine.partial_ptr = splits.out_ptr;
+  combine.lse_partial_ptr = splits.lse_ptr;
+  combine.o_ptr = params.o_ptr;
+  combine.lse_ptr = params.softmax_lse_ptr;
+  const int64_t row_strides[4] = {splits.rows, head_rows, matrix_rows, 1};
+  for (int axis = 0; axis < 4; ++axis) {
+    combine.partial_strides[axis] = row_strides[axis] * params.d_v;
+    combine.lse_partial_strides[axis] = row_strides[axis];
+  }
+  combine.o_strides[0] = params.o_strides.batch;
+  combine.o_strides[1] = params.o_strides.head;
+  combine.o_strides[2] = params.o_strides.row;
+  combine.splits = splits.count;
+  combine.outer = params.is_varlen() ? 1 : params.b;
+  combine.middle = params.h;
+  combine.inner = params.seqlen_q;
+  combine.d = params.d_v;
+  combine.o_type = dtype == Dtype::kFp16 ? CombineType::kFp16 : CombineType::kBf16;
+  combine.partial_vectors = combine.o_vectors = true;
+  combine.sinks_ptr = params.sinks_ptr;
+  combine.segments_q = params.varlen.segments_q;
+  combine.segments = params.b;
+  combine.device = params.device;
+  return combine;
+}
+
 inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   at::Tensor workspace, partials;
   check_launch(prepare(params, plan.is_dynamic, q, workspace), "prepare_kernel", q);
   const Flash_fwd_split_params split = set_params_splits(params, plan, q, partials);
   check_launch(run_mha_fwd(split, plan, stream), "flash_fwd_kernel", q);
-  const bool is_fp16 = plan.dtype == Dtype::kFp16;
   if (plan.num_splits > 1) {
-    check_launch(FP16_SWITCH(is_fp16, [&] { return run_fwd_combine_<kDtype>(split, stream); }), "fwd_combine_kernel",
-                 q);
+    check_launch(run_combine(set_params_combine(split, plan.dtype), CombineType::kFp32, stream), "combine_kernel", q);
   }
   if (params.p_ptr != nullptr) {
-    check_launch(FP16_SWITCH(is_fp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
+    check_launch(FP16_SWITCH(plan.dtype == Dtype::kFp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
                  "dropout_probs_kernel", q);
   }
 }

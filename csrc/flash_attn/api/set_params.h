@@ -23,11 +23,11 @@ inline Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
 }
 
-// The kernels move 16-byte vectors. Strides of axes of size 1 do not matter.
-inline bool is_aligned(const at::Tensor& tensor) {
-  constexpr int64_t kVectorBytes = 16;
-  const int64_t elements = kVectorBytes / dtype_bytes(dtype_of(tensor));
-  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes != 0) return false;
+// Whether rows may be moved in vectors of so many bytes from their first column on; the kernels of attention move 16.
+// Strides of axes of size 1 do not matter.
+inline bool is_aligned(const at::Tensor& tensor, int64_t vector_bytes = 16) {
+  const int64_t elements = vector_bytes / tensor.element_size();
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % vector_bytes != 0) return false;
   for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) {
     if (tensor.size(axis) > 1 && tensor.stride(axis) % elements != 0) return false;
   }

@@ -116,8 +116,8 @@ struct Flash_fwd_params : Qkv_params {
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
 };
 
-// KV splits of each m_block. A split is a work tile of its own, whose partial result run_fwd_combine_() combines with
-// the others.
+// KV splits of each m_block. A split is a work tile of its own, whose partial result run_combine() combines with the
+// others.
 struct KvSplits {
   int count = 1;
   int64_t rows = 0;                       // of all heads, in the order of the LSE; at most kMaxLength
@@ -161,10 +161,6 @@ cudaError_t run_mha_fwd_(const Flash_fwd_params& params, const plan::FwdPlan& pl
 // kHeadDimV. With several KV splits it writes their partial results.
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd_wgmma_(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
-
-// Output and LSE from the partial results of all KV splits.
-template <Dtype kDtype>
-cudaError_t run_fwd_combine_(const Flash_fwd_split_params& params, cudaStream_t stream);
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);

@@ -59,19 +59,6 @@ struct Flash_kvcache_params : Flash_fwd_params {
   float* partial_stats = nullptr;                      // (slots, slot_rows, 2): row max of the raw scores, row sum
 };
 
-// Combine of partial results of the caller: out_partial (splits, b, s, h, d), lse_partial (splits, b, s, h).
-struct Flash_combine_params {
-  const void* __restrict__ partial_ptr = nullptr;
-  const float* __restrict__ lse_partial_ptr = nullptr;
-  void* __restrict__ o_ptr = nullptr;     // (b, s, h, d)
-  float* __restrict__ lse_ptr = nullptr;  // (b, s, h) contiguous
-  int64_t partial_strides[4] = {};        // splits, b, s, h
-  int64_t lse_partial_strides[4] = {};    // splits, b, s, h
-  int64_t o_strides[3] = {};              // b, s, h
-  int splits = 0, b = 0, s = 0, h = 0, d = 0;
-  int device = 0;
-};
-
 // One explicit specialisation per file flash_fwd_split_*.cu; the rules of run_mha_fwd_ hold. Launches the attention
 // and, where tiles may be split, the combine.
 template <Dtype kDtype, int kHeadDim>
@@ -96,9 +83,5 @@ cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotate
 
 // Fills `schedule` (header and entries).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);
-
-enum class CombineType { kFp32, kFp16, kBf16 };
-
-cudaError_t run_combine(const Flash_combine_params& params, CombineType partial, CombineType out, cudaStream_t stream);
 
 }  // namespace flash

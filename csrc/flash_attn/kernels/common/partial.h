@@ -1,6 +1,7 @@
-// Partial results of a row and how two are combined. A partial result is the unnormalised output with its row max (of
-// raw scores) and row sum. All combining of decode goes through these functions, so that the bits do not depend on
-// where it happens, in a thread block or in a kernel of its own.
+// Partial results of a row over disjoint splits of its keys, and how they are combined. Those of decode are an
+// unnormalised output with its row max (of raw scores) and row sum; all of them are combined by these functions, so
+// that the bits do not depend on where, in a thread block or in a kernel of its own. Those of the wgmma forward and of
+// the caller are normalised: output and LSE (CombinedRow).
 #pragma once
 
 #include "core/host_device.h"
@@ -31,6 +32,24 @@ __device__ __forceinline__ float4 add_scaled(const float4& sum, float weight, co
           __fmaf_rn(weight, value.w, sum.w)};
 }
 
+// A thread's columns of a row.
+template <int kQuads>
+struct RowValue {
+  float4 quads[kQuads];
+
+  __device__ __forceinline__ void clear() {
+    for (float4& quad : quads) quad = float4{};
+  }
+
+  __device__ __forceinline__ void scale(float weight) {
+    for (float4& quad : quads) quad = scaled(weight, quad);
+  }
+
+  __device__ __forceinline__ void add(float weight, const RowValue& value) {
+    for (int i = 0; i < kQuads; ++i) quads[i] = add_scaled(quads[i], weight, value.quads[i]);
+  }
+};
+
 // Combines (b, b_stats) of the same row into (a, a_stats). Both products of the row sum are rounded, as in the combine
 // over many partial results.
 __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, const RowStats& b_stats, const float4& b,
@@ -54,5 +73,44 @@ __device__ __forceinline__ float natural_lse(const RowStats& stats, float scale)
   constexpr float kLn2 = 0.69314718055994531f;
   return stats.rejected() || stats.sum == 0.0f ? INFINITY : (stats.max * scale + log2f(stats.sum)) * kLn2;
 }
+
+// LSE of a normalised partial result; -inf where it has no key, which either infinity says.
+__device__ __forceinline__ float partial_lse(float lse) { return lse == INFINITY ? -INFINITY : lse; }
+
+// Normalised partial results of a row added up so far, relative to the greatest LSE: stats.max is that LSE. A NaN among
+// the LSEs makes stats.sum NaN, and with it the whole row.
+template <int kQuads>
+struct CombinedRow {
+  static constexpr float kLog2e = 1.4426950408889634f;
+
+  RowStats stats{-INFINITY, 0.0f};
+  RowValue<kQuads> value{};
+
+  __device__ __forceinline__ void update_max(float lse) {
+    if (lse <= stats.max) return;
+    const float correction = partial_weight(stats.max, lse, kLog2e);
+    stats.sum *= correction;
+    value.scale(correction);
+    stats.max = lse;
+  }
+
+  // After update_max() of no less. Without a key nothing is added, whatever `partial` holds.
+  __device__ __forceinline__ void add(float lse, RowValue<kQuads> partial) {
+    const float weight = partial_weight(lse, stats.max, kLog2e);
+    if (lse == -INFINITY) partial.clear();
+    stats.sum += weight;
+    value.add(weight, partial);
+  }
+
+  // A key without a value: -inf for none.
+  __device__ __forceinline__ void add_sink(float logit) {
+    if (logit == -INFINITY) return;
+    update_max(logit);
+    add(logit, RowValue<kQuads>{});
+  }
+
+  __device__ __forceinline__ void normalize() { value.scale(stats.sum == 0.0f ? 0.0f : 1.0f / stats.sum); }
+  __device__ __forceinline__ float lse() const { return stats.sum == 0.0f ? INFINITY : stats.max + logf(stats.sum); }
+};
 
 }  // namespace flash

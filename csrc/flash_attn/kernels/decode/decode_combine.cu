@@ -18,21 +18,12 @@ constexpr int kWarps = kCombineWarps;
 static_assert(kThreads == 32 * kWarps);
 constexpr int kBatchedLoads = kCombineLoads;
 
-// A row of a partial result over the lanes of a warp, kQuads float4 per lane.
-template <int kQuads>
-struct RowValue {
-  float4 quads[kQuads];
-
-  __device__ void clear() {
-    for (float4& quad : quads) quad = float4{};
-  }
-};
-
 __device__ RowStats load_stats(const Flash_kvcache_params& params, int64_t slot, int row) {
   const float2 pair = *reinterpret_cast<const float2*>(params.partial_stats + 2 * (slot * params.slot_rows + row));
   return {pair.x, pair.y};
 }
 
+// A row is spread over the lanes of a warp, kQuads float4 each.
 template <int kQuads>
 __device__ void load_row(const Flash_kvcache_params& params, int64_t slot, int row, RowValue<kQuads>& value) {
   const float* const from = params.partial_o + (slot * params.slot_rows + row) * params.padded_dim;
@@ -143,11 +134,7 @@ __device__ void add_rows(RowValue<kQuads>& sum, float weight, int first_partial,
                          const RowValue<kQuads> (&values)[kBatchedLoads]) {
 #pragma unroll
   for (int i = 0; i < kBatchedLoads; ++i) {
-    const float row_weight = __shfl_sync(0xffffffffu, weight, first_partial + i);
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      sum.quads[quad] = add_scaled(sum.quads[quad], row_weight, values[i].quads[quad]);
-    }
+    sum.add(__shfl_sync(0xffffffffu, weight, first_partial + i), values[i]);
   }
 }
 
@@ -173,8 +160,7 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
     const float correction = partial_weight(stats.max, top, scale);
     stats.sum = stats.sum * correction + warp_sum(weight * own.sum);
     stats.max = top;
-#pragma unroll
-    for (float4& quad : sum.quads) quad = scaled(correction, quad);
+    sum.scale(correction);
     const int end = min(warps.first_partial() + warps.partials(), remaining);
 #pragma unroll 1
     for (int j = warps.first_partial();;) {

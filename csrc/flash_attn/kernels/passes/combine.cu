@@ -1,90 +1,201 @@
-// Combines partial results of the caller: attention of the same queries over disjoint sets of keys.
+// Combines normalised partial results over disjoint splits of the keys: a forward's splits, or results of the caller.
+// Bound by reading them once: (splits + 1) rows (d values + LSE). A thread has a 16-byte vector of a row, eight splits
+// of which are under way at a time.
 #include <atomic>
+#include <type_traits>
+
+#include <cute/arch/copy_sm80.hpp>
 
 #include "kernels/common/convert.h"
 #include "kernels/common/launch.h"
-#include "params/kvcache.h"
+#include "kernels/common/partial.h"
+#include "kernels/common/pdl.h"
+#include "params/combine.h"
 
 namespace flash {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = 8;  // splits that are loaded at a time
+
+template <class In>
+constexpr int kVectorCols = kCombineVectorBytes / sizeof(In);
+
+template <class In>
+using Combined = CombinedRow<kVectorCols<In> / 4>;
 
 struct Row {
-  int b, s, h;
+  int outer, middle, inner;
+
+  __device__ Row(const Flash_combine_params& params, int row)
+      : outer(row / params.inner / params.middle),
+        middle(row / params.inner % params.middle),
+        inner(row % params.inner) {}
+
+  __device__ int64_t offset(const int64_t* strides) const {
+    return outer * strides[0] + middle * strides[1] + inner * strides[2];
+  }
 };
 
-__device__ Row row_at(const Flash_combine_params& params, int row) {
-  const int token = row / params.h;
-  return {token / params.s, token % params.s, row % params.h};
+// The rows of a thread block: as many as fit it, or a part of one.
+struct Tiling {
+  int row_threads, rows, col_blocks;
+
+  __host__ __device__ Tiling(int d, int cols)
+      : row_threads((d + cols - 1) / cols), rows(1), col_blocks((row_threads + kThreads - 1) / kThreads) {
+    if (col_blocks == 0) row_threads = col_blocks = 1;  // the LSE of rows without columns
+    if (col_blocks > 1) row_threads = kThreads;
+    rows = kThreads / row_threads;
+  }
+};
+
+// -inf: none. Rows of no sequence have none.
+__device__ float sink_of(const Flash_combine_params& params, const Row& at) {
+  if (params.sinks_ptr == nullptr) return -INFINITY;
+  const int* const segments = params.segments_q;
+  if (segments != nullptr && (at.inner < segments[1] || at.inner >= segments[params.segments + 1])) return -INFINITY;
+  return params.sinks_ptr[at.middle];
 }
 
-__device__ bool saw_keys(float lse) { return !isinf(lse); }
-
-// LSE over all splits; all lanes of a warp together. -inf: no split saw a key.
-__device__ float total_lse(const float* lse, int64_t stride, int splits) {
-  float top = -INFINITY;
-  for (int i = threadIdx.x % 32; i < splits; i += 32) {
-    if (saw_keys(lse[i * stride])) top = fmaxf(top, lse[i * stride]);
-  }
-  for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
-  float sum = 0.0f;
-  for (int i = threadIdx.x % 32; i < splits; i += 32) {
-    if (saw_keys(lse[i * stride])) sum += expf(lse[i * stride] - (top == -INFINITY ? 0.0f : top));
-  }
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum == 0.0f ? -INFINITY : top + logf(sum);
-}
-
-// One warp to a row.
-template <class In, class Out>
-__global__ void __launch_bounds__(kThreads, 8) combine_kernel(const __grid_constant__ Flash_combine_params params) {
-  const int row = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32);
-  if (row >= params.b * params.s * params.h) return;
-  const Row at = row_at(params, row);
-  const int64_t* const in = params.partial_strides;
-  const int64_t* const in_lse = params.lse_partial_strides;
-  const In* const from = static_cast<const In*>(params.partial_ptr) + at.b * in[1] + at.s * in[2] + at.h * in[3];
-  const float* const lse = params.lse_partial_ptr + at.b * in_lse[1] + at.s * in_lse[2] + at.h * in_lse[3];
-  Out* const to = static_cast<Out*>(params.o_ptr) + at.b * params.o_strides[0] + at.s * params.o_strides[1] +
-                  at.h * params.o_strides[2];
-  const float total = total_lse(lse, in_lse[0], params.splits);
-  if (threadIdx.x % 32 == 0) params.lse_ptr[row] = total == -INFINITY ? INFINITY : total;
-  for (int col = threadIdx.x % 32; col < params.d; col += 32) {
-    float sum = 0.0f;
-    for (int i = 0; i < params.splits; ++i) {
-      const float own = lse[i * in_lse[0]];
-      if (saw_keys(own)) sum += expf(own - total) * static_cast<float>(from[i * in[0] + col]);
+// Vectors of up to kBatch splits to shared memory, of which a thread reads only its own: so all of them are under way
+// at the same time, whatever ptxas makes of loads into registers. Not whole vectors: the first `cols` elements.
+template <class In>
+__device__ void load_vectors(const Flash_combine_params& params, const In* from, int count, int cols,
+                             uint4 (&vectors)[kBatch][kThreads]) {
+  const int64_t stride = params.partial_strides[0];
+  if (params.partial_vectors) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint4& vector = *reinterpret_cast<const uint4*>(from + i * stride);
+      if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(vector, vectors[i][threadIdx.x]);
     }
-    to[col] = static_cast<Out>(sum);
+    return;
   }
-}
-
-template <class In, class Out>
-cudaError_t run(const Flash_combine_params& params, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  const int rows = params.b * params.s * params.h;
-  return launch(combine_kernel<In, Out>, (static_cast<int64_t>(rows) + kWarps - 1) / kWarps, kThreads, 0, params,
-                params.device, stream, configured_devices);
+#pragma unroll 1
+  for (int i = 0; i < min(count, kBatch); ++i) {
+    In* const elements = reinterpret_cast<In*>(&vectors[i][threadIdx.x]);
+#pragma unroll
+    for (int col = 0; col < kVectorCols<In>; ++col) {
+      if (col < cols) elements[col] = from[i * stride + col];
+    }
+  }
 }
 
 template <class In>
-cudaError_t run_to(const Flash_combine_params& params, CombineType out, cudaStream_t stream) {
-  switch (out) {
-    case CombineType::kFp32: return run<In, float>(params, stream);
-    case CombineType::kFp16: return run<In, ElementOf<Dtype::kFp16>>(params, stream);
-    default: return run<In, ElementOf<Dtype::kBf16>>(params, stream);
+__device__ RowValue<kVectorCols<In> / 4> row_value(const uint4& vector) {
+  const In* const elements = reinterpret_cast<const In*>(&vector);
+  RowValue<kVectorCols<In> / 4> value;
+#pragma unroll
+  for (int i = 0; i < kVectorCols<In> / 4; ++i) {
+    const In* const quad = elements + 4 * i;
+    value.quads[i] = {static_cast<float>(quad[0]), static_cast<float>(quad[1]), static_cast<float>(quad[2]),
+                      static_cast<float>(quad[3])};
   }
+  return value;
+}
+
+// A vector of a row, and the row's LSE, from its splits.
+template <class In>
+__device__ Combined<In> combine_splits(const Flash_combine_params& params, const In* partial, const float* lse_partial,
+                                       int cols) {
+  __shared__ uint4 vectors[kBatch][kThreads];
+  const int64_t stride = params.partial_strides[0], lse_stride = params.lse_partial_strides[0];
+  Combined<In> combined;
+  for (int left = params.splits; left > 0; left -= kBatch) {
+    float lse[kBatch], top = -INFINITY;
+    load_vectors(params, partial, left, cols, vectors);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) lse[i] = i < left ? lse_partial[i * lse_stride] : INFINITY;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      lse[i] = partial_lse(lse[i]);
+      top = fmaxf(top, lse[i]);
+    }
+    combined.update_max(top);
+    cute::cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) combined.add(lse[i], row_value<In>(vectors[i][threadIdx.x]));
+    partial += kBatch * stride;
+    lse_partial += kBatch * lse_stride;
+  }
+  return combined;
+}
+
+__device__ float4 converted(const float4& quad, float) { return quad; }
+
+template <class Out>
+__device__ uint2 converted(const float4& quad, Out element) {
+  return {pack_pair(quad.x, quad.y, element), pack_pair(quad.z, quad.w, element)};
+}
+
+// `offset`: of the vector in o.
+template <class Out, int kQuads>
+__device__ void store_vector(const Flash_combine_params& params, int64_t offset, int cols,
+                             const RowValue<kQuads>& value) {
+  using Quad = decltype(converted(float4{}, Out{}));
+  using Vector = std::conditional_t<kQuads * sizeof(Quad) == 8, uint2, uint4>;
+  Out* const to = static_cast<Out*>(params.o_ptr) + offset;
+  alignas(16) Quad quads[kQuads];
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) quads[i] = converted(value.quads[i], Out{});
+  if (params.o_vectors) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(quads) / sizeof(Vector)); ++i) {
+      reinterpret_cast<Vector*>(to)[i] = reinterpret_cast<const Vector*>(quads)[i];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * kQuads; ++i) {
+    if (i < cols) to[i] = reinterpret_cast<const Out*>(quads)[i];
+  }
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Flash_combine_params params) {
+  const Tiling tiling(params.d, kVectorCols<In>);
+  const int row_block = static_cast<int>(blockIdx.x) / tiling.col_blocks;
+  const int col_block = static_cast<int>(blockIdx.x) - row_block * tiling.col_blocks;
+  const int row_of_block = static_cast<int>(threadIdx.x) / tiling.row_threads;
+  const int thread = static_cast<int>(threadIdx.x) - row_of_block * tiling.row_threads;
+  const int row = row_block * tiling.rows + row_of_block, col = (col_block * kThreads + thread) * kVectorCols<In>;
+  const bool exists = row < params.outer * params.middle * params.inner && (col == 0 || col < params.d);
+  const Row at(params, exists ? row : 0);
+  const float sink = sink_of(params, at);
+  const In* const partial = static_cast<const In*>(params.partial_ptr) + at.offset(params.partial_strides + 1) + col;
+  const float* const lse_partial = params.lse_partial_ptr + at.offset(params.lse_partial_strides + 1);
+  const int64_t o_offset = at.offset(params.o_strides) + col;
+  const int cols = params.d - col;
+  wait_for_previous_kernel();
+  if (!exists) return;
+  Combined<In> combined = combine_splits(params, partial, lse_partial, cols);
+  combined.add_sink(sink);
+  if (col == 0) params.lse_ptr[row] = combined.lse();
+  combined.normalize();
+  switch (params.o_type) {
+    case CombineType::kFp32: return store_vector<float>(params, o_offset, cols, combined.value);
+    case CombineType::kFp16: return store_vector<ElementOf<Dtype::kFp16>>(params, o_offset, cols, combined.value);
+    case CombineType::kBf16: return store_vector<ElementOf<Dtype::kBf16>>(params, o_offset, cols, combined.value);
+  }
+}
+
+template <class In>
+cudaError_t run(const Flash_combine_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const Tiling tiling(params.d, kVectorCols<In>);
+  const int64_t rows = static_cast<int64_t>(params.outer) * params.middle * params.inner;
+  const int64_t blocks = (rows + tiling.rows - 1) / tiling.rows * tiling.col_blocks;
+  return launch_dependent(combine_kernel<In>, blocks, tiling.rows * tiling.row_threads, 0, params, params.device,
+                          stream, configured_devices);
 }
 
 }  // namespace
 
-cudaError_t run_combine(const Flash_combine_params& params, CombineType partial, CombineType out, cudaStream_t stream) {
-  switch (partial) {
-    case CombineType::kFp32: return run_to<float>(params, out, stream);
-    case CombineType::kFp16: return run_to<ElementOf<Dtype::kFp16>>(params, out, stream);
-    default: return run_to<ElementOf<Dtype::kBf16>>(params, out, stream);
+cudaError_t run_combine(const Flash_combine_params& params, CombineType partial_type, cudaStream_t stream) {
+  switch (partial_type) {
+    case CombineType::kFp32: return run<float>(params, stream);
+    case CombineType::kFp16: return run<ElementOf<Dtype::kFp16>>(params, stream);
+    default: return run<ElementOf<Dtype::kBf16>>(params, stream);
   }
 }
 
