@@ -5,6 +5,7 @@
 
 #include "core/block_range.h"
 #include "params/dtype.h"
+#include "params/modifiers.h"
 
 namespace flash {
 namespace plan {
@@ -17,16 +18,17 @@ struct Problem {
   int head_dim = 0, head_dim_v = 0;    // of Q and K, of V and O
   int64_t seqlen_q = 0, seqlen_k = 0;  // of a sequence; of all sequences of a packed batch; of a page
   Window window;
+  Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
+  constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
 };
 
 // A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
-  bool has_softcap = false, has_alibi = false, has_positive_scale = true;
   bool has_sinks = false, returns_max_logit = false;
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
@@ -53,9 +55,7 @@ struct FwdProblem : Problem {
   constexpr int64_t blocks(int rows_of_block) const {
     return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
   }
-  constexpr bool has_score_mod() const { return has_softcap || has_alibi || !has_positive_scale; }
-  constexpr bool masked_right() const { return window.right != kUnbounded; }
-  constexpr bool is_masked() const { return masked_right() || window.left != kUnbounded; }
+  constexpr bool masked_right() const { return window.may_mask_right(); }
   // Whether m_blocks have different trip counts.
   constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges; }
   // Keys of one head in all sequences of a packed batch, or in one sequence; of pages, at most as many as the block
@@ -68,11 +68,10 @@ struct FwdProblem : Problem {
 };
 
 struct BwdProblem : Problem {
-  bool has_score_mod = false;
   bool deterministic = false;
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
-  constexpr bool is_plain() const { return !has_dropout && !has_score_mod; }
+  constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }
 };
 
 // Head dim that Q, K and V are padded to where kernels know one head dim. Zero columns add nothing to Q K^T, and make
