@@ -49,8 +49,8 @@ struct BwdPlan {
 };
 
 inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {
-  plan.dq_tiles = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                           static_cast<int>(problem.seqlen_q), plan.block_m);
+  plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                                  static_cast<int>(problem.seqlen_q), plan.block_m));
   plan.dq_tile_floats = static_cast<int64_t>(plan.block_m) * plan.head_dim;
   plan.dq_grid = plan.dq_tiles;
   plan.dq_smem_bytes = dtype_bytes(problem.dtype) * plan.block_m * plan.head_dim;

@@ -131,7 +131,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
   const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                          static_cast<int>(problem.seqlen_q), tile.block_m);
-  plan.num_work_tiles = tiles_of_head * problem.heads * (problem.is_varlen ? 1 : problem.batch) * plan.num_splits;
+  plan.num_work_tiles = product(tiles_of_head, problem.heads, problem.is_varlen ? 1 : problem.batch, plan.num_splits);
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
@@ -168,8 +168,8 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.block_n = tile.block_n;
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = fwd_smem_bytes(tile, problem.dtype);
-  plan.grid = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                       static_cast<int>(problem.seqlen_q), tile.block_m);
+  plan.grid = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                              static_cast<int>(problem.seqlen_q), tile.block_m));
   plan.num_work_tiles = plan.grid;
   plan.pdl = true;
   plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);

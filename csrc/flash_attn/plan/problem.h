@@ -10,6 +10,16 @@
 namespace flash {
 namespace plan {
 
+// A product of counts, kMany at most. The sizes of expanded tensors multiply to more than 64 bits hold; a launch of
+// kMany blocks fails as well, and kMany costs of a block can still be added up.
+constexpr int64_t kMany = int64_t{1} << 44;
+
+template <class... Counts>
+constexpr int64_t product(int64_t count, Counts... counts) {
+  ((count = counts > 0 && count > kMany / counts ? kMany : count * counts), ...);
+  return count < kMany ? count : kMany;
+}
+
 // What forward and backward have in common.
 struct Problem {
   Dtype dtype = Dtype::kBf16;
@@ -46,14 +56,14 @@ struct FwdProblem : Problem {
   constexpr int64_t keys() const {
     const int64_t own = is_varlen ? seqlen_k / sequences() : seqlen_k;
     if (!is_paged) return own;
-    const int64_t paged = num_pages * page_size / sequences();
+    const int64_t paged = product(num_pages, page_size) / sequences();
     return is_varlen || paged < own ? paged : own;
   }
   // Rows of the LSE.
-  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }
+  constexpr int64_t all_rows() const { return product(heads, is_varlen ? 1 : batch, seqlen_q); }
   // Blocks of `rows_of_block` rows, of all sequences and heads.
   constexpr int64_t blocks(int rows_of_block) const {
-    return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
+    return product(batch, heads, (rows() + rows_of_block - 1) / rows_of_block);
   }
   constexpr bool masked_right() const { return window.may_mask_right(); }
   // Whether m_blocks have different trip counts.
@@ -62,8 +72,8 @@ struct FwdProblem : Problem {
   // table can list.
   constexpr int64_t keys_of_head() const {
     if (!is_paged) return seqlen_k;
-    const int64_t listed = batch * pages_per_sequence;
-    return (listed < num_pages ? listed : num_pages) * page_size;
+    const int64_t listed = product(batch, pages_per_sequence);
+    return product(listed < num_pages ? listed : num_pages, page_size);
   }
 };
 
