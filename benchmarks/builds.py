@@ -60,33 +60,33 @@ def forward(build, row, inputs):
     case = row.case
     mask = (case.causal, *case.window, case.softcap)
     last = (False, None)  # return_softmax, gen
+    named = {"sinks": inputs.sinks, "return_max_logit": case.max_logit}
     if row.seqlens:
         cu, longest = inputs.cu_seqlens, max(row.seqlens)
         arguments = (
             inputs.q, inputs.k, inputs.v, None, cu, cu, None, None, None, inputs.alibi_slopes, longest, longest,
-            case.dropout, scale_of(case), False, *mask, *last, 0, inputs.sinks, case.max_logit,
+            case.dropout, scale_of(case), False, *mask, *last, 0,
         )  # fmt: skip
-        return lambda: build.module.varlen_fwd(*arguments)
+        return lambda: build.module.varlen_fwd(*arguments, **named)
     arguments = (
         inputs.q, inputs.k, inputs.v, None, inputs.alibi_slopes, case.dropout, scale_of(case), *mask, *last,
-        inputs.sinks, case.max_logit,
     )  # fmt: skip
-    return lambda: build.module.fwd(*arguments)
+    return lambda: build.module.fwd(*arguments, **named)
 
 
 def backward(build, row, inputs, saved):
     """The call of the backward -> [dq, dk, dv, softmax_d(, dsinks)]; saved: (out, lse, rng_state) of one forward."""
     case, (out, lse, rng_state) = row.case, saved
     tensors = (inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, None, None, None)
-    last = (case.causal, *case.window, case.softcap, row.group in BACKWARD_GROUPS, None, rng_state, None, inputs.sinks)
+    last = (case.causal, *case.window, case.softcap, row.group in BACKWARD_GROUPS, None, rng_state)
     if row.seqlens:
         cu, longest = inputs.cu_seqlens, max(row.seqlens)
         arguments = (
             *tensors, cu, cu, inputs.alibi_slopes, longest, longest, case.dropout, scale_of(case), False, *last,
         )  # fmt: skip
-        return lambda: build.module.varlen_bwd(*arguments)
+        return lambda: build.module.varlen_bwd(*arguments, sinks=inputs.sinks)
     arguments = (*tensors, inputs.alibi_slopes, case.dropout, scale_of(case), *last)
-    return lambda: build.module.bwd(*arguments)
+    return lambda: build.module.bwd(*arguments, sinks=inputs.sinks)
 
 
 def over_cache(build, row, inputs):

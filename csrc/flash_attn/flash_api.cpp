@@ -131,27 +131,51 @@ Result run_or_explain(const BwdCall& call) {
   }
 }
 
-void check_scores(const at::Tensor& q, int64_t batch, double p_dropout, const ScoreOptions& scores) {
-  checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
-  checks::alibi(scores.alibi_slopes, q, batch);
-  checks::sinks(scores.sinks, q);
+// Of every entry point: reads the environment under the GIL, then releases it.
+struct CallGuard {
+  CallEnvironment environment;
+  py::gil_scoped_release release;
+};
+
+// Adds what was given by name. Under the GIL.
+ScoreOptions with_named(ScoreOptions scores, const py::kwargs& named) {
+  for (const auto& [key, given] : named) {
+    const std::string name = py::cast<std::string>(key);
+    const py::handle value = given;
+    bool is_known = false;
+    scores.visit_named([&](const char* known, auto& option, const char* expected) {
+      if (name != known) return;
+      is_known = true;
+      using Option = std::decay_t<decltype(option)>;
+      py::detail::make_caster<Option> caster;
+      if (!caster.load(value, true)) {
+        throw py::type_error(name + ": expected " + expected + ", got " + Py_TYPE(value.ptr())->tp_name);
+      }
+      option = py::detail::cast_op<Option>(std::move(caster));
+    });
+    if (!is_known) throw py::type_error(name + ": expected no argument of this name");
+  }
+  return scores;
 }
 
 template <class Result>
 Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
-               const OptionalGenerator& gen, const OptionalTensor& sinks, bool return_max_logit, bool batch_invariant) {
+               const OptionalGenerator& gen, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores =
+      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   checks::output(out, q, checks::output_shape(q, v));
-  check_scores(q, batch, p_dropout, scores);
+  check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
-  overlap::check({{"out", out}}, {{"q", q}, {"k", k}, {"v", v}, {"alibi_slopes", alibi_slopes}, {"sinks", sinks}});
+  overlap::check({{"out", out}},
+                 {{"q", q}, {"k", k}, {"v", v}, {"alibi_slopes", alibi_slopes}, {"sinks", scores.sinks}});
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
@@ -166,10 +190,11 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       const OptionalTensor& alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout,
                       double softmax_scale, bool /*zero_tensors*/, bool is_causal, int64_t window_left,
                       int64_t window_right, double softcap, bool return_softmax, const OptionalGenerator& gen,
-                      int64_t /*num_splits*/, const OptionalTensor& sinks, bool return_max_logit,
-                      bool batch_invariant) {
+                      int64_t /*num_splits*/, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "total, heads, head_dim";
-  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores =
+      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -184,7 +209,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   checks::block_table(block_table, q, batch);
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(q, batch, p_dropout, scores);
+  check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
   const overlap::Operands read = {{"q", q},
                                   {"k", k},
@@ -195,7 +220,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"leftpad_k", leftpad_k},
                                   {"block_table", block_table},
                                   {"alibi_slopes", alibi_slopes},
-                                  {"sinks", sinks}};
+                                  {"sinks", scores.sinks}};
   overlap::check({{"out", out}}, read);
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
@@ -239,16 +264,18 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                const OptionalTensor& dv, const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale,
                bool is_causal, int64_t window_left, int64_t window_right, double softcap, bool deterministic,
                const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
-               const OptionalTensor& sinks, bool batch_invariant) {
+               bool batch_invariant, const py::kwargs& named) {
   const char* axes = "batch, seqlen, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores =
+      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0);
   checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
   check_gradients(gradients, q, k, v, out, softmax_lse, {batch, q.size(2), q.size(1)});
-  check_scores(q, batch, p_dropout, scores);
+  check_scores(scores, q, batch, p_dropout);
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
@@ -264,10 +291,12 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                       int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool /*zero_tensors*/,
                       bool is_causal, int64_t window_left, int64_t window_right, double softcap, bool deterministic,
                       const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
-                      const OptionalTensor& sinks, bool batch_invariant) {
+                      bool batch_invariant, const py::kwargs& named) {
   const char* axes = "total, heads, head_dim";
   const Gradients gradients{dout, dlse, dq, dk, dv};
-  const ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, sinks};
+  const ScoreOptions scores =
+      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
@@ -275,19 +304,13 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   check_gradients(gradients, q, k, v, out, softmax_lse, {q.size(1), q.size(0)});
   checks::max_seqlen("max_seqlen_q", max_seqlen_q);
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
-  check_scores(q, batch, p_dropout, scores);
+  check_scores(scores, q, batch, p_dropout);
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   return run_or_explain<Result>(
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
-
-// Of every entry point: reads the environment under the GIL, then releases it.
-struct CallGuard {
-  CallEnvironment environment;
-  py::gil_scoped_release release;
-};
 
 std::string build_info() {
   std::string info = kernel_build_info();
@@ -301,8 +324,7 @@ void define_fwd(py::module_& m, const char* name, Function* function, const char
   m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"),
         py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("sinks") = py::none(), py::arg("return_max_logit") = false, py::arg("batch_invariant") = false,
-        py::call_guard<CallGuard>());
+        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
 }
 
 template <class Function>
@@ -312,8 +334,7 @@ void define_varlen_fwd(py::module_& m, const char* name, Function* function, con
         py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"),
         py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("num_splits") = 0, py::arg("sinks") = py::none(), py::arg("return_max_logit") = false,
-        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+        py::arg("num_splits") = 0, py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
 }
 
 template <class Function>
@@ -322,8 +343,7 @@ void define_bwd(py::module_& m, const char* name, Function* function, const char
         py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"),
         py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
         py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("gen"),
-        py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
-        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+        py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
 }
 
 template <class Function>
@@ -333,8 +353,7 @@ void define_varlen_bwd(py::module_& m, const char* name, Function* function, con
         py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
         py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("sinks") = py::none(),
-        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
 }
 
 template <class Function>

@@ -11,7 +11,7 @@ from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
 from .overlap import check_written
-from .scores import LOG2E, ScoreRule, compute_dtype
+from .scores import LOG2E, ScoreOptions, ScoreRule, compute_dtype
 from .tiles import blocks, head_ranges, tile_shape
 
 
@@ -98,8 +98,7 @@ class _QueryBlock:
     def process(self, keys, values, keys_grad, values_grad, tile, sq: int, sk: int, dropped) -> None:
         """Accumulate dq, dk and dv over one more tile; dq still lacks the scale, dk is for the scaled queries."""
         p = torch.bmm(self.queries, keys.transpose(1, 2))
-        cap_derivative = self.rule.cap_(p, with_derivative=True)
-        self.rule.bias_and_mask_(self.head_range.by_head(p, self.rows), tile, sq, sk)
+        derivative = self.rule.logits_(self.head_range.by_head(p, self.rows), tile, sq, sk, with_derivative=True)
         p.sub_(self.lse).exp2_()
         ds = torch.bmm(self.dout, values.transpose(1, 2))
         p_dropped = p
@@ -109,8 +108,8 @@ class _QueryBlock:
             ds.masked_fill_(dropped, 0.0)
         values_grad.baddbmm_(p_dropped.transpose(1, 2), self.dout)
         ds.sub_(self.delta).mul_(p)
-        if cap_derivative is not None:
-            ds.mul_(cap_derivative)
+        if derivative is not None:
+            ds.mul_(derivative.view(ds.shape))
         self.queries_grad.baddbmm_(ds, keys)
         keys_grad.baddbmm_(ds.transpose(1, 2), self.queries)
 
@@ -137,10 +136,10 @@ def bwd(
     gen,
     rng_state,
     dlse=None,
-    sinks=None,
     batch_invariant=False,
     *,
     explain=False,
+    **named,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
 
@@ -151,29 +150,29 @@ def bwd(
         rng_state: int64 (2,) from the forward call, needed when p_dropout > 0.
         deterministic, gen: accepted and without effect (the CPU backend is deterministic and needs no generator here).
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
-        sinks: those of the forward, whose softmax_lse holds them.
         batch_invariant: as in the forward, of dq, dk and dv.
         explain: as in the forward.
+        named: as in the forward, whose softmax_lse holds the sinks.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
         rowsum(dout * out) - dlse, float32 (float64 for float64 inputs), 0 beyond sq.
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     batch, sq, heads, _ = q.shape
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
-    checks.check_sinks(sinks, q)
-    checks.check_alibi(alibi_slopes, batch, heads)
-    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
+    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
     checks.check_rng_state(rng_state, p_dropout)
+    sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
             "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
     check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
-    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         return explain_attention("backward", q, k, v, rule, problems)

@@ -12,7 +12,7 @@ from . import checks
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
-from .scores import LN2, LOG2E, ScoreRule, Tile, compute_dtype
+from .scores import LN2, LOG2E, ScoreOptions, ScoreRule, Tile, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
@@ -105,8 +105,7 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
             for col0, col1 in blocks(*rule.key_range(row0, row1, sq, sk), cols):
                 s = torch.bmm(queries, keys[:, col0 - lo : col1 - lo].transpose(1, 2))
                 tile = head_range.tile(row0, row1, col0, col1)
-                rule.cap_(s)
-                rule.bias_and_mask_(head_range.by_head(s, row1 - row0), tile, sq, sk)
+                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk)
                 dropped = None if dropout is None else dropout.dropped(streams, tile)
                 state.update_(s, values[:, col0 - lo : col1 - lo], dropped)
             if max_logit is not None:
@@ -233,8 +232,7 @@ def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.T
             for col0, col1 in blocks(0, stop_col, cols):
                 tile = head_range.tile(row0, row1, col0, col1)
                 s = torch.bmm(queries, keys[:, col0:col1].transpose(1, 2))
-                rule.cap_(s)
-                rule.bias_and_mask_(head_range.by_head(s, row1 - row0), tile, sq, sk)
+                rule.logits_(head_range.by_head(s, row1 - row0), tile, sq, sk)
                 p = head_range.by_head(s.sub_(lse_rows).exp2_(), row1 - row0).to(q.dtype)
                 p = torch.where(dropout.dropped(streams, tile), -p.clamp(min=smallest), p)
                 s_dmask[tile.batches, tile.heads, row0:row1, col0:col1] = p
@@ -255,11 +253,11 @@ def fwd(
     softcap,
     return_softmax,
     gen,
-    sinks=None,
     return_max_logit=False,
     batch_invariant=False,
     *,
     explain=False,
+    **named,
 ):
     """Forward attention of equally long sequences.
 
@@ -272,9 +270,10 @@ def fwd(
         softmax_scale: factor of q·k; softcap: 0 for none, else logits are softcap * tanh(scaled / softcap).
         is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
         return_softmax: return S_dmask (only with dropout).
-        sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
         batch_invariant: compute each batch entry by itself, with the bits that it has in every batch, dense or packed.
         explain: check the arguments and return the plan alone, a dict (see `explain.explain_attention`).
+        named: the options of ScoreOptions that have a default.
+            sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
         float64 inputs), for a fully masked row the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
@@ -284,12 +283,17 @@ def fwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap)
-    checks.check_sinks(sinks, q)
-    checks.check_generator(gen)
-    check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    checks.check_query(q, DENSE_Q_AXES)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    if out is not None:
+        checks.check_like_query("out", out, q, checks.output_shape(q, v))
     batch, sq, heads, _ = q.shape
-    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
+    checks.check_generator(gen)
+    sinks = options.sinks
+    check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
+    rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
@@ -307,12 +311,3 @@ def fwd(
     if s_dmask.numel():
         write_s_dmask(q, k, lse, rule, dropout, s_dmask)
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
-
-
-def _check_fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, softcap) -> None:
-    checks.check_query(q, DENSE_Q_AXES)
-    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
-    if out is not None:
-        checks.check_like_query("out", out, q, checks.output_shape(q, v))
-    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
-    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))

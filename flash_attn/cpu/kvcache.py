@@ -14,7 +14,7 @@ from .forward import DENSE_Q_AXES, attend
 from .invariant import BLOCK_KEYS, attend_invariant
 from .kvcache_plan import PlanKey, check_plan
 from .overlap import check_written, same_view
-from .scores import ScoreRule, compute_dtype, is_unbounded
+from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
 from .varlen import PAGED_AXES, check_pages, gather_pages
 
 PADDING_REQUEST = -1  # the length of a batch entry that is skipped
@@ -166,7 +166,8 @@ def fwd_kvcache(
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
-    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes)
+    rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0

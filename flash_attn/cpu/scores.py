@@ -6,7 +6,8 @@ Logits are kept in base 2 (multiplied by log2 e), because exp2 is the cheaper ex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,21 @@ class Tile:
     col1: int
 
 
+class ScoreOptions(NamedTuple):
+    """What a call says about scores: arguments of `forward.fwd` and its twins, which describe them.
+
+    FlashAttention-2 has no others than the first ones: the functions take those that have a default by name.
+    """
+
+    softmax_scale: float
+    softcap: float
+    is_causal: bool
+    window_left: int
+    window_right: int
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ScoreRule:
     """How q·k becomes a logit, and which keys a query sees.
@@ -51,22 +67,22 @@ class ScoreRule:
     slopes: torch.Tensor | None
 
     @staticmethod
-    def create(scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, dtype) -> ScoreRule:
-        left = None if is_unbounded(window_left) else window_left
-        right = None if is_unbounded(window_right) else window_right
-        if is_causal:
+    def create(options: ScoreOptions, batch: int, dtype: torch.dtype) -> ScoreRule:
+        left = None if is_unbounded(options.window_left) else options.window_left
+        right = None if is_unbounded(options.window_right) else options.window_right
+        if options.is_causal:
             right = 0
-        slopes = alibi_slopes
+        slopes = options.alibi_slopes
         if slopes is not None:
             slopes = slopes.to(compute_dtype(dtype)).expand(batch, slopes.shape[-1])
         # A denormal scale counts as 0, as it does on the GPU: torch's fused kernel would make NaN of a masked -inf.
-        scale = float(scale) if abs(scale) >= torch.finfo(compute_dtype(dtype)).tiny else 0.0
-        return ScoreRule(scale, float(softcap), left, right, slopes)
+        scale = float(options.softmax_scale)
+        scale = scale if abs(scale) >= torch.finfo(compute_dtype(dtype)).tiny else 0.0
+        return ScoreRule(scale, float(options.softcap), left, right, slopes)
 
     def for_batch(self, index: int) -> ScoreRule:
         """The rule of one batch entry (slopes (1, h))."""
-        slopes = None if self.slopes is None else self.slopes[index : index + 1]
-        return ScoreRule(self.scale, self.softcap, self.left, self.right, slopes)
+        return self if self.slopes is None else replace(self, slopes=self.slopes[index : index + 1])
 
     @property
     def query_scale(self) -> float:
@@ -107,8 +123,17 @@ class ScoreRule:
         hi = sk if self.right is None else min(sk, row1 + sk - sq + self.right)
         return lo, max(lo, hi)
 
-    def cap_(self, s: torch.Tensor, with_derivative: bool = False):
-        """Apply softcap in place; on request return d(logit) / d(scaled product), None where that is 1."""
+    def logits_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int, with_derivative: bool = False):
+        """Make logits of products q·k, in place; s: (batches, heads, rows, cols) of the tile, of q times query_scale.
+
+        Softcap, then ALiBi; masked ones become -inf. On request returns d(logit) / d(scaled product), like s, or None
+        where it is 1.
+        """
+        derivative = self._cap_(s, with_derivative)
+        self._bias_and_mask_(s, tile, sq, sk)
+        return derivative
+
+    def _cap_(self, s: torch.Tensor, with_derivative: bool):
         if not self.softcap:
             return None
         s.tanh_()
@@ -116,8 +141,7 @@ class ScoreRule:
         s.mul_(self.softcap * LOG2E)
         return derivative
 
-    def bias_and_mask_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
-        """Add ALiBi and set masked scores to -inf, in place; s: (batches, heads, rows, cols) of the tile."""
+    def _bias_and_mask_(self, s: torch.Tensor, tile: Tile, sq: int, sk: int) -> None:
         lowest = tile.col0 - (tile.row1 - 1 + sk - sq)
         highest = tile.col1 - 1 - (tile.row0 + sk - sq)
         masks_left = self.left is not None and lowest < -self.left

@@ -13,7 +13,7 @@ from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
-from .scores import ScoreRule, compute_dtype
+from .scores import ScoreOptions, ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
@@ -123,11 +123,11 @@ def varlen_fwd(
     return_softmax,
     gen,
     num_splits=0,
-    sinks=None,
     return_max_logit=False,
     batch_invariant=False,
     *,
     explain=False,
+    **named,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
 
@@ -148,14 +148,15 @@ def varlen_fwd(
 
     Raises RuntimeError naming the argument; nothing is written then.
     """
-    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k)
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k)
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
-    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
-    checks.check_sinks(sinks, q)
+    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v))
     checks.check_generator(gen)
+    sinks = options.sinks
     read = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
         "leftpad_k": leftpad_k, "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -167,7 +168,7 @@ def varlen_fwd(
             check_pages(block_table, sequence.index, sequence.k0, sequence.k1, k.shape[1], k.shape[0])
 
     total_q, heads, _ = q.shape
-    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
@@ -190,13 +191,12 @@ def varlen_fwd(
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
-def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k) -> int:
+def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
     """The checks that forward and backward have in common; returns the number of sequences."""
     checks.check_query(q, PACKED_AXES)
     checks.check_key_value(q, k, v, PACKED_AXES if block_table is None else PAGED_AXES)
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     checks.check_block_table(block_table, batch)
-    checks.check_alibi(alibi_slopes, batch, q.shape[1])
     checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
     checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
     return batch
@@ -229,28 +229,29 @@ def varlen_bwd(
     gen,
     rng_state,
     dlse=None,
-    sinks=None,
     batch_invariant=False,
     *,
     explain=False,
+    **named,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): dq, dk and dv like q, k and v; rows that belong
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
-    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, max_seqlen_q, max_seqlen_k)
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
-    checks.check_sinks(sinks, q)
-    checks.check_numbers(p_dropout, softmax_scale, softcap, compute_dtype(q.dtype))
+    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
     checks.check_rng_state(rng_state, p_dropout)
+    sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
             "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
     check_written({"dq": dq, "dk": dk, "dv": dv}, read)
 
-    rule = ScoreRule.create(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, batch, q.dtype)
+    rule = ScoreRule.create(options, batch, q.dtype)
     layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
     if explain:
         return explain_attention("backward", q, k, v, rule, _problems(layout))

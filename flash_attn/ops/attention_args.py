@@ -6,6 +6,7 @@ follow from the fields; nothing else counts positions.
 Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
 
+from operator import attrgetter
 from typing import NamedTuple, Optional, Union
 
 from torch import Tensor
@@ -56,6 +57,10 @@ class AttentionArgs(NamedTuple):
     return_max_logit: bool
     batch_invariant: bool = False
 
+    def named(self):
+        """The values of NAMED_OPTIONS, by name."""
+        return {name: getattr(self, name) for name in NAMED_OPTIONS}
+
     def differentiable(self):
         """The values of ATTENTION_INPUTS."""
         return self.q, self.k, self.v, self.sinks
@@ -67,6 +72,8 @@ class AttentionArgs(NamedTuple):
         return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
 
 
+# Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
+NAMED_OPTIONS = ("sinks",)
 ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
 FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
 
@@ -97,12 +104,16 @@ class AttentionBackwardArgs(NamedTuple):
     deterministic: bool
     batch_invariant: bool = False
 
+    named = AttentionArgs.named
+
     def differentiable(self):
         """The values of BACKWARD_INPUTS."""
         return self.dout, self.dlse, self.q, self.k, self.v
 
 
 BACKWARD_INPUTS = ("dout", "dlse", "q", "k", "v")  # the fields that may ask for a gradient; none gets one
+# All fields that are no tensors: the forward has them too.
+_saved_options = attrgetter(*AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :])
 
 
 def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
@@ -111,11 +122,7 @@ def saved_for_backward(args: AttentionArgs, out, lse, rng_state):
         args.q, args.k, args.v, out, lse, rng_state, args.cu_seqlens_q, args.cu_seqlens_k, args.alibi_slopes,
         args.sinks,
     )  # fmt: skip
-    options = (
-        args.max_seqlen_q, args.max_seqlen_k, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-        args.window_right, args.softcap, args.deterministic, args.batch_invariant,
-    )  # fmt: skip
-    return tensors, options
+    return tensors, _saved_options(args)
 
 
 class KvCacheArgs(NamedTuple):

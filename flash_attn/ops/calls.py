@@ -55,8 +55,8 @@ def forward(args: AttentionArgs, backend=None):
     if args.cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
-            args.window_right, args.softcap, args.return_softmax, None, args.sinks, args.return_max_logit,
-            args.batch_invariant,
+            args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit,
+            args.batch_invariant, **args.named(),
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
@@ -64,7 +64,7 @@ def forward(args: AttentionArgs, backend=None):
             _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
             _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
             args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.return_softmax, None, 0, args.sinks, args.return_max_logit, args.batch_invariant,
+            args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(),
         )  # fmt: skip
     return tuple(result)
 
@@ -125,14 +125,14 @@ def _backward_into(args, dq, dk, dv, backend=None):
         result = backend.bwd(
             dout, q, k, v, out, args.lse.contiguous(), *written, args.alibi_slopes, args.dropout_p, args.softmax_scale,
             args.causal, args.window_left, args.window_right, args.softcap, args.deterministic, None, args.rng_state,
-            args.dlse, args.sinks, args.batch_invariant,
+            args.dlse, args.batch_invariant, **args.named(),
         )  # fmt: skip
     else:
         result = backend.varlen_bwd(
             dout, q, k, v, out, args.lse.contiguous(), *written, _index("cu_seqlens_q", args.cu_seqlens_q),
             _index("cu_seqlens_k", args.cu_seqlens_k), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
             args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.deterministic, None, args.rng_state, args.dlse, args.sinks, args.batch_invariant,
+            args.deterministic, None, args.rng_state, args.dlse, args.batch_invariant, **args.named(),
         )  # fmt: skip
     for target, source in zip(wanted, written):
         if target is not source:

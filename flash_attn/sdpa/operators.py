@@ -44,7 +44,7 @@ def _dense(
     target = None if out is None else _writable(out)
     q, k, v = map(calls.rows_contiguous, (q, k, v))
     result, lse, dmask, rng_state = backends.of(q).fwd(
-        q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, None, False,
+        q, k, v, target, alibi_slopes, dropout_p, scale, is_causal, *window, 0.0, return_debug_mask, None, False,
         batch_invariant,
     )  # fmt: skip
     if target is not out:
@@ -63,7 +63,7 @@ def _varlen(
         cum_seq_k = cum_seq_q  # pages begin at the block table, lengths stand in seqused_k
     _, lse, dmask, rng_state = backends.of(q).varlen_fwd(
         q, k, v, target, cum_seq_q, cum_seq_k, seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p,
-        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, None, False, batch_invariant,
+        scale, False, is_causal, *window, 0.0, return_debug_mask, None, 0, False, batch_invariant,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)

@@ -49,8 +49,8 @@ def forward(
                                   rotary_interleaved=rotary_interleaved, num_splits=num_splits)  # fmt: skip
     elif in_batches and _all_none(cache):
         result, lse = backends.of(q).fwd(
-            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), out, None, 0.0, *score, False, None, sinks,
-            False, is_batch_invariant(),
+            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), out, None, 0.0, *score, False, None,
+            False, is_batch_invariant(), sinks=sinks,
         )[:2]  # fmt: skip
         some_masked = _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right)
     else:
@@ -115,7 +115,7 @@ def _packed(
     result, lse = backends.of(q).varlen_fwd(
         rows_contiguous(in_use.gather(packed_q)), rows_contiguous(k), rows_contiguous(v), out if straight else None,
         in_use.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, page_table, None, packed_q.shape[0], most_keys, 0.0,
-        score[0], False, *score[1:], False, None, 0, sinks, False, is_batch_invariant(),
+        score[0], False, *score[1:], False, None, 0, False, is_batch_invariant(), sinks=sinks,
     )[:2]  # fmt: skip
     result, lse = in_use.scatter(result), in_use.scatter(lse, 1)
     if cu_seqlens_q is None:

@@ -357,9 +357,9 @@ def modes(device, monkeypatch):
     """batch_invariant of the calls that reach the backend, by function."""
     seen, backend = [], backends.get(device)
 
-    def spy(name, real, *args):
+    def spy(name, real, *args, **named):
         seen.append((name, args[-1]))
-        return real(*args)
+        return real(*args, **named)
 
     for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"):
         monkeypatch.setattr(backend, name, functools.partial(spy, name, getattr(backend, name)))

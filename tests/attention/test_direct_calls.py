@@ -23,7 +23,7 @@ def tensor(device, *shape, dtype=DTYPE):
 def fwd(device, q, k=None, v=None, out=None, alibi=None, scale=1.0, softcap=0.0, gen=None, sinks=None, window=(-1, -1)):
     k = q if k is None else k
     v = k if v is None else v
-    return backends.get(device).fwd(q, k, v, out, alibi, 0.0, scale, False, *window, softcap, False, gen, sinks)
+    return backends.get(device).fwd(q, k, v, out, alibi, 0.0, scale, False, *window, softcap, False, gen, sinks=sinks)
 
 
 def varlen_fwd(device, q, k=None, table=None, cu=None, scale=1.0, softcap=0.0, seqused=None, maxima=(4, 4)):
@@ -73,6 +73,29 @@ def refuses(message, call, *args, error=RuntimeError, **kwargs):
     with pytest.raises(error) as caught:
         call(*args, **kwargs)
     assert str(caught.value).splitlines()[0] == message
+
+
+def test_options_by_name(device):
+    """FlashAttention-2's arguments are positional and end where they do; no name is dropped in silence."""
+    q, cu = tensor(device, 1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32, device=device)
+    lse, backend = torch.zeros(1, 2, 4, device=device), backends.get(device)
+    scores = (0.0, 1.0, False, -1, -1, 0.0, False, None)
+    packed = (0.0, 1.0, False, False, -1, -1, 0.0, False, None)
+    grads, none = (None, None, None), (None, None, None)
+    x, packed_lse = q[0], lse[0]
+    calls = {
+        "fwd": (q, q, q, None, None, *scores),
+        "varlen_fwd": (x, x, x, None, cu, cu, *none, None, 4, 4, *packed),
+        "bwd": (q, q, q, q, q, lse, *grads, None, *scores, None),
+        "varlen_bwd": (x, x, x, x, x, packed_lse, *grads, cu, cu, None, 4, 4, *packed, None),
+    }
+    sinks = torch.zeros(2, device=device)
+    for name, arguments in calls.items():
+        call = getattr(backend, name)
+        results = call(*arguments)
+        assert (len(results), len(call(*arguments, sinks=sinks))) == ((4, 4) if "fwd" in name else (4, 5))
+        with pytest.raises(TypeError, match="sink_logits"):
+            call(*arguments, sink_logits=sinks)
 
 
 def test_sizes_that_do_not_fit(device):

@@ -73,8 +73,8 @@ class Backend:
         kind = name.replace("explain_", "").replace("fwd_kvcache", "kvcache")
         assert kind in self.NAMES
 
-        def call(*args):
-            self.seen.append((kind, args))
+        def call(*args, **named):
+            self.seen.append((kind, (*args, *named.values())))
             if not explains:
                 raise Reached
             return {"direction": kind, "kernel": "stub", "grid": 12 * len(self.seen)}

@@ -217,7 +217,7 @@ def test_bad_sinks(device):
     out = torch.full_like(q, 7.0)
     backend = backends.get(device)
     tail = (None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
-    calls = (*calls, lambda sinks: backend.fwd(q, q, q, out, *tail, sinks))
+    calls = (*calls, lambda sinks: backend.fwd(q, q, q, out, *tail, sinks=sinks))
     for call in calls:
         for sinks, message in (
             (torch.zeros(4, device=device, dtype=torch.float64), "sinks: expected dtype float32, got float64"),
@@ -227,6 +227,7 @@ def test_bad_sinks(device):
             with pytest.raises(RuntimeError) as caught:
                 call(sinks)
             assert str(caught.value).splitlines()[0] == message
-    with pytest.raises(TypeError, match="^sinks: expected a Tensor, got float$"):
-        flash_attn_func(q, q, q, sinks=1.0)
+    for call in (calls[0], calls[-1]):
+        with pytest.raises(TypeError, match="^sinks: expected a Tensor, got float$"):
+            call(1.0)
     assert (out == 7.0).all()

@@ -95,7 +95,7 @@ def test_calls_over_a_cache(options, timing_of_row):
 
 def test_deterministic_rows_ask_for_it():
     asked = []
-    module = type("Module", (), {"bwd": staticmethod(lambda *arguments: asked.append(arguments[16]))})
+    module = type("Module", (), {"bwd": staticmethod(lambda *arguments, **named: asked.append(arguments[16]))})
     for group in ("cells", "deterministic"):
         row = small_row(group)
         inputs = implementations.make_inputs(row, CPU)
@@ -176,8 +176,8 @@ def test_results_of_the_builds_are_compared():
     inputs = implementations.make_inputs(row, CPU)
 
     def scaled(factor):
-        def call(*arguments):
-            return [x * factor for x in flash_attn.cpu.fwd(*arguments)[:1]]
+        def call(*arguments, **named):
+            return [x * factor for x in flash_attn.cpu.fwd(*arguments, **named)[:1]]
 
         return builds.Build("new", type("Module", (), {"fwd": staticmethod(call)}))
 

@@ -56,7 +56,7 @@ std::vector<Row> table() {
   constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
   using V = BwdVariant;
   const auto dropout = [](BwdProblem& problem) { problem.has_dropout = true; };
-  const auto modified = [](BwdProblem& problem) { problem.has_score_mod = true; };
+  const auto modified = [](BwdProblem& problem) { problem.modifiers = flash::Modifiers::kAny; };
   const auto wide = [](BwdProblem& problem) { problem.head_dim = 192; };
   const BwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
   return {

@@ -12,6 +12,7 @@ namespace {
 
 using flash::Dtype;
 using flash::kUnbounded;
+using flash::Modifiers;
 using flash::Window;
 using flash::plan::Device;
 using flash::plan::Family;
@@ -69,9 +70,9 @@ std::vector<Row> table() {
   constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
   using V = FwdVariant;
   const auto dropout = [](FwdProblem& problem) { problem.has_dropout = true; };
-  const auto softcap = [](FwdProblem& problem) { problem.has_softcap = true; };
-  const auto alibi = [](FwdProblem& problem) { problem.has_alibi = true; };
-  const auto both = [](FwdProblem& problem) { problem.has_softcap = problem.has_alibi = true; };
+  const auto softcap = [](FwdProblem& problem) { problem.modifiers = Modifiers::kSoftcap; };
+  const auto alibi = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAlibi; };
+  const auto both = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAny; };
   const auto wide = [](FwdProblem& problem) { problem.head_dim = 192; };
   const FwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
   return {
@@ -189,7 +190,7 @@ void check_rules() {
               problem.head_dim_v = head_dim_v;
               if (options & 2) problem.window = kCausal;
               problem.has_dropout = options & 4;
-              problem.has_softcap = options & 8;
+              if (options & 8) problem.modifiers = Modifiers::kSoftcap;
               problem.batch_invariant = options & 16;
               const FwdPlan plan = plan_of(problem, device);
               const int needed = plan.pad_head_dim > 0 ? plan.pad_head_dim : head_dim;

@@ -49,6 +49,6 @@ struct KvCacheCall {
 };
 
 // Without a mask all queries of a sequence are rotated by one row of the tables.
-inline bool has_one_position(const Window& window) { return window.left == kUnbounded && window.right == kUnbounded; }
+inline bool has_one_position(const Window& window) { return !window.may_mask(); }
 
 }  // namespace flash

@@ -28,6 +28,7 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.seqlen_q = params.seqlen_q;
   problem.seqlen_k = params.seqlen_k;
   problem.window = params.window;
+  problem.modifiers = params.modifiers();
   problem.has_dropout = params.has_dropout;
   problem.batch_invariant = params.batch_invariant;
 }
@@ -36,9 +37,6 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
 inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
   plan::FwdProblem problem;
   set_problem(problem, params, dtype);
-  problem.has_softcap = params.softcap > 0.0f;
-  problem.has_alibi = params.alibi_slopes_ptr != nullptr;
-  problem.has_positive_scale = params.scale_softmax > 0.0f;
   problem.has_sinks = params.sinks_ptr != nullptr;
   problem.returns_max_logit = params.max_logit_ptr != nullptr;
   problem.has_key_ranges = has_key_ranges;
@@ -67,7 +65,6 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
 inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype, bool deterministic) {
   plan::BwdProblem problem;
   set_problem(problem, params, dtype);
-  problem.has_score_mod = params.has_score_mod;
   problem.deterministic = deterministic;
   problem.fits_tensor_maps = true;
   for (const MatrixStrides* strides : {&params.q_strides, &params.do_strides, &params.dq_strides}) {

@@ -56,14 +56,27 @@ inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim
   return strides;
 }
 
+// What a call says about scores.
 struct ScoreOptions {
   double softmax_scale;
   bool is_causal;
   int64_t window_left, window_right;
   double softcap;
   const OptionalTensor& alibi_slopes;
-  const OptionalTensor& sinks;
+  // FlashAttention-2 has no others: the module's functions take these by name.
+  OptionalTensor sinks;
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("sinks", sinks, "a Tensor");
+  }
 };
+
+inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_t batch, double p_dropout) {
+  checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
+  checks::alibi(scores.alibi_slopes, q, batch);
+  checks::sinks(scores.sinks, q);
+}
 
 inline Window make_window(const ScoreOptions& scores) {
   auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };

@@ -51,9 +51,9 @@ struct BlockRange {
 // The most unmasked blocks that any work tile has behind a window; 1 if a side is unbounded. Of the window alone:
 // shorter sequences have the same order, and with packed keys the number of keys is another one.
 FLASH_HOST_DEVICE constexpr int max_unmasked_blocks(const Window& window, int block_m, int block_n) {
-  if (window.left == kUnbounded || window.right == kUnbounded) return 1;
-  const int64_t visible = int64_t{window.left} + window.right + 2 - block_m;  // seen by both the first and the last row
-  const int64_t blocks = (visible < kMaxLength ? visible : kMaxLength) / block_n;
+  if (!window.may_mask_left() || !window.may_mask_right()) return 1;
+  const int64_t visible = window.max_keys(kMaxLength) + 1 - block_m;  // seen by both the first and the last row
+  const int64_t blocks = visible / block_n;
   return blocks > 1 ? static_cast<int>(blocks) : 1;
 }
 

@@ -25,10 +25,23 @@ constexpr int kMaxLength = 0x3fffffff;
 constexpr int kUnbounded = 0x7fffffff;
 
 // Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
-// Full attention is {kUnbounded, kUnbounded}; causal attention is {kUnbounded, 0}.
+// Full attention is {kUnbounded, kUnbounded}; causal attention is {kUnbounded, 0}. Only this file and block_range.h
+// look at the fields; plans and kernels ask.
 struct Window {
   int left = kUnbounded;
   int right = kUnbounded;
+
+  // Whether a row may have its first keys, its last keys masked.
+  FLASH_HOST_DEVICE constexpr bool may_mask_left() const { return left != kUnbounded; }
+  FLASH_HOST_DEVICE constexpr bool may_mask_right() const { return right != kUnbounded; }
+  FLASH_HOST_DEVICE constexpr bool may_mask() const { return may_mask_left() || may_mask_right(); }
+
+  // The most of `seqlen_k` keys that a row sees.
+  FLASH_HOST_DEVICE constexpr int64_t max_keys(int64_t seqlen_k) const {
+    if (!may_mask_left() || !may_mask_right()) return seqlen_k;
+    const int64_t width = int64_t{left} + right + 1;
+    return width < seqlen_k ? width : seqlen_k;
+  }
 };
 
 // Column bounds of consecutive rows, in 32 bits: row i, counted from the first one, sees keys [begin + i, end + i).
@@ -51,8 +64,8 @@ struct Visibility {
   int seqlen_k = 0;
   Window window;
 
-  FLASH_HOST_DEVICE constexpr bool may_mask_left() const { return window.left != kUnbounded; }
-  FLASH_HOST_DEVICE constexpr bool may_mask_right() const { return window.right != kUnbounded; }
+  FLASH_HOST_DEVICE constexpr bool may_mask_left() const { return window.may_mask_left(); }
+  FLASH_HOST_DEVICE constexpr bool may_mask_right() const { return window.may_mask_right(); }
 
   // Position of query `row` on the key axis (bottom-right alignment); negative when seqlen_q > seqlen_k.
   FLASH_HOST_DEVICE constexpr int diagonal(int row) const { return row + seqlen_k - seqlen_q; }

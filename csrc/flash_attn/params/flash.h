@@ -10,6 +10,7 @@
 #include "core/host_device.h"
 #include "core/softcap_series.h"
 #include "params/dtype.h"
+#include "params/modifiers.h"
 
 namespace flash {
 
@@ -114,6 +115,14 @@ struct Flash_fwd_params : Qkv_params {
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }
   FLASH_HOST_DEVICE bool keys_packed() const { return is_varlen() || varlen.key_ranges != nullptr; }
   FLASH_HOST_DEVICE bool is_paged() const { return paged.block_table != nullptr; }
+
+  // Softcap alone and ALiBi alone have kernels of their own.
+  Modifiers modifiers() const {
+    if (!has_score_mod) return Modifiers::kNone;
+    const bool softcaps = softcap > 0.0f, biases = alibi_slopes_ptr != nullptr;
+    if (softcaps == biases || !(scale_softmax > 0.0f)) return Modifiers::kAny;
+    return softcaps ? Modifiers::kSoftcap : Modifiers::kAlibi;
+  }
 };
 
 // KV splits of each m_block. A split is a work tile of its own, whose partial result run_combine() combines with the

@@ -49,8 +49,8 @@ struct BwdPlan {
 };
 
 inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {
-  plan.dq_tiles = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                           static_cast<int>(problem.seqlen_q), plan.block_m);
+  plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                                  static_cast<int>(problem.seqlen_q), plan.block_m));
   plan.dq_tile_floats = static_cast<int64_t>(plan.block_m) * plan.head_dim;
   plan.dq_grid = plan.dq_tiles;
   plan.dq_smem_bytes = dtype_bytes(problem.dtype) * plan.block_m * plan.head_dim;
@@ -108,7 +108,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
   plan.running_n_blocks =
-      running_n_blocks(problem.deterministic, problem.window.right != kUnbounded, rows / tile.block_m, tile.block_n);
+      running_n_blocks(problem.deterministic, problem.window.may_mask_right(), rows / tile.block_m, tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.is_dynamic = plan.order.blocks > device.multiprocessors;
   // More n_blocks than can be numbered: the launch fails.

@@ -43,9 +43,9 @@ constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDi
 
 // The decode kernels have no dropout, no sinks and no max_logit, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
-  const int64_t rows = (problem.is_varlen ? 1 : problem.batch) * problem.seqlen_q;
+  const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
   return !problem.has_dropout && !problem.has_sinks && !problem.returns_max_logit &&
-         rows * problem.group() <= kMaxLength;
+         product(rows, problem.group()) <= kMaxLength;
 }
 
 // KV splits: not with dropout, nor where the kernel cannot read pages.
@@ -67,8 +67,8 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.row_tiles = problem.blocks(128);
   query.multiprocessors = device.multiprocessors;
   query.may_use_decode = may_use_decode_kernels(problem);
-  query.decode_rows = problem.heads_k > 0 ? rows * problem.group() : 0;
-  query.decode_tiles = problem.batch * problem.heads_k * kv_row_tiles(query.head_dim, query.decode_rows);
+  query.decode_rows = problem.heads_k > 0 ? product(rows, problem.group()) : 0;
+  query.decode_tiles = product(problem.batch, problem.heads_k, kv_row_tiles(query.head_dim, query.decode_rows));
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
   const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
   query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
@@ -120,7 +120,7 @@ constexpr int64_t waves_of(int64_t tiles, const FamilyQuery& query) {
 // CTAs of 64 rows while all of them are one wave: two on a multiprocessor slow each other down.
 constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
   const auto& cost = family_costs(query).mma_sync;
-  const int64_t alone = waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
+  const int64_t alone = product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
   return cost.call + (2 * query.row_tiles > query.multiprocessors ? alone * 8 / 5 : alone);
 }
 
@@ -128,7 +128,7 @@ constexpr int64_t mma_sync_cost(const FamilyQuery& query) {
 constexpr int64_t wgmma_cost(const FamilyQuery& query) {
   const auto& cost = family_costs(query).wgmma;
   const int64_t at_a_time = query.row_tiles < query.multiprocessors ? query.row_tiles : query.multiprocessors;
-  return cost.call + cost.tile * at_a_time + waves_of(query.row_tiles, query) * query.seen_keys * cost.key;
+  return cost.call + cost.tile * at_a_time + product(waves_of(query.row_tiles, query), query.seen_keys) * cost.key;
 }
 
 // KV splits are work tiles too, in waves of their own; where m_blocks have different trip counts, the longest tiles go
@@ -170,7 +170,7 @@ constexpr int64_t decode_cost(const FamilyQuery& query) {
   const auto& costs = family_costs(query);
   const auto& cost = costs.decode;
   const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.decode_rows)).rows();
-  const int64_t work = query.seen_keys * query.decode_tiles * costs.head_dim / query.multiprocessors;
+  const int64_t work = product(query.seen_keys, query.decode_tiles, costs.head_dim) / query.multiprocessors;
   return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
 }
 

@@ -53,11 +53,12 @@ constexpr bool has_wgmma_kernels(const Device& device, int head_dim) {
   return device.wgmma_head_dims >> head_dim_index(head_dim) & 1;
 }
 
-// Softcap alone and ALiBi alone have kernels of their own.
+// Modifiers with dropout have one kernel for all.
 constexpr FwdVariant score_mod_variant(const FwdProblem& problem) {
-  const bool only_one = problem.has_softcap != problem.has_alibi && problem.has_positive_scale;
-  if (!only_one || problem.has_dropout) return FwdVariant::kScoreMod;
-  return problem.has_softcap ? FwdVariant::kSoftcap : FwdVariant::kAlibi;
+  if (problem.has_dropout) return FwdVariant::kScoreMod;
+  return problem.modifiers == Modifiers::kSoftcap ? FwdVariant::kSoftcap
+         : problem.modifiers == Modifiers::kAlibi ? FwdVariant::kAlibi
+                                                  : FwdVariant::kScoreMod;
 }
 
 inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, const FamilyChoice& choice,
@@ -76,7 +77,7 @@ inline FwdVariant sm90_variant(const FwdProblem& problem, const Device& device, 
     if (takes_short) return FwdVariant::kShort;
   }
   const bool has_masked = sm90_has_variant(head_dim, FwdVariant::kMasked);
-  return has_masked && problem.is_masked() ? FwdVariant::kMasked : FwdVariant::kPlain;
+  return has_masked && problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
 }
 
 // Order of the work tiles of all heads, and whether a semaphore hands them out.
@@ -98,7 +99,7 @@ inline void set_tile_order(FwdPlan& plan, const FwdProblem& problem, const Devic
     const bool fetches_late = policy.has(fwd_feature::kFetchNextTileLate) && !problem.is_paged;
     short_tiles = num_short_tiles(static_cast<int>(problem.seqlen_q), static_cast<int>(problem.seqlen_k),
                                   problem.window, plan.block_m, fetches_late);
-  } else if (plan.sort_varlen_tiles && problem.window.left == kUnbounded) {
+  } else if (plan.sort_varlen_tiles && !problem.window.may_mask_left()) {
     short_tiles = tiles_of_head;  // the last ones, whatever the lengths
   }
   const int of_head = static_cast<int>(tiles_of_head);
@@ -130,7 +131,7 @@ inline FwdPlan plan_fwd_wgmma(const FwdProblem& problem, const Device& device, c
   plan.smem_bytes = sm90_fwd_smem_bytes(tile, plan.variant, problem.dtype);
   const int64_t tiles_of_head = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                          static_cast<int>(problem.seqlen_q), tile.block_m);
-  plan.num_work_tiles = tiles_of_head * problem.heads * (problem.is_varlen ? 1 : problem.batch) * plan.num_splits;
+  plan.num_work_tiles = product(tiles_of_head, problem.heads, problem.is_varlen ? 1 : problem.batch, plan.num_splits);
   if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
   plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
   set_tile_order(plan, problem, device);
@@ -167,8 +168,8 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   plan.block_n = tile.block_n;
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = fwd_smem_bytes(tile, problem.dtype);
-  plan.grid = problem.heads * m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
-                                       static_cast<int>(problem.seqlen_q), tile.block_m);
+  plan.grid = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                              static_cast<int>(problem.seqlen_q), tile.block_m));
   plan.num_work_tiles = plan.grid;
   plan.pdl = true;
   plan.workspace_bytes = 4 * varlen_words(problem.is_varlen, problem.batch);

@@ -117,7 +117,7 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
                         int running = kRunningNBlocks) {
   BwdGrid grid;
-  grid.blocks = heads_k * m_blocks(is_varlen, batch, seqlen_k, block_n);
+  grid.blocks = product(heads_k, m_blocks(is_varlen, batch, seqlen_k, block_n));
   if (grid.blocks == 0 || grid.blocks > kMaxGridBlocks) return grid;  // the launch fails for the second
   const int64_t heads = bwd_heads(is_varlen, batch, heads_k);
   const int64_t blocks_per_head = grid.blocks / heads;

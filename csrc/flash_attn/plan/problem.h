@@ -5,9 +5,20 @@
 
 #include "core/block_range.h"
 #include "params/dtype.h"
+#include "params/modifiers.h"
 
 namespace flash {
 namespace plan {
+
+// A product of counts, kMany at most. The sizes of expanded tensors multiply to more than 64 bits hold; a launch of
+// kMany blocks fails as well, and kMany costs of a block can still be added up.
+constexpr int64_t kMany = int64_t{1} << 44;
+
+template <class... Counts>
+constexpr int64_t product(int64_t count, Counts... counts) {
+  ((count = counts > 0 && count > kMany / counts ? kMany : count * counts), ...);
+  return count < kMany ? count : kMany;
+}
 
 // What forward and backward have in common.
 struct Problem {
@@ -17,16 +28,17 @@ struct Problem {
   int head_dim = 0, head_dim_v = 0;    // of Q and K, of V and O
   int64_t seqlen_q = 0, seqlen_k = 0;  // of a sequence; of all sequences of a packed batch; of a page
   Window window;
+  Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
+  constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
 };
 
 // A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
-  bool has_softcap = false, has_alibi = false, has_positive_scale = true;
   bool has_sinks = false, returns_max_logit = false;
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
@@ -44,35 +56,32 @@ struct FwdProblem : Problem {
   constexpr int64_t keys() const {
     const int64_t own = is_varlen ? seqlen_k / sequences() : seqlen_k;
     if (!is_paged) return own;
-    const int64_t paged = num_pages * page_size / sequences();
+    const int64_t paged = product(num_pages, page_size) / sequences();
     return is_varlen || paged < own ? paged : own;
   }
   // Rows of the LSE.
-  constexpr int64_t all_rows() const { return heads * (is_varlen ? seqlen_q : batch * seqlen_q); }
+  constexpr int64_t all_rows() const { return product(heads, is_varlen ? 1 : batch, seqlen_q); }
   // Blocks of `rows_of_block` rows, of all sequences and heads.
   constexpr int64_t blocks(int rows_of_block) const {
-    return batch * heads * ((rows() + rows_of_block - 1) / rows_of_block);
+    return product(batch, heads, (rows() + rows_of_block - 1) / rows_of_block);
   }
-  constexpr bool has_score_mod() const { return has_softcap || has_alibi || !has_positive_scale; }
-  constexpr bool masked_right() const { return window.right != kUnbounded; }
-  constexpr bool is_masked() const { return masked_right() || window.left != kUnbounded; }
+  constexpr bool masked_right() const { return window.may_mask_right(); }
   // Whether m_blocks have different trip counts.
   constexpr bool has_variable_trip_count() const { return masked_right() || is_varlen || has_key_ranges; }
   // Keys of one head in all sequences of a packed batch, or in one sequence; of pages, at most as many as the block
   // table can list.
   constexpr int64_t keys_of_head() const {
     if (!is_paged) return seqlen_k;
-    const int64_t listed = batch * pages_per_sequence;
-    return (listed < num_pages ? listed : num_pages) * page_size;
+    const int64_t listed = product(batch, pages_per_sequence);
+    return product(listed < num_pages ? listed : num_pages, page_size);
   }
 };
 
 struct BwdProblem : Problem {
-  bool has_score_mod = false;
   bool deterministic = false;
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
-  constexpr bool is_plain() const { return !has_dropout && !has_score_mod; }
+  constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }
 };
 
 // Head dim that Q, K and V are padded to where kernels know one head dim. Zero columns add nothing to Q K^T, and make

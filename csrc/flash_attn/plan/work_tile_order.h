@@ -34,13 +34,12 @@ constexpr int band_heads(int64_t heads, int64_t tiles_of_head, int64_t head_byte
 constexpr int kFewTiles = 4;
 
 constexpr int64_t num_short_tiles(int seqlen_q, int seqlen_k, const Window& window, int block_m, bool fetches_late) {
-  if (window.right == kUnbounded) return 0;
-  const int64_t window_keys = int64_t{window.right} + (window.left != kUnbounded ? int64_t{window.left} + 1 : seqlen_k);
-  const int64_t max_keys = window_keys < seqlen_k ? window_keys : seqlen_k;
+  if (!window.may_mask_right()) return 0;
+  const int64_t max_keys = window.max_keys(seqlen_k);
   // Rows before the first one that sees this key see fewer keys, while their window begins before the first.
   const int rows = Visibility{seqlen_q, seqlen_k, window}.row_begin(static_cast<int>(max_keys / 2));
   const int64_t blocks = rows / block_m;
-  return window.left != kUnbounded && !fetches_late && blocks < kFewTiles ? 0 : blocks;
+  return window.may_mask_left() && !fetches_late && blocks < kFewTiles ? 0 : blocks;
 }
 
 // Most sequences of a packed batch whose work tiles are sorted by trip count: one for each lane of a warp.

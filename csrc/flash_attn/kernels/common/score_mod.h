@@ -10,11 +10,9 @@
 
 #include "core/softcap_series.h"
 #include "params/flash.h"
+#include "params/modifiers.h"
 
 namespace flash {
-
-// Which modifiers a kernel is compiled for: whatever the call asks for, or one alone.
-enum class Modifiers { kAny, kSoftcap, kAlibi };
 
 // Built where it is used, from parameters in constant memory: keeping it would cost registers over the whole loop.
 struct ScoreMod {

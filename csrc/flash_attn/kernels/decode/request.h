@@ -100,7 +100,7 @@ __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& param
                                                int row_tile, int seqlen_k) {
   const int shift = __ffs(params.block_n) - 1;  // a power of two
   BlockRange range;
-  if (queries.count == 1 && params.window.left == kUnbounded) {  // most of decoding, and little code
+  if (queries.count == 1 && !params.window.may_mask_left()) {  // most of decoding, and little code
     range.end = (seqlen_k + params.block_n - 1) >> shift;
     return range;
   }

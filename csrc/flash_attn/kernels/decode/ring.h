@@ -216,7 +216,7 @@ struct KvRing {
   // where there may be some, so that it takes no register elsewhere.
   __device__ __forceinline__ int num_masked_keys() const {
     const WorkPart& part = work.part;
-    if (params.window.left == kUnbounded || block != part.first_block) return 0;
+    if (!params.window.may_mask_left() || block != part.first_block) return 0;
     const KvQueries queries = kv_queries<!Config::kPlain>(params, part.request.index);
     return first_unmasked_key({queries.count, part.request.seqlen_k, params.window}) - key_begin();
   }

@@ -23,13 +23,19 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params& p
   store_lse(mainloop.softmax, params, tile, mainloop.coords, tile.row_begin, row_sink(params, tile));
 }
 
+// The work tile of this thread block.
+template <class Config>
+__device__ __forceinline__ void compute_attn(const Flash_fwd_params& params) {
+  const WorkTile tile = work_tile_at(params, Config::kBlockM, blockIdx.x);
+  if (!tile.empty()) compute_attn_1rowblock<Config>(params, tile);
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
   wait_for_previous_kernel();
   store_rng_state(params.dropout);
-  const WorkTile tile = work_tile_at(params, Config::kBlockM, blockIdx.x);
-  if (!tile.empty()) compute_attn_1rowblock<Config>(params, tile);
+  compute_attn<Config>(params);
 }
 
 }  // namespace sm80

@@ -145,7 +145,7 @@ struct FwdMainloop {
 
   // Clears V of keys at the beginning of the n_block that no query of the sequence sees.
   __device__ __forceinline__ void clear_masked_values(int key) const {
-    if (params.window.left == kUnbounded) return;
+    if (!params.window.may_mask_left()) return;
     clear_rows<Config>(min(first_unmasked_key(visibility) - key, Config::kBlockN), smem_v());
   }
 

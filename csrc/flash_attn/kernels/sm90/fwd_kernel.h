@@ -126,7 +126,8 @@ struct FwdConsumer {
     mainloop.wait_for_scores();
   }
 
-  __device__ __forceinline__ void run() {
+  // The work tiles of this warpgroup.
+  __device__ __forceinline__ void compute_attn() {
     if constexpr (Config::kModifiers == Modifiers::kSoftcap) mainloop.load_short_series();
     if (mainloop.is_last_group()) mainloop.arrive_at_order_barrier();  // the first group's
     Work work = next_tile();
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __
     const int consumer_group =
         Config::kConsumerGroups == 1 ? 0 : (warp_group - 1) / Config::kWarpGroups;  // the constant saves instructions
     const int group = warp_group - 1 - consumer_group * Config::kWarpGroups;
-    FwdConsumer<Config>(launch, storages[consumer_group], group).run();
+    FwdConsumer<Config>(launch, storages[consumer_group], group).compute_attn();
     // Not earlier: thread blocks of the combine kernel would crowd on the few SMs that are idle.
     if (overlaps_launches<Config>(launch)) allow_next_kernel();
   }

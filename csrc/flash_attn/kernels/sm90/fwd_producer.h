@@ -187,8 +187,8 @@ struct FwdProducer {
   Storage& storage;
   PipelineState<Config::kKvStages> k_state, v_state;
   PipelineState<Config::kQStages> q_state;
-  uint32_t landed_phase = 0;  // phase of storage.v_landed
-  const bool issues;          // this lane issues TMA
+  uint32_t pre_clear_phase = 0;  // of storage.pre_clear_full
+  const bool issues;             // this lane issues TMA
 
   __device__ __forceinline__ FwdProducer(const FwdLaunch& launch_, Storage& storage_)
       : launch(launch_), storage(storage_), issues(threadIdx.x % 32 == 0) {}
@@ -212,16 +212,16 @@ struct FwdProducer {
                                           int head, int num_masked = 0) {
     constexpr int kElements = Config::kBlockN * kAtoms * Config::kAtomCols;
     const bool clears = kClears && num_masked > 0;
-    Barrier& landed = clears ? storage.v_landed : full[state.stage];
+    Barrier& tma_full = clears ? storage.pre_clear_full : full[state.stage];
     empty[state.stage].wait(state.phase ^ 1);
     if (issues) {
-      landed.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
-      load<Config::kBlockN, kAtoms>(map, landed, smem + state.stage * kElements, rows, n_block * Config::kBlockN, head,
-                                    cute::TMA::CacheHintSm90::EVICT_LAST);
+      tma_full.arrive_and_expect(kElements * static_cast<int>(sizeof(Element)));
+      load<Config::kBlockN, kAtoms>(map, tma_full, smem + state.stage * kElements, rows, n_block * Config::kBlockN,
+                                    head, cute::TMA::CacheHintSm90::EVICT_LAST);
     }
     if (clears) {
-      landed.wait(landed_phase);
-      landed_phase ^= 1;
+      tma_full.wait(pre_clear_phase);
+      pre_clear_phase ^= 1;
       clear_rows<Config::kBlockN, kAtoms, Config::kAtomCols>(smem + state.stage * kElements,
                                                              min(num_masked, Config::kBlockN));
       if (issues) full[state.stage].arrive();

@@ -54,7 +54,7 @@ struct FwdStorage {
   // and k_empty with column bits: of each lane.
   Barrier k_full[Config::kKvStages], k_empty[Config::kKvStages];
   Barrier v_full[Config::kKvStages], v_empty[Config::kKvStages];
-  Barrier v_landed;  // of V that the producer itself clears in part
+  Barrier pre_clear_full;  // V that the producer itself clears in part has landed
   Barrier q_full[Config::kQStages][Config::kWarpGroups], q_empty[Config::kQStages][Config::kWarpGroups];
   Barrier o_full[Config::kQStages][Config::kWarpGroups];  // O staged over Q, for the epilogue warp
   // Work tiles from the scheduler warp to the group's other warps. Two slots: with one, ptxas has more live registers
@@ -78,7 +78,7 @@ struct FwdStorage {
       k_empty[lane].init((Config::kPackedDropout ? 32 : 1) * Config::kConsumerWarps);
       v_empty[lane].init(Config::kConsumerWarps);
     }
-    if (lane == 0) v_landed.init(1);
+    if (lane == 0) pre_clear_full.init(1);
     if (lane < Config::kQStages * Config::kWarpGroups) {
       q_full[lane / Config::kWarpGroups][group].init(1);
       q_empty[lane / Config::kWarpGroups][group].init(Config::kHasStoreWarp ? 1 : 4);

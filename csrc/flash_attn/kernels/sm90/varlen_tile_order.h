@@ -24,7 +24,7 @@ struct VarlenOrder {
   int in_sequences = 0;
 
   __device__ __forceinline__ VarlenOrder(const Flash_fwd_params& params_, int block_m_, bool enabled)
-      : params(params_), block_m(block_m_), grows(params_.window.right != kUnbounded) {
+      : params(params_), block_m(block_m_), grows(params_.window.may_mask_right()) {
     if (!enabled) return;
     const int lane = threadIdx.x % 32;
     if (lane < params.b) {
