@@ -14,6 +14,8 @@ HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 224, 2
 GQA_RATIOS = (1, 3, 4, 5, 7, 8, 12)
 PAGE_SIZES = (1, 7, 16, 48, 256, 1000)
 SEQLENS_Q = (0, 1, 63, 64, 65, 127, 128, 129, 1000)
+# Fields that the public functions and the reference take too; window is window_size in the functions.
+OPTIONS = ("causal", "window", "softcap")
 DTYPES = {"cpu": ("float16", "bfloat16", "float32", "float64"), "cuda": ("float16", "bfloat16")}
 
 

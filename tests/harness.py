@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cases import Case
+from cases import OPTIONS, Case
 from reference import (
     Attention,
     Varlen,
@@ -56,14 +56,8 @@ class Problem:
     @property
     def options(self) -> dict:
         """Keyword arguments that the public functions and the reference share."""
-        c = self.case
-        return {
-            "causal": c.causal,
-            "window": c.window,
-            "softcap": c.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-        }
+        numbers = {name: getattr(self.case, name) for name in OPTIONS}
+        return {**numbers, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
 
     @property
     def inputs(self) -> dict:

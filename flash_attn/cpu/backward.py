@@ -165,7 +165,7 @@ def bwd(
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     batch, sq, heads, _ = q.shape
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
-    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
+    options.check(q, batch, p_dropout)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,

@@ -152,13 +152,6 @@ def check_sinks(sinks, q: torch.Tensor) -> None:
     check_last_stride("sinks", sinks)
 
 
-def check_scores(options, q: torch.Tensor, batch: int, p_dropout: float, scores: torch.dtype) -> None:
-    """options: `scores.ScoreOptions`; scores: the dtype that scores are computed in."""
-    check_numbers(p_dropout, options.softmax_scale, options.softcap, scores)
-    check_alibi(options.alibi_slopes, batch, q.shape[-2])
-    check_sinks(options.sinks, q)
-
-
 def check_lengths(name: str, lengths, shape) -> None:
     """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
     if lengths is None:

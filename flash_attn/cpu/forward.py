@@ -289,7 +289,7 @@ def fwd(
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v))
     batch, sq, heads, _ = q.shape
-    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
+    options.check(q, batch, p_dropout)
     checks.check_generator(gen)
     sinks = options.sinks
     check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import checks
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
@@ -50,6 +52,12 @@ class ScoreOptions(NamedTuple):
     window_right: int
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None = None
+
+    def check(self, q: torch.Tensor, batch: int, p_dropout: float) -> None:
+        """Raise RuntimeError naming the argument that does not suit a call over these queries."""
+        checks.check_numbers(p_dropout, self.softmax_scale, self.softcap, compute_dtype(q.dtype))
+        checks.check_alibi(self.alibi_slopes, batch, q.shape[-2])
+        checks.check_sinks(self.sinks, q)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def varlen_fwd(
     batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k)
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
-    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
+    options.check(q, batch, p_dropout)
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v))
     checks.check_generator(gen)
@@ -244,7 +244,7 @@ def varlen_bwd(
     total_q, heads, _ = q.shape
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
-    checks.check_scores(options, q, batch, p_dropout, compute_dtype(q.dtype))
+    options.check(q, batch, p_dropout)
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,

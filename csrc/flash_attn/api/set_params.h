@@ -6,17 +6,15 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
 #include <cmath>
-#include <limits>
 #include <mutex>
 #include <optional>
 
-#include "api/checks.h"
 #include "api/launch_check.h"
+#include "api/scores.h"
 #include "params/flash.h"
 
 namespace flash {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using OptionalGenerator = std::optional<at::Generator>;
 
 inline Dtype dtype_of(const at::Tensor& tensor) {
@@ -54,63 +52,6 @@ inline MatrixStrides contiguous_strides(const at::Tensor& like, int64_t head_dim
   strides.row = strides.head * like.size(-2);
   strides.batch = like.dim() == 4 ? strides.row * like.size(-3) : 0;
   return strides;
-}
-
-// What a call says about scores.
-struct ScoreOptions {
-  double softmax_scale;
-  bool is_causal;
-  int64_t window_left, window_right;
-  double softcap;
-  const OptionalTensor& alibi_slopes;
-  // FlashAttention-2 has no others: the module's functions take these by name.
-  OptionalTensor sinks;
-
-  template <class Visitor>
-  void visit_named(Visitor&& visit) {
-    visit("sinks", sinks, "a Tensor");
-  }
-};
-
-inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_t batch, double p_dropout) {
-  checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
-  checks::alibi(scores.alibi_slopes, q, batch);
-  checks::sinks(scores.sinks, q);
-}
-
-inline Window make_window(const ScoreOptions& scores) {
-  auto side = [](int64_t width) { return width < 0 || width >= kUnbounded ? kUnbounded : static_cast<int>(width); };
-  Window window{side(scores.window_left), side(scores.window_right)};
-  if (scores.is_causal) window.right = 0;
-  return window;
-}
-
-// The kernels flush denormals to 0 and would then make NaN of a masked score of -inf: a scale of 0 is applied before
-// the mask.
-inline float normal_float(double value) {
-  const float rounded = static_cast<float>(value);
-  return std::fabs(rounded) < std::numeric_limits<float>::min() ? 0.0f : rounded;
-}
-
-// Whether ScoreMod is needed: softcap, ALiBi or a scale that is not positive.
-inline bool has_score_mod(const ScoreOptions& scores) {
-  return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
-         !(normal_float(scores.softmax_scale) > 0.0f);
-}
-
-inline void set_params_scores(Flash_fwd_params& params, const ScoreOptions& scores) {
-  constexpr double kLog2e = 1.4426950408889634;
-  params.scale_softmax = normal_float(scores.softmax_scale);
-  params.softcap = static_cast<float>(scores.softcap);
-  params.softcap_series = softcap_series(params.scale_softmax, params.softcap);
-  params.has_score_mod = has_score_mod(scores);
-  params.softmax_scale_log2 = params.has_score_mod ? 1.0f : static_cast<float>(scores.softmax_scale * kLog2e);
-  params.window = make_window(scores);
-  if (scores.alibi_slopes.has_value()) {
-    params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
-    params.alibi_slopes_batch_stride = scores.alibi_slopes->dim() == 2 ? scores.alibi_slopes->stride(0) : 0;
-  }
-  if (scores.sinks.has_value()) params.sinks_ptr = scores.sinks->const_data_ptr<float>();
 }
 
 // P(dropped) = threshold / 2^32 and the kept entries are scaled by the reciprocal of the true keep probability.
