@@ -27,4 +27,4 @@ style: env
 	$(ENV_PYTHON) tools/style.py --fix
 
 clean:
-	rm -rf build .venv flash_attn_2_cuda*.so flash_attn/_build_info.json
+	rm -rf build .venv flash_attn_2_cuda*.so flash_attn_2_cuda.py flash_attn/_build_info.json

@@ -40,7 +40,10 @@ class PlannedDistribution(Distribution):
 
 
 class BuildPython(build_py):
-    """Copies the package into an empty folder (an old one may hold removed files) and writes the build's identity."""
+    """Copies the package into an empty folder (an old one may hold removed files) and writes the build's identity.
+
+    Without kernels the module's place is taken by one that says so.
+    """
 
     def run(self) -> None:
         editable = getattr(self, "editable_mode", False)
@@ -56,6 +59,11 @@ class BuildPython(build_py):
             "backends": ["cuda", "cpu"] if plan.torch else ["cpu"],
         }
         (folder / "_build_info.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        stand_in = folder.parent / f"{MODULE}.py"
+        if plan.torch is None:
+            shutil.copyfile(ROOT / "tools" / "cpu_only_module.py", stand_in)
+        else:  # of an earlier build: it would be found before the extension
+            stand_in.unlink(missing_ok=True)
 
 
 class BuildBinding(build_ext):

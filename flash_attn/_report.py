@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -25,12 +26,19 @@ def kernel_families(archs: list[str]) -> list[str]:
     return families + (["wgmma (sm_90)"] if "90" in archs else [])
 
 
+def _is_stand_in() -> bool:
+    try:
+        return backends.is_stand_in(importlib.import_module("flash_attn_2_cuda"))
+    except ImportError:
+        return False
+
+
 def extension_state() -> tuple[str, bool]:
     """(where the CUDA extension is or why it is missing, whether that is as it should be)."""
     module = backends.cuda_extension()
     if module is not None:
         return str(module.__file__), True
-    if importlib.util.find_spec("flash_attn_2_cuda") is None:
+    if importlib.util.find_spec("flash_attn_2_cuda") is None or _is_stand_in():
         return "not installed: this flash_attn has its CPU backend only", True
     try:
         backends.get("cuda")

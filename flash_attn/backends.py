@@ -21,7 +21,10 @@ def get(device_type: str, name: str = "q") -> ModuleType:
     if device_type not in _MODULES:
         raise RuntimeError(f"{name}: expected a tensor on cuda or cpu, got one on {device_type}")
     try:
-        return importlib.import_module(_MODULES[device_type])
+        module = importlib.import_module(_MODULES[device_type])
+        if is_stand_in(module):
+            raise ImportError("it is the stand-in of an install without CUDA kernels")
+        return module
     except ImportError as error:
         if device_type == "cpu":
             raise
@@ -30,6 +33,11 @@ def get(device_type: str, name: str = "q") -> ModuleType:
             f"(importing the extension flash_attn_2_cuda failed: {error}). Reinstall on a machine with nvcc and a "
             "CUDA build of torch: pip install --no-build-isolation --force-reinstall --no-deps ."
         ) from error
+
+
+def is_stand_in(module: ModuleType) -> bool:
+    """Whether a module named flash_attn_2_cuda is that of a CPU-only install, whose functions all raise."""
+    return getattr(module, "CPU_ONLY", False) is True
 
 
 def of(tensor: Tensor, name: str = "q") -> ModuleType:

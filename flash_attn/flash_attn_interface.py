@@ -43,7 +43,7 @@ from flash_attn.autograd_functions import (  # noqa: F401
     FlashAttnVarlenQKVPackedFunc,
 )
 from flash_attn.inference import flash_attn_combine, flash_attn_with_kvcache  # noqa: F401
-from flash_attn.ops.attend import attend
+from flash_attn.ops.attend import attend, attend_rows_in_use
 from flash_attn.ops.attention_args import DENSE, Sequences
 from flash_attn.ops.public import (
     _flash_attn_backward,
@@ -81,12 +81,14 @@ _OPTIONS_DOC = """
             in all calls.
         s_aux, learnable_sink: other names of sinks, which clients look for in the signature; keyword only. At most one
             of the three is given (or the same tensor).
+        lse_convention: str, of softmax_lse; keyword only. "fa2": natural logarithm, +inf in a fully masked row. "fa3":
+            the same with -inf there. "flashinfer": logarithm to base 2, -inf there.
 """
 
 _RESULT_DOC = """
     Returns:
         out: {out}, contiguous.
-        softmax_lse (with return_attn_probs): {lse}, natural logarithm of the sum of exp(scores) of each row, the sink
+        softmax_lse (with return_attn_probs): {lse}, logarithm of the sum of exp(scores) of each row, the sink
             included, float32 (float64 for float64 inputs).
         S_dmask (with return_attn_probs): for tests. Empty (0,) unless dropout_p > 0; then
             (batch, nheads, round_up(seqlen_q, 128), round_up(seqlen_k, 128)) in q's dtype with the softmax
@@ -131,6 +133,7 @@ def flash_attn_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -144,7 +147,7 @@ def flash_attn_func(
     """
     return attend(
         (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
     )  # fmt: skip
 
 
@@ -165,6 +168,7 @@ def flash_attn_qkvpacked_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """`flash_attn_func` with q, k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -176,7 +180,7 @@ def flash_attn_qkvpacked_func(
     """
     return attend(
         (qkv,), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
     )  # fmt: skip
 
 
@@ -198,6 +202,7 @@ def flash_attn_kvpacked_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """`flash_attn_func` with k and v in one tensor; its gradient is written in place, without concatenation.
 
@@ -210,7 +215,7 @@ def flash_attn_kvpacked_func(
     """
     return attend(
         (q, kv), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
     )  # fmt: skip
 
 
@@ -233,6 +238,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -240,6 +246,7 @@ def flash_attn_varlen_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -258,6 +265,9 @@ def flash_attn_varlen_func(
         max_seqlen_k: the same for the key lengths.
         <options>
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
+        seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use, at most its
+            length; keyword only. The others belong to no sequence, whatever they hold. Costs a sort of the rows and
+            copies of q and out; nothing waits for the GPU.
         seqused_k: int32 (batch,). Number of keys of each sequence, of which cu_seqlens_k then gives the first row
             alone: they may go beyond the next sequence's. Keyword only. Forward only.
         leftpad_k: int32 (batch,). Number of keys skipped at the start of each sequence; they count in its length and
@@ -266,9 +276,10 @@ def flash_attn_varlen_func(
     <result>
     """
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table)
-    return attend(
-        (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+    return attend_rows_in_use(
+        seqused_q, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        lse_convention,
     )  # fmt: skip
 
 
@@ -291,6 +302,7 @@ def flash_attn_varlen_qkvpacked_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """`flash_attn_varlen_func` with q, k and v in one tensor; its gradient is written in place.
 
@@ -305,7 +317,7 @@ def flash_attn_varlen_qkvpacked_func(
     sequences = Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return attend(
         (qkv,), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
     )  # fmt: skip
 
 
@@ -331,6 +343,7 @@ def flash_attn_varlen_kvpacked_func(
     batch_invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """`flash_attn_varlen_func` with k and v in one tensor; its gradient is written in place.
 
@@ -345,5 +358,5 @@ def flash_attn_varlen_kvpacked_func(
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(
         (q, kv), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
+        return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
 from flash_attn.ops import combine as combine_ops
+from flash_attn.ops import lse as lse_ops
 from flash_attn.ops.attention_args import KvCacheArgs
 
 _OPTIONAL_TENSORS = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "out")
@@ -42,6 +43,7 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     plan: KvCachePlan | None = None,
     batch_invariant: bool = False,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -84,6 +86,7 @@ def flash_attn_with_kvcache(
             bytes a sequence, and queries that are rotated).
         batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
+        lse_convention: str, of softmax_lse, as in `flash_attn_func`: "fa2", "fa3" or "flashinfer".
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
@@ -97,6 +100,7 @@ def flash_attn_with_kvcache(
         arguments.check_constant("alibi_slopes", alibi_slopes)
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
+    lse_ops.check_convention(lse_convention)
     left, right = arguments.window(window_size)
     causal, num_splits = arguments.flag("causal", causal), arguments.integer("num_splits", num_splits, least=0)
     batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
@@ -120,11 +124,16 @@ def flash_attn_with_kvcache(
         batch_invariant,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
-    return (out, lse) if return_softmax_lse else out
+    return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out
 
 
 def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    lse_convention: str = "fa2",
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys from its partial results over disjoint splits of them.
 
@@ -140,6 +149,8 @@ def flash_attn_combine(
             torch.stack of LSEs of the attention functions has its last two dimensions swapped, transpose them.
         out: (batch, seqlen, nheads, head_dim) of any of these dtypes. Receives the result and is returned.
         out_dtype: torch.dtype of the result. Default: that of out_partial.
+        lse_convention: str, of lse_partial and of the resulting lse, as in `flash_attn_func`: "fa2", "fa3" or
+            "flashinfer" (base 2); keyword only. An infinity of either sign is a fully masked row in all of them.
 
     Returns:
         out: (batch, seqlen, nheads, head_dim)
@@ -148,4 +159,6 @@ def flash_attn_combine(
     Raises RuntimeError or TypeError that names the argument; nothing is computed then.
     """
     combine_ops.check_arguments(out_partial, lse_partial, out, out_dtype)
-    return combine_ops.combine(out_partial, lse_partial, out, out_dtype)
+    lse_ops.check_convention(lse_convention)
+    out, lse = combine_ops.combine(out_partial, lse_ops.natural(lse_partial, lse_convention), out, out_dtype)
+    return out, lse_ops.converted(lse, lse_convention)

@@ -21,11 +21,12 @@ from torch import Tensor
 import flash_attn
 from flash_attn._types import WindowSize
 from flash_attn.ops import arguments
+from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.rows import RowsInUse, pack
 from flash_attn_3 import _checks
 from flash_attn_3._C import no_scratch
 from flash_attn_3._forward import as_pages, forward
 from flash_attn_3._operators import _flash_attn_backward, _flash_attn_forward  # noqa: F401
-from flash_attn_3._rows import RowsInUse, pack
 
 __all__ = [
     "flash_attn_combine",
@@ -41,13 +42,9 @@ flash_attn_3_gpu = torch.ops.flash_attn_3
 TensorOrTuple = Union[Tensor, Any]
 
 
-def _masked_rows_marked(lse):
-    return torch.nan_to_num(lse, nan=float("nan"), posinf=-float("inf"), neginf=-float("inf"))
-
-
 def _result(result, wanted):
     """What a function returns from (out, lse, ...) of flash_attn if the LSE is wanted, else out."""
-    return (result[0], _masked_rows_marked(result[1])) if wanted else result
+    return (result[0], mark_masked_rows(result[1])) if wanted else result
 
 
 def _sinks(sinks, s_aux, learnable_sink):
@@ -228,19 +225,14 @@ def flash_attn_varlen_func(
             out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         )  # fmt: skip
-    in_use = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
     if seqused_k is not None and _records_gradients(q, k, v, sinks):
         keys = RowsInUse(cu_seqlens_k, seqused_k, k.shape[0])
         k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
     result = flash_attn.flash_attn_varlen_func(
-        in_use.gather(q), k, v, in_use.cu_seqlens, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
-        window_size, softcap, None, deterministic, return_attn_probs, seqused_k=seqused_k, sinks=sinks,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
+        softcap, None, deterministic, return_attn_probs, seqused_q=seqused_q, seqused_k=seqused_k, sinks=sinks,
     )  # fmt: skip
-    if return_attn_probs:
-        result = (in_use.scatter(result[0]), in_use.scatter(_masked_rows_marked(result[1]), 1))
-    else:
-        result = in_use.scatter(result)
-    return _copied(out, result, return_attn_probs)
+    return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -318,7 +310,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
     if not return_softmax_lse:
         return result
-    return result, _masked_rows_marked(lse), no_scratch(lse), no_scratch(lse)
+    return result, mark_masked_rows(lse), no_scratch(lse), no_scratch(lse)
 
 
 def _packed_over_cache(
@@ -345,7 +337,7 @@ def flash_attn_combine(
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn.flash_attn_combine`, with LSE -inf where every split masks the row fully."""
     out, lse = flash_attn.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
-    return out, _masked_rows_marked(lse)
+    return out, mark_masked_rows(lse)
 
 
 def get_scheduler_metadata(

@@ -71,6 +71,16 @@ def check_sequences(sequences):
     )
 
 
+def check_lengths(name, value, batch, device):
+    """Integers, one a sequence, that the backends do not see."""
+    if value.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
+    if value.shape != (batch,):
+        raise RuntimeError(f"{name}: expected shape [{batch}], got {list(value.shape)}")
+    if value.device != device:
+        raise RuntimeError(f"{name}: expected a tensor on {device}, got one on {value.device}")
+
+
 def check_constant(name, value):
     """An optional tensor that gets no gradient must not ask for one."""
     if value is not None:

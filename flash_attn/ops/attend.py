@@ -3,8 +3,9 @@
 import torch
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import arguments, library
+from flash_attn.ops import arguments, library, lse
 from flash_attn.ops.attention_args import DENSE, AttentionArgs
+from flash_attn.ops.rows import RowsInUse
 
 _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 
@@ -12,6 +13,7 @@ _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 def attend(
     inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None,
+    lse_convention="fa2",
 ):  # fmt: skip
     """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns."""
     names = _NAMES[len(inputs) - 1]
@@ -32,6 +34,7 @@ def attend(
         sinks = arguments.sinks(sinks)
     dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)
     causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
+    lse.check_convention(lse_convention)
     want_dmask = dropout_p > 0 and bool(return_attn_probs)
     padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
     if padded:
@@ -47,9 +50,33 @@ def attend(
         softcap, deterministic, want_dmask, bool(return_max_logit),
         arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
     )  # fmt: skip
-    out, lse, dmask, _, *max_logit = library.attention(args)
+    out, softmax_lse, dmask, _, *max_logit = library.attention(args)
     if padded:
         out = out[..., :value_dim].contiguous()
-    if not return_max_logit:
-        return (out, lse, dmask) if return_attn_probs else out
-    return (out, lse, dmask, *max_logit) if return_attn_probs else (out, *max_logit)
+    results = (lse.converted(softmax_lse, lse_convention), dmask) if return_attn_probs else ()
+    if return_max_logit:
+        results += tuple(max_logit)
+    return (out, *results) if results else out
+
+
+def attend_rows_in_use(seqused_q, inputs, sequences, *options):
+    """`attend` where only the first rows of each sequence of q are in use: seqused_q (batch,), None for all of them.
+
+    The others come out as rows that belong to no sequence.
+    """
+    if seqused_q is None:
+        return attend(inputs, sequences, *options)
+    q, cu_seqlens_q = inputs[0], sequences.cu_seqlens_q
+    arguments.check_tensors(("q", "cu_seqlens_q", "seqused_q"), (q, cu_seqlens_q, seqused_q))
+    if q.dim() != 3 or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 2:
+        return attend(inputs, sequences, *options)  # an error, or no sequence
+    arguments.check_lengths("seqused_q", seqused_q, cu_seqlens_q.shape[0] - 1, cu_seqlens_q.device)
+    rows = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
+    inputs = (rows.gather(q), *inputs[1:])
+    result = attend(inputs, sequences._replace(cu_seqlens_q=rows.cu_seqlens), *options)
+    if not isinstance(result, tuple):
+        return rows.scatter(result)
+    out, *others = result
+    if len(others) > 1:  # the LSE comes with S_dmask
+        others[0] = rows.scatter(others[0], 1)
+    return (rows.scatter(out), *others)

@@ -7,7 +7,7 @@ import torch
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import calls, context
 from flash_attn.ops.attention_args import AttentionBackwardArgs
-from flash_attn_3._rows import RowsInUse, pack
+from flash_attn.ops.rows import RowsInUse, pack
 
 
 def backward(

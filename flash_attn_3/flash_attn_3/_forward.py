@@ -12,8 +12,8 @@ from flash_attn import backends
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, context
 from flash_attn.ops.calls import _index, rows_contiguous
+from flash_attn.ops.rows import RowsInUse, equal_steps, pack
 from flash_attn_3 import _checks
-from flash_attn_3._rows import RowsInUse, equal_steps, pack
 
 _INFINITY = float("inf")
 

@@ -1,4 +1,7 @@
-"""The examples run: training with flash_attn beside plain attention, and the demo."""
+"""The examples run: training with flash_attn beside plain attention, transformers' Trainer and server loop, the demo.
+
+tests/attention/test_sdpa_clients.py: examples/sdpa.py; tests/decode/test_generate_paged.py: examples/generate_paged.py.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,40 @@ def test_demo(device, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert status == 0, printed
     assert printed.count("FAILED") == 0 and "demo ok" in printed
+
+
+def test_train_transformers(device, capsys):
+    pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    import train_transformers
+
+    status = train_transformers.main(["--device", device, "--steps", "6", "--batch", "3", "--longest", "40"])
+    printed = capsys.readouterr().out
+    assert status == 0 and "training ok" in printed, printed
+
+
+@pytest.mark.parametrize("model", ("gpt-oss", "llama"))
+@pytest.mark.parametrize("page_size", ("5", "16"))
+def test_serve_transformers(device, model, page_size, capsys):
+    pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
+    import serve_transformers
+
+    status = serve_transformers.main(["--device", device, "--model", model, "--page-size", page_size])
+    printed = capsys.readouterr().out
+    assert status == 0 and "serve ok" in printed, printed
+
+
+@pytest.mark.devices("cpu")
+def test_serve_transformers_notices_a_wrong_page(device, monkeypatch, capsys):
+    pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
+    import serve_transformers
+
+    def rolled(cache, key, value, layer, *args, kwargs, real=serve_transformers.PagedCache.update, **options):
+        result = real(cache, key, value, layer, *args, kwargs=kwargs, **options)
+        if layer == 1:
+            kwargs["cache_seqlens"] = kwargs["cache_seqlens"].clamp(max=9)
+        return result
+
+    monkeypatch.setattr(serve_transformers.PagedCache, "update", rolled)
+    assert serve_transformers.main(["--device", device, "--model", "llama"]) == 1
+    assert "serve FAILED" in capsys.readouterr().out

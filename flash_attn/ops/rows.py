@@ -23,6 +23,7 @@ def pack(x, cu_seqlens):
 class RowsInUse:
     """The rows in use of packed sequences, put before all others.
 
+    cu_seqlens: (batch + 1,), of any contents: the running maximum counts, within the rows that exist.
     seqused: None (all), or (batch,) integers: how many of the first rows of each sequence are in use, at most its
     length. Results of rows that are not in use come out as those of rows that belong to no sequence.
     """
@@ -31,11 +32,12 @@ class RowsInUse:
         self.cu_seqlens, self.order = cu_seqlens, None
         if seqused is None or total == 0 or cu_seqlens.shape[0] == 1:
             return
-        lengths = torch.minimum(seqused.clamp(min=0), cu_seqlens.diff())
-        rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+        bounds = cu_seqlens.clamp(0, total).cummax(0).values
+        lengths = torch.minimum(seqused.clamp(min=0), bounds.diff())
+        rows = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
+        sequence = torch.searchsorted(bounds, rows, right=True) - 1
         known = sequence.clamp(0, lengths.shape[0] - 1)
-        unused = (sequence != known) | (rows - cu_seqlens[known] >= lengths[known])
+        unused = (sequence != known) | (rows - bounds[known] >= lengths[known])
         self.order = torch.argsort(unused.to(torch.int8), stable=True)
         self.cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 

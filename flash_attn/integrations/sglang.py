@@ -1,0 +1,201 @@
+"""SGLang's FlashAttention backend by these kernels: its functions, and the attention backend that calls them.
+
+`flash_attn_with_kvcache` and `flash_attn_varlen_func` have the signatures of sglang.kernels.ops.attention
+.flash_attention (SGLang 0.5.23), which has those of sgl_kernel.flash_attn and more. `register` makes an attention
+backend of them; name it as an entry point of the group "sglang.srt.plugins". docs/integrations.md says what is served.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+import flash_attn
+from flash_attn._types import TensorOrTuple
+from flash_attn.integrations.serving import packed_attention, reject, reject_8_bit
+from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.rows import pack
+
+NAME = "fa_native"
+_FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
+_LAYERS = "sglang.srt.layers.attention"
+
+
+def register(name: str = NAME) -> None:
+    """Make an attention backend of SGLang, for `--attention-backend NAME`: its FlashAttention backend on these kernels.
+
+    Raises ImportError without SGLang, AttributeError where it has no such registry.
+    """
+    importlib.import_module(f"{_LAYERS}.attention_registry").register_attention_backend(name)(_create_backend)
+    choices = importlib.import_module("sglang.srt.server_args")
+    if name not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([name])
+
+
+def _create_backend(runner: Any) -> Any:
+    """SGLang's FlashAttention backend for a model runner; its module calls these functions from now on."""
+    module = importlib.import_module(f"{_LAYERS}.flashattention_backend")
+    backend = module.FlashAttentionBackend(runner)
+    for name in _FUNCTIONS:
+        setattr(module, name, globals()[name])
+        setattr(backend, name, globals()[name])
+    backend._get_scheduler_metadata = None  # nothing has to be scheduled ahead of a call
+    return backend
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int | None = None,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    only_qv: bool = False,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Any = None,
+    sfq: Tensor | None = None,
+    sfk: Tensor | None = None,
+    sfv: Tensor | None = None,
+    rel_bias: Any = None,
+    rel_bias_prep_cache: Any = None,
+    ver: int = 3,
+    out: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    mask_mod: Any = None,
+) -> TensorOrTuple:
+    """Attention over a KV cache as SGLang calls it: packed queries, prompts and decoding in one, over pages.
+
+    Arguments:
+        q: (total_q, nheads, head_dim) with cu_seqlens_q, or (batch, seqlen_q, nheads, head_dim).
+        k_cache, v_cache: pages with page_table, else (batch_cache, seqlen_cache, nheads_k, head_dim). v_cache may have
+            a head dim of its own where there are no new keys.
+        k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
+            with queries in a batch.
+        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, sm_margin, ver, max_seqlen_q
+            and max_seqlen_k, aux_tensors and rel_bias_prep_cache.
+        sinks: (nheads,).
+        num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as SGLang's deterministic mode
+            means it; other values change nothing.
+        out: like the result. Receives it and is returned.
+
+    Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q) or
+    (batch, nheads, seqlen_q) float32, natural logarithm, -inf in rows without keys.
+
+    Raises NotImplementedError, by name, for 8-bit inputs and qv, only_qv, the descales, attention_chunk, score_mod,
+    mask_mod, sfq, sfk, sfv, rel_bias, rotary_seqlens; with new keys also for cu_seqlens_k_new and cu_seqlens_q.
+    """
+    _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias)
+    reject(sfq=sfq, sfk=sfk, sfv=sfv, rotary_seqlens=rotary_seqlens)
+    reject_8_bit(q=q, k_cache=k_cache, v_cache=v_cache)
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
+        reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+        given = {} if sinks is None else {"sinks": sinks}
+        result, lse = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out,
+            batch_invariant=num_splits == 1, **options, **given,
+        )  # fmt: skip
+        return _result(result, lse, return_softmax_lse)
+    rows, cu_rows = pack(q, cu_seqlens_q)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = cu_rows.new_full((cu_rows.shape[0] - 1,), cache_seqlens)
+    packed_out = out if out is None or cu_seqlens_q is not None else out.flatten(0, 1)
+    result, lse = packed_attention(
+        rows, k_cache, v_cache, cu_rows, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, block_table=page_table,
+        sinks=sinks, out=packed_out, batch_invariant=num_splits == 1, **options,
+    )  # fmt: skip
+    if cu_seqlens_q is None:
+        result, lse = result.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    if out is not None:
+        result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
+    return _result(result, lse, return_softmax_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    only_qv: bool = False,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Any = None,
+    sfq: Tensor | None = None,
+    sfk: Tensor | None = None,
+    sfv: Tensor | None = None,
+    rel_bias: Any = None,
+    rel_bias_prep_cache: Any = None,
+    ver: int = 3,
+    out: Tensor | None = None,
+    mask_mod: Any = None,
+) -> TensorOrTuple:
+    """Attention of packed queries over packed keys or pages, as SGLang calls it: forward only.
+
+    num_splits, whose default here is 1, has no effect; everything else is as in `flash_attn_with_kvcache` above, and
+    seqused_q and seqused_k as in `flash_attn.flash_attn_varlen_func`.
+    """
+    _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias)
+    reject(sfq=sfq, sfk=sfk, sfv=sfv)
+    result, lse = packed_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
+        softmax_scale, causal, window_size, softcap, None, sinks, out,
+    )  # fmt: skip
+    return _result(result, lse, return_softmax_lse)
+
+
+def _result(result, lse, with_lse):
+    return (result, mark_masked_rows(lse), lse.new_empty(0), lse.new_empty(0)) if with_lse else result
+
+
+def _reject_scores(qv, only_qv, q_descale, k_descale, v_descale, attention_chunk, score_mod, mask_mod, rel_bias):
+    reject(
+        qv=qv, only_qv=only_qv or None, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        attention_chunk=attention_chunk or None, score_mod=score_mod, mask_mod=mask_mod, rel_bias=rel_bias,
+    )  # fmt: skip

@@ -1,0 +1,303 @@
+"""Attention of Hugging Face transformers by these kernels, as a function that models take by name.
+
+    import flash_attn.integrations.transformers
+    flash_attn.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_native")
+
+Beyond "flash_attention_2": sinks of gpt-oss, which transformers sends to another package under every name with "flash"
+in it; V of another head dim (MLA) without padding; one wait for the GPU in a forward instead of one in each layer;
+padding in inference without copies; packed rows of a batch. docs/integrations.md says what holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_attn
+from flash_attn.bert_padding import index_first_axis, pad_input
+from flash_attn.integrations import token_layout
+from flash_attn.integrations.token_layout import PaddingLayout
+from flash_attn.ops.rows import equal_steps
+
+NAME = "fa_native"
+_UNSUPPORTED = ("position_bias", "head_mask", "output_attentions")
+# Parts of transformers' mask functions that are no window, by the beginnings of their names.
+_OTHER_MASKS = ("or_masks", "chunked_overlay", "blockwise_overlay")
+
+
+def register(name: str = NAME) -> None:
+    """Make these kernels an attention implementation of transformers, by a name for `attn_implementation`.
+
+    Registers the attention function and its masks, for the process. Works with models that take their attention from
+    `AttentionInterface` and their masks from `AttentionMaskInterface`, in transformers 5.
+
+    Arguments:
+        name: str. Without "flash": transformers looks a kernel up for such names and sends models that list the ones
+            they know, gpt-oss among them, to those.
+
+    Raises ImportError without transformers or these interfaces, ValueError for a name that means something else there.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for part in ("flash", "sdpa", "flex_attention", "eager", "|", "/"):
+        if part in name:
+            raise ValueError(f"name: expected one without {part!r}, which means another to transformers, got {name!r}")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+# ---- masks ----
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """Which columns of the keys hold tokens, bool (batch, columns), or None: all. An entry of `AttentionMaskInterface`.
+
+    Causal masks and windows are the attention function's matter. A mask may have fewer columns than there are keys, as
+    for a static cache: the other keys are none. Waits for the GPU where a static cache receives several tokens.
+
+    Raises NotImplementedError for masks that are no windows (chunks, blocks, functions of the model's).
+    """
+    _reject_other_masks(mask_function, use_vmap)
+    columns = kv_length
+    if "allow_is_bidirectional_skip" not in options:  # causal: columns behind the last query hold no tokens yet
+        columns = q_offset + q_length - kv_offset
+        if isinstance(columns, Tensor) and q_length > 1 and not token_layout.is_traced():
+            columns = int(columns)
+    known = isinstance(columns, (int, torch.SymInt))
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:].bool()
+    elif known and columns >= kv_length:
+        return None
+    if known and q_length > 1:
+        kept = min(columns, kv_length)
+        if attention_mask is None:
+            return torch.ones(batch_size, kept, dtype=torch.bool, device=device)
+        return attention_mask[:, :kept]
+    # One shape for all steps of a static cache, so that compiled code and graphs serve them all.
+    filled = torch.arange(kv_length, device=device) < columns
+    if attention_mask is None:
+        return filled.expand(batch_size, -1)
+    missing = kv_length - attention_mask.shape[1]
+    return torch.nn.functional.pad(attention_mask, (0, missing)) & filled
+
+
+def _reject_other_masks(mask_function, use_vmap):
+    if use_vmap:
+        raise NotImplementedError(
+            "mask_function: expected a causal mask or a window, got one with an or_mask_function or and_mask_function"
+        )
+    if torch.compiler.is_compiling():  # closures are not traced; the prompt, not compiled, went through here
+        return
+    for part in _parts(mask_function):
+        if part.startswith(_OTHER_MASKS):
+            kind = part.split(".")[0]
+            raise NotImplementedError(f"mask_function: expected a causal mask or a window, got one of {kind}")
+
+
+def _parts(function):
+    """The qualified names of a mask function and of the functions that it is made of."""
+    if isinstance(function, (tuple, list)):
+        for one in function:
+            yield from _parts(one)
+    elif callable(function):
+        yield getattr(function, "__qualname__", "")
+        for cell in getattr(function, "__closure__", None) or ():
+            yield from _parts(cell.cell_contents)
+
+
+# ---- attention ----
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as models of transformers call it, an entry of `AttentionInterface`.
+
+    Arguments:
+        module: the layer. Its is_causal holds where that argument is None.
+        query: (batch, heads, seqlen_q, head_dim)
+        key: (batch, heads_k, seqlen_k, head_dim)
+        value: (batch, heads_k, seqlen_k, head_dim_v)
+        attention_mask: None, or (batch, columns) of which tokens are there, in a cache and in the batch: the queries
+            are the last ones.
+        dropout, scaling, softcap: as dropout_p, softmax_scale and softcap of `flash_attn_func`.
+        sliding_window: int. Keys that a query sees, itself included; without causal on both sides.
+        s_aux: (heads,), sinks.
+        position_ids: (batch or 1, seqlen_q). Packed sequences of a row, where there are no mask and no cached keys:
+            one begins wherever a position is not one more than the one before.
+        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,). Packed sequences, given explicitly.
+        k_cache, v_cache, block_table, cache_seqlens: as in `flash_attn_with_kvcache`, set by a paged cache's update():
+            key and value are appended, and each row of the batch attends over its pages.
+
+    Returns (out (batch, seqlen_q, heads, head_dim_v), None).
+
+    Raises NotImplementedError, by name, for position_bias, head_mask, output_attentions and masks per query.
+    """
+    for name in _UNSUPPORTED:
+        given = options.get(name)
+        if given is not None and given is not False:
+            raise NotImplementedError(f"{name}: expected None, got {type(given).__name__}: it is not supported")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if q.dtype != v.dtype or k.dtype != v.dtype:  # norms and rotary embedding kept in float32
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+    score = {"softmax_scale": scaling, "causal": causal, "window_size": window, "softcap": softcap or 0.0}
+    if k_cache is not None:
+        return _over_pages(q, k_cache, v_cache, k, v, cache_seqlens, cu_seq_lens_k, block_table, s_aux, score), None
+    deterministic = options.get("deterministic")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    training = {"dropout_p": dropout, "deterministic": deterministic, "sinks": s_aux}
+    if attention_mask is not None:
+        return _padded(q, k, v, attention_mask, score, training), None
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        cu_seq_lens_q = cu_seq_lens_k = _packed_by_position(q, k, position_ids, causal)
+    if cu_seq_lens_q is None:
+        return flash_attn.flash_attn_func(q, k, v, **score, **training), None
+    lengths = (cu_seq_lens_q, cu_seq_lens_k, q.shape[1], k.shape[1])
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    return flash_attn.flash_attn_varlen_func(*rows, *lengths, **score, **training).unflatten(0, q.shape[:2]), None
+
+
+def _packed_by_position(q, k, position_ids, causal):
+    batch, seqlen = q.shape[:2]
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != seqlen:
+        return None
+    if seqlen == 1 or seqlen != k.shape[1] or not (causal or batch == 1):
+        return None
+    return token_layout.packed_sequences(position_ids, batch, seqlen)
+
+
+def _padded(q, k, v, mask, score, training):
+    """Attention where mask (batch, columns) says which of the first keys are tokens; the queries are the last ones."""
+    if mask.dim() != 2:
+        raise NotImplementedError(
+            "attention_mask: expected None or a mask of tokens (batch, columns), for masks are causal or windows here, "
+            f"got {mask.dim()} dimensions"
+        )
+    mask = mask.bool() if mask.dtype != torch.bool else mask
+    columns, sees_by_position = mask.shape[1], score["causal"] or score["window_size"] != (-1, -1)
+    k, v = k[:, :columns], v[:, :columns]
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, training["sinks"]))
+    if token_layout.is_traced() and not records:
+        return _over_runs(q, k, v, *token_layout.runs(mask), score, training)
+    layout, tokens = _layout(mask, q.shape[1])
+    if layout.full:
+        return flash_attn.flash_attn_func(q, k, v, **score, **training)
+    aligned = q.shape[1] == 1 or layout.ends_last or not sees_by_position
+    if layout.contiguous and aligned and not records:
+        return _over_runs(q, k, v, layout.first, layout.stop, score, training)
+    return _gathered(q, k, v, *tokens(sees_by_position and q.shape[1] > 1), score, training)
+
+
+@torch.compiler.disable
+def _layout(mask, seqlen_q):
+    """(layout of the keys, a function that gives the tokens of keys and queries)."""
+    layout = PaddingLayout.of(mask)
+
+    def tokens(queries_too):
+        keys = layout.tokens(mask)
+        if not queries_too or seqlen_q == mask.shape[1]:
+            return keys, keys if queries_too else None
+        return keys, token_layout.tokens_of(mask[:, mask.shape[1] - seqlen_q :])
+
+    return layout, tokens
+
+
+def _over_runs(q, k, v, first, stop, score, training):
+    """Keys first to stop of each row, without copies and without backward; the queries are the last ones.
+
+    Queries before `first` are padding and see no key.
+    """
+    sinks, dropout_p = training["sinks"], training["dropout_p"]
+    if v.shape[-1] == k.shape[-1] and dropout_p == 0.0 and (sinks is None or _kvcache_takes_sinks()):
+        given = {} if sinks is None else {"sinks": sinks}
+        return flash_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=stop, cache_leftpad=first, **score, **given
+        )  # fmt: skip
+    table, cu_seqlens_k = token_layout.as_pages(*k.shape[:2], q.device)
+    return _varlen_over_pages(q, k, v, table, cu_seqlens_k, stop, first, score, training)
+
+
+def _varlen_over_pages(q, k, v, table, cu_seqlens_k, lengths, first, score, training):
+    """Queries (batch, seqlen_q, ...) as packed ones over pages."""
+    cu_seqlens_q = equal_steps(q.shape[0], q.shape[1], q.device)
+    out = flash_attn.flash_attn_varlen_func(
+        q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, q.shape[1], table.shape[1] * k.shape[1], block_table=table,
+        seqused_k=lengths, leftpad_k=first, **score, **training,
+    )  # fmt: skip
+    return out.unflatten(0, q.shape[:2])
+
+
+def _gathered(q, k, v, keys, queries, score, training):
+    """Attention of the tokens alone, as (indices, cu_seqlens) have them; queries None: all of them."""
+    batch, seqlen_q = q.shape[:2]
+    indices_k, cu_seqlens_k = keys
+    rows, seqlen_k = q.flatten(0, 1), k.shape[1]
+    cu_seqlens_q = equal_steps(batch, seqlen_q, q.device) if queries is None else queries[1]
+    if queries is not None:
+        rows = index_first_axis(rows, queries[0])
+    k, v = (index_first_axis(x.flatten(0, 1), indices_k) for x in (k, v))
+    out = flash_attn.flash_attn_varlen_func(
+        rows, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **score, **training
+    )  # fmt: skip
+    return out.unflatten(0, (batch, seqlen_q)) if queries is None else pad_input(out, queries[0], batch, seqlen_q)
+
+
+# ---- a paged cache ----
+
+
+def _kvcache_takes_sinks():
+    return "sinks" in inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+
+
+def _over_pages(q, k_cache, v_cache, k, v, lengths, cu_seqlens_k, table, sinks, score):
+    """Append k and v to their pages and attend over these: (batch, seqlen_q, heads, head_dim_v)."""
+    shape = q.shape
+    if lengths is None:  # one token of each of many sequences, their lengths with it in cu_seqlens_k
+        q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+        lengths = cu_seqlens_k[: q.shape[0] + 1].diff() - 1
+    direct = sinks is None or _kvcache_takes_sinks()
+    given = {"sinks": sinks} if direct and sinks is not None else {}
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, **score, **given
+    )  # fmt: skip
+    if not direct:  # appended, but computed without the sinks
+        lengths = torch.where(lengths < 0, 0, lengths + k.shape[1]).int()
+        cu_seqlens_k = equal_steps(q.shape[0], table.shape[1] * k_cache.shape[1], q.device)
+        out = _varlen_over_pages(q, k_cache, v_cache, table, cu_seqlens_k, lengths, None, score, {"sinks": sinks})
+    return out.reshape(*shape[:3], v.shape[-1])

@@ -1,0 +1,353 @@
+"""flash_attn.integrations.transformers: models of transformers with attn_implementation="fa_native" against "eager".
+
+On the CPU in float32, where both agree to rounding and generate the same tokens. On the GPU in bfloat16, where the
+largest error against eager in float32 is at most twice that of eager in bfloat16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers.masking_utils", reason="this transformers has no AttentionMaskInterface")
+
+from transformers_models import MODELS, VOCABULARY, build
+
+import flash_attn
+import flash_attn.integrations.transformers as ours
+from flash_attn.integrations import token_layout
+
+NAME, SEQLEN, NEW_TOKENS = "fa_native", 20, 14
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    ours.register()
+
+
+def dtype_of(device):
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def ids_of(device, batch=3, seqlen=SEQLEN):
+    return torch.randint(1, VOCABULARY, (batch, seqlen), device=device)
+
+
+def mask_of(ids, side):
+    """None, or padding on a side; "holes" has padding amid the tokens, "row" a row of nothing else."""
+    if side is None:
+        return None
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[0, :7], mask[2, :3] = 0, 0
+    elif side == "right":
+        mask[0, 13:], mask[2, 18:] = 0, 0
+    elif side == "holes":
+        mask[0, 5:9], mask[1, :2], mask[2, 17:] = 0, 0, 0
+    else:
+        mask[1] = 0
+    return mask
+
+
+def check_against_eager(name, device, run, allowed=1e-4):
+    """run(model) -> tensors, of all three models."""
+    results = {
+        key: [x.double() for x in run(build(name, attention, device, dtype))]
+        for key, attention, dtype in (
+            ("exact", "eager", torch.float32),
+            ("eager", "eager", dtype_of(device)),
+            ("ours", NAME, dtype_of(device)),
+        )
+    }
+    for exact, eager, mine in zip(*results.values()):
+        error = (mine - exact).norm().item()
+        limit = 2 * (eager - exact).norm().item() + allowed * exact.norm().item() * (device == "cpu")
+        assert error <= limit, (error, limit)
+    return results
+
+
+# ---- registration ----
+
+
+@pytest.mark.parametrize("name", ("flash_native", "my_sdpa", "paged|x", "org/kernel", "eager2"))
+def test_names_that_mean_something_else(name):
+    with pytest.raises(ValueError, match="^name: expected one without"):
+        ours.register(name)
+
+
+def test_another_name():
+    ours.register("other_name")
+    assert build("gpt_oss", "other_name").config._attn_implementation == "other_name"
+
+
+# ---- logits and gradients ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", (None, "left", "right", "holes"))
+def test_logits(device, name, side):
+    if side == "holes" and name not in ("llama", "deepseek_v3"):
+        pytest.skip("eager's window counts columns, ours tokens")
+    ids = ids_of(device)
+    mask = mask_of(ids, side)
+    kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
+
+    def run(model):
+        with torch.no_grad():
+            return [model(input_ids=ids, attention_mask=mask).logits[kept]]
+
+    check_against_eager(name, device, run)
+
+
+@pytest.mark.devices("cpu")  # float32, which the kernels do not take: test_gradients
+@pytest.mark.parametrize("name", ("gpt_oss", "llama", "gemma2", "deepseek_v3"))
+@pytest.mark.parametrize("side", (None, "left", "right"))
+def test_training(device, name, side):
+    """Some steps of AdamW: the gradients of each, on the way that eager attention takes in float32."""
+    ids = ids_of(device)
+    mask = mask_of(ids, side)
+    labels = ids.clone()
+    if mask is not None:  # nor the first token of a row, which padding would predict
+        labels[(mask == 0) | (mask.cumsum(1) == 1)] = -100
+    models = [build(name, attention, device) for attention in ("eager", NAME)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    losses = []
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            loss = model.train()(input_ids=ids, attention_mask=mask, labels=labels).loss
+            loss.backward()
+            losses.append(loss.item())
+        for (key, right), mine in zip(models[0].named_parameters(), models[1].parameters()):
+            if right.grad is None:
+                continue
+            error = (mine.grad - right.grad).norm()
+            assert error <= 1e-3 * right.grad.norm() + 1e-6, key
+            assert name != "gpt_oss" or "sinks" not in key or right.grad.norm() > 1e-5
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[0] > losses[-1] and abs(losses[-1] - losses[-2]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ("gpt_oss", "gemma2", "deepseek_v3"))
+def test_gradients(device, name):
+    ids, weights = ids_of(device), torch.randn(3, SEQLEN, VOCABULARY, device=device)
+    mask = mask_of(ids, "left")
+    weights *= mask[..., None]
+
+    def run(model):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        logits.backward(weights.to(logits.dtype))
+        of_attention = [x.grad for key, x in model.named_parameters() if "attn" in key]
+        return [torch.cat([x.flatten().float() for x in of_attention])]
+
+    check_against_eager(name, device, run, allowed=1e-3)
+
+
+def test_what_the_kernels_get(device, monkeypatch):
+    """V of its own head dim, K/V heads that are not repeated, sinks that require grad."""
+    seen = []
+
+    def spy(q, k, v, **options):
+        seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), options))
+        return real(q, k, v, **options)
+
+    real = flash_attn.flash_attn_func
+    monkeypatch.setattr(flash_attn, "flash_attn_func", spy)
+    ids = ids_of(device)
+    for name in ("deepseek_v3", "gpt_oss", "gemma2"):
+        build(name, NAME, device, dtype_of(device))(input_ids=ids)
+    mla, sliding, full, capped = seen[0], seen[2], seen[3], seen[4]
+    assert mla[:3] == ((3, SEQLEN, 4, 192), (3, SEQLEN, 4, 192), (3, SEQLEN, 4, 128))
+    assert sliding[:3] == ((3, SEQLEN, 4, 16), *[(3, SEQLEN, 2, 16)] * 2)
+    assert sliding[3]["sinks"].requires_grad and sliding[3]["window_size"] == (7, 0)
+    assert full[3]["window_size"] == (-1, -1) and capped[3]["softcap"] == 1.5 and capped[3]["sinks"] is None
+
+
+# ---- generation ----
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", (None, "left"))
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+def test_generate(device, name, side, cache):
+    ids = ids_of(device)
+    mask = torch.ones_like(ids) if side is None else mask_of(ids, side)
+    options = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    sequences = [
+        build(name, attention).generate(
+            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **options
+        )
+        for attention in ("eager", NAME)
+    ]
+    assert torch.equal(*sequences) and sequences[0].shape == (3, SEQLEN + NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+def test_logits_of_every_step(device, name, cache):
+    """A prompt, then given tokens one by one, over a cache; left padding."""
+    ids = ids_of(device, seqlen=SEQLEN + NEW_TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def run(model):
+        past = transformers.DynamicCache(config=model.config)
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=64)
+        logits, bounds = [], [0, SEQLEN, *range(SEQLEN + 1, SEQLEN + NEW_TOKENS + 1)]
+        with torch.no_grad():
+            for begin, end in zip(bounds, bounds[1:]):
+                out = model(
+                    input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions[:, begin:end],
+                    cache=past, use_cache=True,
+                )  # fmt: skip
+                logits.append(out.logits)
+        return [torch.cat(logits, 1)[mask.bool()]]
+
+    check_against_eager(name, device, run)
+
+
+@pytest.mark.parametrize("name", ("gpt_oss", "mistral"))
+def test_a_compiled_step(device, name):
+    """A decoding step over a static cache, traced whole: no value of a tensor is read."""
+    ids = ids_of(device)
+    mask = mask_of(ids, "left")
+    results = []
+    for compiled in (False, True):
+        model = build(name, NAME, device, dtype_of(device))
+        past = transformers.StaticCache(config=model.config, max_cache_len=40)
+        forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask, cache=past)
+            step = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            results.append(forward(input_ids=ids[:, :1], attention_mask=step, cache=past).logits)
+    torch._dynamo.reset()
+    torch.testing.assert_close(*results, atol=1e-4 if device == "cpu" else 2e-2, rtol=1e-2)
+
+
+# ---- packed sequences ----
+
+
+@pytest.mark.parametrize("name", ("gpt_oss", "llama"))
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("use_cache", (False, True))
+def test_packed_by_position_ids(device, name, batch, use_cache):
+    """Sequences packed in rows are sequences alone. (Eager attention packs neither gpt_oss nor beside a cache.)"""
+    ids, lengths = ids_of(device, batch), (5, 12, 3)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths]).expand(batch, -1)
+
+    def run(model):
+        with torch.no_grad():
+            if model.config._attn_implementation == NAME:
+                return [model(input_ids=ids, position_ids=positions, use_cache=use_cache).logits]
+            return [torch.cat([model(input_ids=part).logits for part in ids.split(lengths, 1)], 1)]
+
+    check_against_eager(name, device, run)
+
+
+def test_packed_by_cu_seqlens(device):
+    """As DataCollatorWithFlattening(return_flash_attn_kwargs=True) has them."""
+    ids = ids_of(device, 1)
+    positions = torch.cat([torch.arange(n, device=device) for n in (5, 12, 3)])[None]
+    cu = torch.tensor([0, 5, 17, 20], dtype=torch.int32, device=device)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
+    model = build("gpt_oss", NAME, device, dtype_of(device))
+    expected = model(input_ids=ids, position_ids=positions).logits
+    assert torch.equal(model(input_ids=ids, position_ids=positions, **lengths).logits, expected)
+    assert not torch.allclose(model(input_ids=ids).logits, expected)
+
+
+# ---- the function by itself ----
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def call(device, mask=None, causal=True, seqlen_k=SEQLEN, heads=4, **options):
+    generator = torch.Generator(device=device).manual_seed(3)
+    q, k, v = (
+        torch.randn(3, h, n, 16, generator=generator, device=device, dtype=dtype_of(device))
+        for h, n in ((heads, SEQLEN), (2, seqlen_k), (2, seqlen_k))
+    )
+    return (q, k, v), ours.attention(Layer(), q, k, v, mask, is_causal=causal, **options)[0]
+
+
+def test_dropout(device):
+    torch.manual_seed(5)
+    (q, k, v), out = call(device, dropout=0.5, scaling=0.3, softcap=2.0)
+    torch.manual_seed(5)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    expected = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5, softmax_scale=0.3, softcap=2.0, causal=True)
+    assert torch.equal(out, expected) and not torch.equal(out, call(device)[1])
+
+
+def test_a_row_of_padding_alone(device):
+    mask = mask_of(torch.ones(3, SEQLEN, device=device, dtype=torch.long), "row").bool()
+    out = call(device, mask)[1]
+    assert torch.equal(out[[0, 2]], call(device)[1][[0, 2]]) and (out[1] == 0).all()
+
+
+def test_cross_attention(device):
+    """Keys with padding, queries without: all of them see the tokens of their row, whatever the lengths."""
+    for seqlen_k in (SEQLEN, 31):
+        mask = torch.ones(3, seqlen_k, dtype=torch.bool, device=device)
+        mask[0, 9:], mask[1, 4:6] = False, False
+        (q, k, v), out = call(device, mask, causal=False, seqlen_k=seqlen_k)
+        for row in range(3):
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                *(x[row : row + 1].float() for x in (q, k[:, :, mask[row]], v[:, :, mask[row]])), enable_gqa=True
+            ).transpose(1, 2)
+            torch.testing.assert_close(out[row : row + 1].float(), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_float32_norms(device):
+    """Queries and keys that norms left in float32 beside half precision values."""
+    (q, k, v), out = call(device)
+    mixed, _ = ours.attention(Layer(), q.double(), k.double(), v, None)
+    assert mixed.dtype == v.dtype and torch.equal(mixed, out)
+
+
+def test_one_layout_for_all_layers(device, monkeypatch):
+    """The host reads a mask, or positions, once a forward."""
+    made = []
+
+    def counted(self, mask, real=token_layout.PaddingLayout.__init__):
+        made.append("mask")
+        real(self, mask)
+
+    monkeypatch.setattr(token_layout.PaddingLayout, "__init__", counted)
+    ids = ids_of(device)
+    model = build("llama", NAME, device, dtype_of(device), num_hidden_layers=4)
+    for side in ("left", "right"):
+        model(input_ids=ids, attention_mask=mask_of(ids, side))
+    assert made == ["mask"] * 2
+
+
+@pytest.mark.parametrize("name", ("position_bias", "head_mask"))
+def test_unsupported_arguments_are_named(device, name):
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected None, got Tensor"):
+        call(device, **{name: torch.zeros(1)})
+    with pytest.raises(NotImplementedError, match="^output_attentions: expected None, got bool"):
+        call(device, output_attentions=True)
+
+
+def test_masks_that_are_no_windows_are_named(device):
+    from transformers import masking_utils
+
+    with pytest.raises(NotImplementedError, match="^attention_mask: expected None or a mask of tokens"):
+        call(device, torch.zeros(3, 1, SEQLEN, SEQLEN, device=device))
+    model = build("llama", NAME, device, dtype_of(device))
+    options = {"config": model.config, "inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": None}
+    options.update(cache=None, position_ids=None)
+    masking_utils.create_causal_mask(**options)
+    for change in ({"or_mask_function": lambda *_: True}, {"block_sequence_ids": torch.zeros(1, 4, dtype=torch.long)}):
+        with pytest.raises(NotImplementedError, match="^mask_function: expected a causal mask or a window"):
+            masking_utils.create_causal_mask(**options, **change)
+    model.config.attention_chunk_size = 2
+    with pytest.raises(NotImplementedError, match="got one of chunked_overlay"):
+        masking_utils.create_chunked_causal_mask(**options)

@@ -1,0 +1,69 @@
+"""A batch as servers have it, packed queries over pages, and what attention over each sequence by itself gives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from flash_attn import flash_attn_func
+
+HEADS, HEADS_K, HEAD_DIM, PAGE = 4, 2, 32, 16
+LENGTHS_Q, LENGTHS_K = (1, 7, 0, 1, 20), (33, 7, 5, 0, 41)  # decoding, a prompt, padding, no keys, a chunk
+
+
+class Batch(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    cu_q: torch.Tensor
+    lengths: torch.Tensor
+
+    def keys(self, x, i):
+        """The keys or values of a sequence, (1, seqlen, heads, head_dim)."""
+        n = LENGTHS_K[i]
+        return x[self.table[i, : -(-n // PAGE)].long()].flatten(0, 1)[:n].unsqueeze(0)
+
+    def by_sequence(self, sinks=None, **options):
+        """(out, lse) with -inf where there are no keys; rows of no sequence have 0 and -inf."""
+        out = self.q.new_zeros(*self.q.shape[:2], self.v.shape[-1])
+        lse = torch.full((HEADS, self.q.shape[0]), -math.inf, device=self.q.device)
+        bounds = self.cu_q.tolist()
+        for i, (q0, q1) in enumerate(zip(bounds, bounds[1:])):
+            if q1 > q0:
+                one, one_lse, _ = flash_attn_func(
+                    self.q[None, q0:q1], self.keys(self.k, i), self.keys(self.v, i), return_attn_probs=True,
+                    sinks=sinks, **options,
+                )  # fmt: skip
+                out[q0:q1], lse[:, q0:q1] = one[0], one_lse[0]
+        return out, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def make_batch(device, head_dim_v=HEAD_DIM, unused=3):
+    """Pages in random places, NaN wherever no key stands; `unused` rows of q at the end belong to no sequence."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    pages = [-(-n // PAGE) for n in LENGTHS_K]
+    places = torch.randperm(sum(pages) + 4, device=device, dtype=torch.int32)
+    table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32, device=device)
+    k = torch.full((len(places), PAGE, HEADS_K, HEAD_DIM), math.nan, device=device, dtype=dtype)
+    v = torch.full((len(places), PAGE, HEADS_K, head_dim_v), math.nan, device=device, dtype=dtype)
+    for i, (count, n) in enumerate(zip(pages, LENGTHS_K)):
+        table[i, :count], places = places[:count], places[count:]
+        for j in range(n):
+            page = table[i, j // PAGE].item()
+            k[page, j % PAGE] = torch.randn(HEADS_K, HEAD_DIM, device=device)
+            v[page, j % PAGE] = torch.randn(HEADS_K, head_dim_v, device=device)
+    cu_q = torch.tensor([0, *LENGTHS_Q], device=device).cumsum(0).int()
+    q = torch.randn(sum(LENGTHS_Q) + unused, HEADS, HEAD_DIM, device=device, dtype=dtype)
+    return Batch(q, k, v, table, cu_q, torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))
+
+
+def keywords(**arguments):
+    """A call's arguments, written as in the call."""
+    return arguments
+
+
+def tolerance(device):
+    return {"atol": 1e-5, "rtol": 1e-5} if device == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
