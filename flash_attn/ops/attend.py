@@ -66,14 +66,13 @@ def attend_rows_in_use(seqused_q, inputs, sequences, *options):
     """
     if seqused_q is None:
         return attend(inputs, sequences, *options)
-    q, cu_seqlens_q = inputs[0], sequences.cu_seqlens_q
+    (q, *keys), cu_seqlens_q = inputs, sequences.cu_seqlens_q
     arguments.check_tensors(("q", "cu_seqlens_q", "seqused_q"), (q, cu_seqlens_q, seqused_q))
     if q.dim() != 3 or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 2:
         return attend(inputs, sequences, *options)  # an error, or no sequence
     arguments.check_lengths("seqused_q", seqused_q, cu_seqlens_q.shape[0] - 1, cu_seqlens_q.device)
     rows = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
-    inputs = (rows.gather(q), *inputs[1:])
-    result = attend(inputs, sequences._replace(cu_seqlens_q=rows.cu_seqlens), *options)
+    result = attend((rows.gather(q), *keys), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *options)
     if not isinstance(result, tuple):
         return rows.scatter(result)
     out, *others = result
