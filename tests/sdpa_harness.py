@@ -60,9 +60,9 @@ def recorded(device, name):
     backend, calls = backends.get(device), []
     function = getattr(backend, name)
 
-    def recording(*args):
+    def recording(*args, **named):
         calls.append(args)
-        return function(*args)
+        return function(*args, **named)
 
     setattr(backend, name, recording)
     try:

@@ -346,7 +346,7 @@ def test_paged(device, provider, by, num_splits):
             options.update(window_size=(-1, 0), enable_gqa=True, return_aux=varlen.AuxRequest(lse=True))
             args = (out,) if by == "varlen_attn_out" else ()
             out, lse = function(*args, q, k, v, cu, None, 3, 32, **options)
-    assert [args[24] for args in calls] == [num_splits == 1]
+    assert [args[23] for args in calls] == [num_splits == 1]
     reference, plain = (
         attention_varlen(q, k, v, layout, block_table=table, causal=True, dtype=dtype)
         for dtype in (torch.float64, q.dtype)
