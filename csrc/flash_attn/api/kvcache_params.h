@@ -67,7 +67,6 @@ inline PagedKv cache_pages(const KvCacheCall& call) {
 
 // The call as a forward over packed keys or pages, whose lengths only the device knows.
 inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
-  const ScoreOptions scores = call.scores();
   Flash_fwd_params params;
   set_params_qkv(params, call.q, call.k_cache, call.v_cache);
   params.b = static_cast<int>(call.q.size(0));
@@ -77,10 +76,7 @@ inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
   const MatrixStrides contiguous = contiguous_strides(call.q, params.d);
   params.q_strides = call.rotary_cos.has_value() ? contiguous : cache_strides(call.q);
   params.o_strides = call.out.has_value() ? cache_strides(*call.out) : contiguous;
-  params.window = make_window(scores);
-  params.scale_softmax = normal_float(scores.softmax_scale);
-  params.softcap = static_cast<float>(scores.softcap);
-  if (scores.alibi_slopes.has_value()) params.alibi_slopes_ptr = scores.alibi_slopes->const_data_ptr<float>();
+  set_params_scores(params, call.scores());
   params.paged = cache_pages(call);
   return fwd_problem(params, dtype_of(call.q), true);
 }
