@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -38,7 +39,9 @@ class Backend:
 
     def __getattr__(self, name):
         real = getattr(backends.get("cpu"), name)
-        return (lambda *args: self.function(real, *args)) if name == self.name else real
+        if name != self.name:
+            return real
+        return lambda *args, **named: self.function(functools.partial(real, **named), *args)
 
 
 def test_text_of_a_working_installation():
