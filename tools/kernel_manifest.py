@@ -16,7 +16,7 @@ PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
 INSTANTIATION = re.compile(
     r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
-    r"_(?P<dtype>fp16|bf16)_(?P<family>sm80|sm90)"
+    rf"_(?P<dtype>{'|'.join(DTYPES)})_(?P<family>sm80|sm90)"
 )
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 # Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).

@@ -47,7 +47,7 @@ cudaError_t run_mha_fwd_family(const Flash_fwd_split_params& params, const plan:
 }
 
 cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  return FP16_SWITCH(plan.dtype == Dtype::kFp16, [&] {
+  return FP16_SWITCH(plan.dtype, [&] {
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,
                          [&] { return run_mha_fwd_family<kDtype, kHeadDim, kHasValueDim>(params, plan, stream); });
@@ -72,7 +72,7 @@ cudaError_t run_mha_bwd_family(const Flash_bwd_params& params, const plan::BwdPl
 }
 
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
-  return FP16_SWITCH(plan.dtype == Dtype::kFp16, [&] {
+  return FP16_SWITCH(plan.dtype, [&] {
     return HEADDIM_SWITCH(plan.head_dim, [&] {
       return BOOL_SWITCH(plan.has_value_dim(), kHasValueDim,
                          [&] { return run_mha_bwd_family<kDtype, kHeadDim, kHasValueDim>(params, plan, stream); });

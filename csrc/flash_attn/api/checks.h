@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 
+#include "api/dtype.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -131,8 +132,8 @@ inline void sizes(const char* name, const at::Tensor& tensor, const char* first)
 inline void query(const at::Tensor& q, int64_t dims, const char* axes) {
   if (q.defined() && !q.is_cuda()) fail("q", "expected a CUDA tensor, got one on ", q.device());
   strided("q", q);
-  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) {
-    fail("q", "expected dtype float16 or bfloat16, got ", dtype_name(q.scalar_type()));
+  if (!is_supported(q.scalar_type())) {
+    fail("q", "expected dtype ", kSupportedDtypes, ", got ", dtype_name(q.scalar_type()));
   }
   rank("q", q, dims, axes);
   last_stride("q", q);

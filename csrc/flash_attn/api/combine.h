@@ -21,13 +21,13 @@ namespace flash {
 namespace checks {
 
 inline void combine(const at::Tensor& partial, const at::Tensor& lse, const std::optional<at::Tensor>& out) {
-  auto known = [](at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat; };
-  const char* types = "expected dtype float16, bfloat16 or float32, got ";
+  auto known = [](at::ScalarType type) { return is_supported(type) || type == at::kFloat; };
   if (partial.defined() && !partial.is_cuda()) {
     fail("out_partial", "expected a CUDA tensor, got one on ", partial.device());
   }
   strided("out_partial", partial);
-  if (!known(partial.scalar_type())) fail("out_partial", types, dtype_name(partial.scalar_type()));
+  if (!known(partial.scalar_type()))
+    fail("out_partial", "expected dtype ", kCombinedDtypes, ", got ", dtype_name(partial.scalar_type()));
   rank("out_partial", partial, 5, "splits, batch, seqlen, heads, head_dim");
   last_stride("out_partial", partial);
   if (lse.device() != partial.device()) {
@@ -50,15 +50,16 @@ inline void combine(const at::Tensor& partial, const at::Tensor& lse, const std:
     fail("out", "expected a tensor on the device of out_partial (", partial.device(), "), got one on ", out->device());
   }
   strided("out", *out);
-  if (!known(out->scalar_type())) fail("out", types, dtype_name(out->scalar_type()));
+  if (!known(out->scalar_type()))
+    fail("out", "expected dtype ", kCombinedDtypes, ", got ", dtype_name(out->scalar_type()));
   shape("out", *out, partial.sizes().slice(1));
   last_stride("out", *out);
 }
 
 }  // namespace checks
 
-inline CombineType combine_type(at::ScalarType type) {
-  return type == at::kFloat ? CombineType::kFp32 : type == at::kHalf ? CombineType::kFp16 : CombineType::kBf16;
+inline CombineType combine_type(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat ? CombineType::kFp32 : combine_type(dtype_of(tensor));
 }
 
 inline Flash_combine_params set_params_combine(const at::Tensor& partial, const at::Tensor& lse_partial,
@@ -78,7 +79,7 @@ inline Flash_combine_params set_params_combine(const at::Tensor& partial, const 
   params.middle = static_cast<int>(partial.size(2));
   params.inner = static_cast<int>(partial.size(3));
   params.d = static_cast<int>(partial.size(4));
-  params.o_type = combine_type(out.scalar_type());
+  params.o_type = combine_type(out);
   const int64_t cols = kCombineVectorBytes / partial.element_size();
   const bool whole = params.d > 0 && params.d % cols == 0;
   params.partial_vectors = whole && is_aligned(partial, kCombineVectorBytes);
@@ -96,8 +97,8 @@ inline std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::
   at::Tensor out =
       out_.has_value() ? *out_ : new_empty(out_partial, out_partial.sizes().slice(1), out_partial.scalar_type());
   at::Tensor lse = new_empty(out_partial, out_partial.sizes().slice(1, 3), at::kFloat);
-  check_launch(run_combine(set_params_combine(out_partial, lse_partial, out, lse),
-                           combine_type(out_partial.scalar_type()), c10::cuda::getCurrentCUDAStream().stream()),
+  check_launch(run_combine(set_params_combine(out_partial, lse_partial, out, lse), combine_type(out_partial),
+                           c10::cuda::getCurrentCUDAStream().stream()),
                "combine_kernel", out_partial);
   return {out, lse};
 }

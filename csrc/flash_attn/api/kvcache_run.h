@@ -31,15 +31,14 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
     rotated = new_empty(q, q.sizes(), q.scalar_type());
     forward.q_ptr = rotated.const_data_ptr();
     forward.q_strides = matrix_strides(rotated);
-    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf,
-                             [&] { return run_kvcache_rotate_<kDtype>(params, rotated.mutable_data_ptr(), stream); }),
-                 "kvcache_rotate_kernel", q);
+    check_launch(run_kvcache_rotate(params, dtype_of(q), rotated.mutable_data_ptr(), stream), "kvcache_rotate_kernel",
+                 q);
   }
   launch_forward(forward, plan.forward, q);
 }
 
 inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
-  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
+  return FP16_SWITCH(dtype_of(q), [&] {
     return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });
 }
@@ -47,8 +46,7 @@ inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const a
 inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (plan.appends) {
-    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf, [&] { return run_kvcache_append_<kDtype>(params, stream); }),
-                 "kvcache_append_kernel", q);
+    check_launch(run_kvcache_append(params, dtype_of(q), stream), "kvcache_append_kernel", q);
   }
   switch (plan.kernel) {
     case plan::DecodeKernel::kNone: return;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "api/checks.h"
+#include "api/dtype.h"
 #include "params/flash.h"
 #include "plan/device.h"
 #include "plan/tiles.h"
@@ -86,7 +87,7 @@ inline void check_launch(cudaError_t status, const char* kernel, const at::Tenso
   if (status == cudaErrorNotSupported) {
     const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
     checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
-                 tile, " and FLASH_ATTN_DTYPES including ", q.scalar_type() == at::kHalf ? "fp16" : "bf16", build);
+                 tile, " and FLASH_ATTN_DTYPES including ", dtype_name(dtype_of(q)), build);
   }
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,

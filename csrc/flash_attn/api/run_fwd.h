@@ -61,7 +61,7 @@ inline Flash_combine_params set_params_combine(const Flash_fwd_split_params& par
   combine.middle = params.h;
   combine.inner = params.seqlen_q;
   combine.d = params.d_v;
-  combine.o_type = dtype == Dtype::kFp16 ? CombineType::kFp16 : CombineType::kBf16;
+  combine.o_type = combine_type(dtype);
   combine.partial_vectors = combine.o_vectors = true;
   combine.sinks_ptr = params.sinks_ptr;
   combine.segments_q = params.varlen.segments_q;
@@ -80,8 +80,7 @@ inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, 
     check_launch(run_combine(set_params_combine(split, plan.dtype), CombineType::kFp32, stream), "combine_kernel", q);
   }
   if (params.p_ptr != nullptr) {
-    check_launch(FP16_SWITCH(plan.dtype == Dtype::kFp16, [&] { return run_dropout_probs_<kDtype>(params, stream); }),
-                 "dropout_probs_kernel", q);
+    check_launch(run_dropout_probs(params, plan.dtype, stream), "dropout_probs_kernel", q);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 
+#include "api/dtype.h"
 #include "api/launch_check.h"
 #include "api/scores.h"
 #include "params/flash.h"
@@ -16,10 +17,6 @@
 namespace flash {
 
 using OptionalGenerator = std::optional<at::Generator>;
-
-inline Dtype dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
-}
 
 // Whether rows may be moved in vectors of so many bytes from their first column on; the kernels of attention move 16.
 // Strides of axes of size 1 do not matter.

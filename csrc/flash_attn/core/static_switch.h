@@ -12,9 +12,10 @@
     }                                     \
   }()
 
-#define FP16_SWITCH(IS_FP16, ...)                                     \
+// DTYPE: a Dtype (params/dtype.h).
+#define FP16_SWITCH(DTYPE, ...)                                       \
   [&] {                                                               \
-    if (IS_FP16) {                                                    \
+    if ((DTYPE) == ::flash::Dtype::kFp16) {                           \
       constexpr static ::flash::Dtype kDtype = ::flash::Dtype::kFp16; \
       return __VA_ARGS__();                                           \
     } else {                                                          \

@@ -9,7 +9,9 @@
 //   bounds(row)                         key_begin() and key_end() of the rows from `row` on, as apply_mask() needs them
 //
 // and that none of the four ends moves back from one row, or key, to the next: the first and the last row of a tile
-// bound what it sees. Another mask is another such type, as in tests/cpp/test_mask_types.cpp.
+// bound what it sees. In what the wgmma forward is to run, an end of consecutive rows moves by one key at most: its K/V
+// ring is as deep as the blocks ask for that a warpgroup then skips (plan/fwd_policy_sm90.h). Another mask is another
+// such type, as in tests/cpp/test_mask_types.cpp.
 #pragma once
 
 #include <cstdint>

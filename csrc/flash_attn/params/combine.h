@@ -5,9 +5,15 @@
 
 #include <cstdint>
 
+#include "params/dtype.h"
+
 namespace flash {
 
-enum class CombineType { kFp32, kFp16, kBf16 };
+// kFp32, or 1 + the number of a Dtype.
+enum class CombineType { kFp32 };
+
+constexpr CombineType combine_type(Dtype dtype) { return static_cast<CombineType>(1 + static_cast<int>(dtype)); }
+constexpr Dtype dtype_of(CombineType type) { return static_cast<Dtype>(static_cast<int>(type) - 1); }
 
 constexpr int64_t kCombineVectorBytes = 16;
 

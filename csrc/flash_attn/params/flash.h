@@ -152,7 +152,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order; null: in shared memory
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
-  float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore and tile_count_semaphore: run_softmax_d_ clears it
+  float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore and tile_count_semaphore: run_softmax_d() clears it
   int64_t workspace_vectors = 0;
 };
 
@@ -179,12 +179,10 @@ template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_bwd_wgmma_(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
 
 // softmax_d, ahead of the kernels of run_mha_bwd_.
-template <Dtype kDtype>
-cudaError_t run_softmax_d_(const Flash_bwd_params& params, cudaStream_t stream);
+cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream);
 
 // S_dmask from Q, K and a finished LSE.
-template <Dtype kDtype>
-cudaError_t run_dropout_probs_(const Flash_fwd_params& params, cudaStream_t stream);
+cudaError_t run_dropout_probs(const Flash_fwd_params& params, Dtype dtype, cudaStream_t stream);
 
 // JSON text: architectures, head dims, dtypes and CUDA version of the archive (generated with it).
 const char* kernel_build_info();

@@ -65,12 +65,10 @@ template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Combines the split tiles.
-template <Dtype kDtype>
-cudaError_t run_decode_combine_(const Flash_kvcache_params& params, cudaStream_t stream);
+cudaError_t run_decode_combine(const Flash_kvcache_params& params, Dtype dtype, cudaStream_t stream);
 
 // Appends the new rows to the cache.
-template <Dtype kDtype>
-cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t stream);
+cudaError_t run_kvcache_append(const Flash_kvcache_params& params, Dtype dtype, cudaStream_t stream);
 
 // Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
 // none if it is invalid.
@@ -78,8 +76,7 @@ cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_se
                              cudaStream_t stream);
 
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
-template <Dtype kDtype>
-cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
+cudaError_t run_kvcache_rotate(const Flash_kvcache_params& params, Dtype dtype, void* rotated, cudaStream_t stream);
 
 // Fills `schedule` (header and entries).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);

@@ -13,6 +13,15 @@ namespace plan {
 // dropout and score modifiers.
 enum class BwdVariant { kPlain, kDropout, kGeneral };
 
+constexpr const char* variant_name(BwdVariant variant) {
+  switch (variant) {
+    case BwdVariant::kPlain: return "plain";
+    case BwdVariant::kDropout: return "dropout";
+    case BwdVariant::kGeneral: return "general";
+  }
+  return "";
+}
+
 struct BwdPlan {
   Family family = Family::kMmaSync;
   BwdVariant variant = BwdVariant::kPlain;

@@ -12,45 +12,13 @@
 namespace flash {
 namespace plan {
 
-inline std::string family_name(Family family) {
-  switch (family) {
-    case Family::kMmaSync: return "mma_sync";
-    case Family::kWgmma: return "wgmma";
-    case Family::kDecode: return "split_kv";
-  }
-  return "";
-}
-
-inline std::string variant_name(FwdVariant variant) {
-  switch (variant) {
-    case FwdVariant::kPlain: return "plain";
-    case FwdVariant::kShort: return "short";
-    case FwdVariant::kDropout: return "dropout";
-    case FwdVariant::kScoreMod: return "score_mod";
-    case FwdVariant::kMasked: return "masked";
-    case FwdVariant::kOneWave: return "one_wave";
-    case FwdVariant::kSoftcap: return "softcap";
-    case FwdVariant::kAlibi: return "alibi";
-  }
-  return "";
-}
-
-inline std::string variant_name(BwdVariant variant) {
-  switch (variant) {
-    case BwdVariant::kPlain: return "plain";
-    case BwdVariant::kDropout: return "dropout";
-    case BwdVariant::kGeneral: return "general";
-  }
-  return "";
-}
-
 // What every plan has.
 template <class Plan>
 Explanation common_fields(const char* direction, const Plan& plan) {
   Explanation result;
   result["direction"] = std::string(direction);
-  result["kernel"] = family_name(plan.family);
-  result["variant"] = variant_name(plan.variant);
+  result["kernel"] = std::string(family_name(plan.family));
+  result["variant"] = std::string(variant_name(plan.variant));
   result["dtype"] = std::string(dtype_name(plan.dtype));
   result["head_dim"] = int64_t{plan.head_dim};
   result["head_dim_v"] = int64_t{plan.head_dim_v};
@@ -134,7 +102,7 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
 inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan) {
   Explanation result;
   result["direction"] = std::string("kvcache");
-  result["kernel"] = plan.kernel == DecodeKernel::kNone ? "none" : family_name(plan.forward.family);
+  result["kernel"] = plan.kernel == DecodeKernel::kNone ? std::string("none") : family_name(plan.forward.family);
   result["appends"] = plan.appends;
   result["rotates"] = plan.rotates;
   result["schedule_bytes"] = 4 * plan.schedule_words;

@@ -18,6 +18,15 @@ enum class Family {
   kDecode,   // the decode kernels: many CTAs split the keys of a row
 };
 
+constexpr const char* family_name(Family family) {
+  switch (family) {
+    case Family::kMmaSync: return "mma_sync";
+    case Family::kWgmma: return "wgmma";
+    case Family::kDecode: return "split_kv";
+  }
+  return "";
+}
+
 constexpr int kWgmmaCapability = 90;
 
 // What the choice depends on.

@@ -27,6 +27,20 @@ constexpr int kNumHeadDims = 6;
 // splits. The variants with score modifiers do both, kDropout calls of one wave.
 enum class FwdVariant { kPlain, kShort, kDropout, kScoreMod, kMasked, kOneWave, kSoftcap, kAlibi };
 
+constexpr const char* variant_name(FwdVariant variant) {
+  switch (variant) {
+    case FwdVariant::kPlain: return "plain";
+    case FwdVariant::kShort: return "short";
+    case FwdVariant::kDropout: return "dropout";
+    case FwdVariant::kScoreMod: return "score_mod";
+    case FwdVariant::kMasked: return "masked";
+    case FwdVariant::kOneWave: return "one_wave";
+    case FwdVariant::kSoftcap: return "softcap";
+    case FwdVariant::kAlibi: return "alibi";
+  }
+  return "";
+}
+
 constexpr bool modifies_scores(FwdVariant variant) {
   return variant == FwdVariant::kScoreMod || variant == FwdVariant::kSoftcap || variant == FwdVariant::kAlibi;
 }

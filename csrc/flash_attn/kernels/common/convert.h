@@ -13,6 +13,13 @@ namespace flash {
 template <Dtype kDtype>
 using ElementOf = std::conditional_t<kDtype == Dtype::kFp16, cutlass::half_t, cutlass::bfloat16_t>;
 
+// The types of CUDA's own headers.
+template <Dtype kDtype>
+using NativeOf = std::conditional_t<kDtype == Dtype::kFp16, __half, __nv_bfloat16>;
+
+template <Dtype kDtype>
+using NativePairOf = std::conditional_t<kDtype == Dtype::kFp16, __half2, __nv_bfloat162>;
+
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, cutlass::half_t) {
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);

@@ -2,6 +2,7 @@
 // is written.
 #include <atomic>
 
+#include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/request.h"
@@ -127,14 +128,8 @@ cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
 
 }  // namespace
 
-template <>
-cudaError_t run_kvcache_append_<Dtype::kFp16>(const Flash_kvcache_params& params, cudaStream_t stream) {
-  return run<ElementOf<Dtype::kFp16>>(params, stream);
-}
-
-template <>
-cudaError_t run_kvcache_append_<Dtype::kBf16>(const Flash_kvcache_params& params, cudaStream_t stream) {
-  return run<ElementOf<Dtype::kBf16>>(params, stream);
+cudaError_t run_kvcache_append(const Flash_kvcache_params& params, Dtype dtype, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<ElementOf<kDtype>>(params, stream); });
 }
 
 }  // namespace flash

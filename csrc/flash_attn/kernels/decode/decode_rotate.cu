@@ -1,6 +1,7 @@
 // Rotated queries, for the forward's kernel families, which serve calls of many query rows.
 #include <atomic>
 
+#include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/decode/request.h"
 #include "kernels/decode/rotary.h"
@@ -59,14 +60,8 @@ cudaError_t run(const Flash_kvcache_params& params, void* rotated, cudaStream_t 
 
 }  // namespace
 
-template <>
-cudaError_t run_kvcache_rotate_<Dtype::kFp16>(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream) {
-  return run<ElementOf<Dtype::kFp16>>(params, rotated, stream);
-}
-
-template <>
-cudaError_t run_kvcache_rotate_<Dtype::kBf16>(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream) {
-  return run<ElementOf<Dtype::kBf16>>(params, rotated, stream);
+cudaError_t run_kvcache_rotate(const Flash_kvcache_params& params, Dtype dtype, void* rotated, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<ElementOf<kDtype>>(params, rotated, stream); });
 }
 
 }  // namespace flash

@@ -38,7 +38,7 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
     if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.combines) return status;
-  return run_decode_combine_<kDtype>(params, stream);
+  return run_decode_combine(params, kDtype, stream);
 }
 
 }  // namespace decode

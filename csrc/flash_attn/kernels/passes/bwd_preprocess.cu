@@ -7,7 +7,9 @@
 
 #include <atomic>
 
+#include "core/static_switch.h"
 #include "core/unmasked.h"
+#include "kernels/common/convert.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/sequence.h"
@@ -117,14 +119,8 @@ cudaError_t run(const Flash_bwd_params& params, cudaStream_t stream) {
 
 }  // namespace
 
-template <>
-cudaError_t run_softmax_d_<Dtype::kFp16>(const Flash_bwd_params& params, cudaStream_t stream) {
-  return run<__half2>(params, stream);
-}
-
-template <>
-cudaError_t run_softmax_d_<Dtype::kBf16>(const Flash_bwd_params& params, cudaStream_t stream) {
-  return run<__nv_bfloat162>(params, stream);
+cudaError_t run_softmax_d(const Flash_bwd_params& params, Dtype dtype, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<NativePairOf<kDtype>>(params, stream); });
 }
 
 }  // namespace flash

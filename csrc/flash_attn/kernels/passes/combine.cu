@@ -6,6 +6,7 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
+#include "core/static_switch.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/partial.h"
@@ -174,8 +175,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   combined.normalize();
   switch (params.o_type) {
     case CombineType::kFp32: return store_vector<float>(params, o_offset, cols, combined.value);
-    case CombineType::kFp16: return store_vector<ElementOf<Dtype::kFp16>>(params, o_offset, cols, combined.value);
-    case CombineType::kBf16: return store_vector<ElementOf<Dtype::kBf16>>(params, o_offset, cols, combined.value);
+    case combine_type(Dtype::kFp16):
+      return store_vector<ElementOf<Dtype::kFp16>>(params, o_offset, cols, combined.value);
+    case combine_type(Dtype::kBf16):
+      return store_vector<ElementOf<Dtype::kBf16>>(params, o_offset, cols, combined.value);
   }
 }
 
@@ -192,11 +195,8 @@ cudaError_t run(const Flash_combine_params& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t run_combine(const Flash_combine_params& params, CombineType partial_type, cudaStream_t stream) {
-  switch (partial_type) {
-    case CombineType::kFp32: return run<float>(params, stream);
-    case CombineType::kFp16: return run<ElementOf<Dtype::kFp16>>(params, stream);
-    default: return run<ElementOf<Dtype::kBf16>>(params, stream);
-  }
+  if (partial_type == CombineType::kFp32) return run<float>(params, stream);
+  return FP16_SWITCH(dtype_of(partial_type), [&] { return run<ElementOf<kDtype>>(params, stream); });
 }
 
 }  // namespace flash

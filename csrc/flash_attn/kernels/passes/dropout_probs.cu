@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "core/static_switch.h"
+#include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/paged_kv.h"
@@ -119,14 +121,8 @@ cudaError_t run(const Flash_fwd_params& params, cudaStream_t stream) {
 
 }  // namespace
 
-template <>
-cudaError_t run_dropout_probs_<Dtype::kFp16>(const Flash_fwd_params& params, cudaStream_t stream) {
-  return run<__half>(params, stream);
-}
-
-template <>
-cudaError_t run_dropout_probs_<Dtype::kBf16>(const Flash_fwd_params& params, cudaStream_t stream) {
-  return run<__nv_bfloat16>(params, stream);
+cudaError_t run_dropout_probs(const Flash_fwd_params& params, Dtype dtype, cudaStream_t stream) {
+  return FP16_SWITCH(dtype, [&] { return run<NativeOf<kDtype>>(params, stream); });
 }
 
 }  // namespace flash

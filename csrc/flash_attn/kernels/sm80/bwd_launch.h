@@ -26,7 +26,7 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
-  cudaError_t status = run_softmax_d_<kDtype>(params, stream);
+  cudaError_t status = run_softmax_d(params, kDtype, stream);
   if (status != cudaSuccess) return status;
   status = BOOL_SWITCH(plan.variant == plan::BwdVariant::kDropout, kHasDropout, [&] {
     constexpr BwdVariant kVariant = kHasDropout ? BwdVariant::kDropout : BwdVariant::kPlain;

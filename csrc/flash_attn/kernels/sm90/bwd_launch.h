@@ -74,7 +74,7 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
   launch.grid = plan.order;
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
   cudaError_t status = make_tensor_maps<Config>(launch, Config::kDtype);
-  if (status == cudaSuccess) status = run_softmax_d_<Config::kDtype>(params, stream);
+  if (status == cudaSuccess) status = run_softmax_d(params, Config::kDtype, stream);
   if (status != cudaSuccess) return status;
   if constexpr (Config::kDqInSmem) {
     return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
