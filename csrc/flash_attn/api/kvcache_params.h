@@ -67,7 +67,7 @@ inline PagedKv cache_pages(const KvCacheCall& call) {
 
 // The call as a forward over packed keys or pages, whose lengths only the device knows.
 inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
-  const ScoreOptions scores = call.scores();
+  const ScoreOptions& scores = call.scores;
   Flash_fwd_params params;
   set_params_qkv(params, call.q, call.k_cache, call.v_cache);
   params.b = static_cast<int>(call.q.size(0));
@@ -97,8 +97,8 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   problem.batch_invariant = call.batch_invariant;
   plan::DecodeOptions& options = problem.options;
   options.seqlen_new = static_cast<int>(call.seqlen_new());
-  options.window = make_window(call.scores());
-  options.has_score_mod = has_score_mod(call.scores());
+  options.window = make_window(call.scores);
+  options.has_score_mod = has_score_mod(call.scores);
   options.has_rotary = call.rotary_cos.has_value();
   options.has_leftpad = call.leftpad.has_value();
   if (call.is_paged()) {
@@ -237,7 +237,7 @@ inline Flash_kvcache_params set_params_kvcache(const KvCacheCall& call, const pl
   params.o_strides = cache_strides(out);
   params.o_vectors = vector_bytes(out) == 16;
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
-  set_params_scores(params, call.scores());
+  set_params_scores(params, call.scores);
   set_params_cache(params, call);
   set_params_new_rows(params, call);
   set_params_rotary(params, call);

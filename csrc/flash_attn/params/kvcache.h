@@ -77,6 +77,9 @@ cudaError_t run_kvcache_append_(const Flash_kvcache_params& params, cudaStream_t
 cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
                              cudaStream_t stream);
 
+// After a forward with sinks: +inf as LSE of the requests that take no part.
+cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t stream);
+
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
 template <Dtype kDtype>
 cudaError_t run_kvcache_rotate_(const Flash_kvcache_params& params, void* rotated, cudaStream_t stream);
