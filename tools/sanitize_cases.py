@@ -124,10 +124,10 @@ class NanOutputs:
     def __getattr__(self, name):
         function = getattr(self.backend, name)
         if name in ("fwd", "varlen_fwd"):
-            return lambda q, k, v, out, *rest: function(q, k, v, nan_output(q, v), *rest)
+            return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v), *rest, **named)
         if name in ("bwd", "varlen_bwd"):
-            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest: function(
-                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest
+            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
+                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest, **named
             )
         return function
 
