@@ -44,6 +44,9 @@ def flash_attn_with_kvcache(
     plan: KvCachePlan | None = None,
     batch_invariant: bool = False,
     lse_convention: str = "fa2",
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -87,6 +90,8 @@ def flash_attn_with_kvcache(
         batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
         lse_convention: str, of softmax_lse, as in `flash_attn_func`: "fa2", "fa3" or "flashinfer".
+        sinks, s_aux, learnable_sink: (nheads,) float32 or half precision. As in `flash_attn_func`; a row without keys
+            has out 0 and LSE the sink, a padding request has none.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
@@ -98,6 +103,9 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
     arguments.check_cache("k_cache", k_cache)
     arguments.check_cache("v_cache", v_cache)
     lse_ops.check_convention(lse_convention)
@@ -121,7 +129,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, None if plan is None else plan.tensor, scale, causal, left, right,
         arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
-        batch_invariant,
+        batch_invariant, sinks,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out

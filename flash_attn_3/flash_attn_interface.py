@@ -47,12 +47,6 @@ def _result(result, wanted):
     return (result[0], mark_masked_rows(result[1])) if wanted else result
 
 
-def _sinks(sinks, s_aux, learnable_sink):
-    if s_aux is None and learnable_sink is None:
-        return sinks
-    return arguments.one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
-
-
 def _records_gradients(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -120,7 +114,7 @@ def flash_attn_func(
         softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q) float32.
     """
     _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
-    sinks = _sinks(sinks, s_aux, learnable_sink)
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     if _writes_straight(out, q, k, v, sinks):
         return _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs)
     result = flash_attn.flash_attn_func(
@@ -157,7 +151,7 @@ def flash_attn_qkvpacked_func(
     """
     _checks.reject_unsupported(None, q_descale, k_descale, v_descale, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
-    sinks = _sinks(sinks, s_aux, learnable_sink)
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
     if qkv.dim() != 4:
         return _result(flash_attn.flash_attn_qkvpacked_func(qkv, *options, sinks=sinks), return_attn_probs)
@@ -219,7 +213,7 @@ def flash_attn_varlen_func(
         softmax_lse (with return_attn_probs): (nheads, total_q) float32.
     """
     _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
-    sinks = _sinks(sinks, s_aux, learnable_sink)
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     if _writes_straight(out, q, k, v, sinks):
         return _forward_into(
             out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
@@ -280,7 +274,7 @@ def flash_attn_with_kvcache(
         page_table: int32 (batch, max_pages), the block_table of `flash_attn.flash_attn_with_kvcache`, whose arguments
             the others are, and whose rules hold.
         cu_seqlens_q: int32 (batch + 1,). Where each sequence of packed queries begins: prefill and decode in one call.
-            Not with new keys (k, v) or rotary embedding; no more are sinks and another head dim of v_cache.
+            Not with new keys (k, v) or rotary embedding; no more is another head dim of v_cache.
         max_seqlen_q: int; not needed.
         num_splits: int. As there; does not change what is computed.
 
@@ -293,15 +287,15 @@ def flash_attn_with_kvcache(
         qv, q_descale, k_descale, v_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens
     )  # fmt: skip
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
-    sinks = _sinks(sinks, s_aux, learnable_sink)
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     appends = any(x is not None for x in (k, v, rotary_cos, rotary_sin))
     if appends:
-        _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q, sinks=sinks)
-    if appends or (cu_seqlens_q is None and sinks is None and v_cache.shape[-1] == q.shape[-1]):
+        _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q)
+    if appends or (cu_seqlens_q is None and v_cache.shape[-1] == q.shape[-1]):
         result, lse = flash_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0), True,
-            out=out,
+            out=out, sinks=sinks,
         )  # fmt: skip
     else:
         result, lse = _packed_over_cache(

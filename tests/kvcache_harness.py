@@ -40,6 +40,7 @@ class KvCase:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: bool = False
+    sinks: bool = False
     leftpad: tuple[int, ...] | None = None
     rotary_dim: int = 0
     interleaved: bool = False
@@ -70,6 +71,7 @@ class KvProblem:
     table: torch.Tensor | None = None
     leftpad: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     def clone(self) -> KvProblem:
         """The same problem with caches of its own, in the same layout."""
@@ -126,6 +128,8 @@ def make_problem(case: KvCase, device: str) -> KvProblem:
     if case.alibi:
         problem.slopes = torch.rand(batch, case.nheads, device=device) * 0.3
     _fill_cache(problem, dtype, device)
+    if case.sinks:
+        problem.sinks = 3 * torch.randn(case.nheads, device=device)
     return problem
 
 
@@ -176,7 +180,8 @@ def run(problem: KvProblem, **overrides):
         "k": problem.k, "v": problem.v, "rotary_cos": problem.cos, "rotary_sin": problem.sin,
         "cache_seqlens": problem.lengths, "cache_batch_idx": problem.rows, "cache_leftpad": problem.leftpad,
         "block_table": problem.table, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
-        "rotary_interleaved": case.interleaved, "alibi_slopes": problem.slopes, "return_softmax_lse": True,
+        "rotary_interleaved": case.interleaved, "alibi_slopes": problem.slopes, "sinks": problem.sinks,
+        "return_softmax_lse": True,
     }  # fmt: skip
     return flash_attn_with_kvcache(problem.q, problem.k_cache, problem.v_cache, **{**arguments, **overrides})
 
@@ -258,7 +263,7 @@ def check_attention(problem: KvProblem, out, lse, takes_part=None):
         first = min(case.leftpad[i], n + case.new) if case.leftpad else 0
         keys, values = (get_rows(problem, x, i, first, n + case.new) for x in (problem.k_cache, problem.v_cache))
         operands = [x[None] for x in (rotated_queries(problem, i), keys, values)]
-        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "sinks": problem.sinks}
         options["alibi_slopes"] = None if problem.slopes is None else problem.slopes[i : i + 1]
         reference, plain = attention(*operands, **options), attention(*operands, **options, dtype=out.dtype)
         assert_accurate(out[i : i + 1], reference.out, plain.out, f"out of sequence {i}", slack=slack)

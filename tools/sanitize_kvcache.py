@@ -36,6 +36,11 @@ CASES = (
     # Pages of any size, new keys, rotary and several queries at once.
     (KvCase((300, 0, -1, 17), 2, 2, 330, page_size=5, causal=True, rotary_dim=64, interleaved=True), {}),
     (KvCase((300, 0, -1, 17), 2, 2, 330, page_size=48, window=(70, 3), rotary_dim=32, head_dim=96), {}),
+    # Sinks: tiles that are split and not, fixed splits, and the families of the forward.
+    (KvCase((700, 0, -1, 17), 1, 1, 720, page_size=16, head_dim=128, sinks=True), {"num_splits": 4}),
+    (KvCase((700, 3), capacity=720, nheads=2, sinks=True), {}),
+    (KvCase((1200, 31), 2, 2, 1300, head_dim=96, causal=True, sinks=True), {"batch_invariant": True}),
+    (KvCase((300, 0, -1, 64), 40, 40, 400, causal=True, head_dim=128, page_size=16, sinks=True), {}),
 )
 
 

@@ -312,6 +312,23 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
       BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
 }
 
+// kFunction: mha_fwd_kvcache() or explain_kvcache().
+template <auto kFunction>
+auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
+                       const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
+                       const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
+                       const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
+                       const OptionalTensor& alibi_slopes, const OptionalTensor& out, double softmax_scale,
+                       bool is_causal, int64_t window_left, int64_t window_right, double softcap,
+                       bool rotary_interleaved, int64_t num_splits, const OptionalTensor& plan, bool batch_invariant,
+                       const py::kwargs& named) {
+  const ScoreOptions scores =
+      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  const CallGuard guard;
+  return kFunction({q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx, leftpad_k, block_table,
+                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant});
+}
+
 std::string build_info() {
   std::string info = kernel_build_info();
   info.insert(info.rfind('}'),
@@ -363,7 +380,7 @@ void define_kvcache(py::module_& m, const char* name, Function* function, const 
         py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
         py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
-        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+        py::arg("batch_invariant") = false);
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     out[:, :first_row].zero_()
-    lse[:, :, :first_row] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
+    fill_fully_masked_lse(lse[:, :, :first_row], sinks)
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         return
     if sinks is None and max_logit is None and _fused_kernel_fits(q, k, v, rule, dropout):
@@ -116,6 +116,11 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
             block_out, block_lse = state.finalize(1.0 if dropout is None else dropout.scale)
             head_range.store_rows(out, row0, row1, block_out)
             head_range.store_row_values(lse, row0, row1, block_lse)
+
+
+def fill_fully_masked_lse(lse, sinks) -> None:
+    """The LSE (b, h, rows) of rows that see no key: the sink, or +inf without one."""
+    lse[:] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
 
 
 def _attend_each(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
@@ -151,9 +156,13 @@ class _RowState:
         return self.row_max.masked_fill(self.row_sum.isnan(), math.nan)
 
     def add_sink_(self, logits: torch.Tensor) -> None:
-        """One more key of these base-2 logits (n, rows, 1), whose value is 0."""
-        value = self.acc_o.new_zeros(len(logits), 1, self.acc_o.shape[-1])
-        self.update_(logits.clone(), value, None)
+        """One more key of these base-2 logits (n, rows, 1), whose value is 0; one of +inf has all the weight."""
+        row_max = torch.maximum(self.row_max, logits)
+        shift = row_max.masked_fill(row_max == -math.inf, 0.0)
+        rescale = torch.exp2(self.row_max - shift)
+        self.row_sum.mul_(rescale).add_(torch.exp2(logits - shift).masked_fill_(logits == math.inf, 1.0))
+        self.acc_o.mul_(rescale)
+        self.row_max = row_max
 
     def finalize(self, o_scale: float):
         """Normalised output (n, rows, d) and natural-log LSE (n, rows, 1)."""

@@ -12,24 +12,25 @@ import math
 
 import torch
 
-from .forward import _RowState
-from .scores import ScoreRule, Tile, compute_dtype
+from .forward import _RowState, fill_fully_masked_lse
+from .scores import LOG2E, ScoreRule, Tile, compute_dtype
 
 BLOCK_KEYS = 256
 
 
-def attend_invariant(q, k, v, out, lse, rule: ScoreRule) -> None:
+def attend_invariant(q, k, v, out, lse, rule: ScoreRule, sinks=None) -> None:
     """As `forward.attend`, for one sequence: q (1, sq, h, d), k/v (1, sk, h_k, d), out like q, lse (1, h, sq)."""
     sq, sk, heads = q.shape[1], k.shape[1], q.shape[2]
     if heads == 0:
         return
     dtype = compute_dtype(q.dtype)
     keys, values = _key_blocks(k, dtype), _key_blocks(v, dtype)
+    sink_logits = None if sinks is None else (sinks.to(dtype) * LOG2E).view(k.shape[2], -1, 1)
     for row in range(sq):
         lo, hi = rule.key_range(row, row + 1, sq, sk)
         if lo == hi:
             out[:, row].zero_()
-            lse[:, :, row].fill_(math.inf)
+            fill_fully_masked_lse(lse[:, :, row : row + 1], sinks)
             continue
         queries = q[0, row].to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(rule.query_scale)
         rows = queries.view(k.shape[2], heads // k.shape[2], q.shape[3])
@@ -38,6 +39,8 @@ def attend_invariant(q, k, v, out, lse, rule: ScoreRule) -> None:
             _update_by_block(
                 state, queries, keys[block], values[block], block * BLOCK_KEYS, (lo, hi), row, sq, sk, rule
             )
+        if sinks is not None:
+            state.add_sink_(sink_logits)
         row_out, row_lse = state.finalize(1.0)
         out[0, row].copy_(row_out.view(out.shape[2:]))
         lse[0, :, row].copy_(row_lse.view(-1))

@@ -123,6 +123,7 @@ def fwd_kvcache(
     batch_invariant=False,
     *,
     explain=False,
+    **named,
 ):
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
 
@@ -144,7 +145,7 @@ def fwd_kvcache(
         num_splits: at least 0; without effect, nothing is split here.
         plan: None, or what `kvcache_plan` returned for the same sizes and lengths; it is only checked.
         batch_invariant: compute every row by `attend_invariant`.
-        explain: as in `fwd`.
+        explain, named: as in `fwd`. A skipped entry has no sink.
 
     Returns [out, lse] as in `fwd`.
 
@@ -152,26 +153,25 @@ def fwd_kvcache(
     entry in use names no page; nothing is written then.
     """
     one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
-    cache = _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, alibi_slopes, out, plan)
-    checks.check_numbers(0.0, softmax_scale, softcap, compute_dtype(q.dtype))
+    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
+    cache = _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, options, out, plan)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
-            "alibi_slopes": alibi_slopes}  # fmt: skip
+            "alibi_slopes": alibi_slopes, "sinks": options.sinks}  # fmt: skip
     _check_written(cache, out, plan, rotary_cos is not None, read)
     if plan is not None:
         key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant)
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
 
     batch, sq, heads, _ = q.shape
-    options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes)
     rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, entry.total - entry.start) for entry in entries if not entry.is_padding]
         block_keys = BLOCK_KEYS if batch_invariant else 0
-        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, block_keys=block_keys)
+        fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, options.sinks is None, block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
@@ -192,18 +192,18 @@ def fwd_kvcache(
             cache.append(entry, new_k, v[i])
         keys, values = cache.read(entry)
         operands = (queries, keys, values, out[i], lse[i])
-        attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i))
+        attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i), sinks=options.sinks)
     return [out, lse]
 
 
-def _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, alibi_slopes, out, plan) -> Cache:
+def _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, options, out, plan) -> Cache:
     checks.check_query(q, DENSE_Q_AXES)
     cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
     checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
     checks.check_shape("v_cache", vcache, kcache.shape)
     if kcache.shape[2] > 0:
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
-    checks.check_alibi(alibi_slopes, q.shape[0], q.shape[2])
+    options.check(q, q.shape[0], 0.0)
     if out is not None:
         checks.check_like_query("out", out, q, q.shape)
     if plan is not None:

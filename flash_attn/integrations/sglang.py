@@ -117,11 +117,10 @@ def flash_attn_with_kvcache(
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
-        given = {} if sinks is None else {"sinks": sinks}
         result, lse = flash_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out,
-            batch_invariant=num_splits == 1, **options, **given,
+            batch_invariant=num_splits == 1, sinks=sinks, **options,
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)

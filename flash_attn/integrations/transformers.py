@@ -11,7 +11,6 @@ padding in inference without copies; packed rows of a batch. docs/integrations.m
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -244,10 +243,9 @@ def _over_runs(q, k, v, first, stop, score, training):
     Queries before `first` are padding and see no key.
     """
     sinks, dropout_p = training["sinks"], training["dropout_p"]
-    if v.shape[-1] == k.shape[-1] and dropout_p == 0.0 and (sinks is None or _kvcache_takes_sinks()):
-        given = {} if sinks is None else {"sinks": sinks}
+    if v.shape[-1] == k.shape[-1] and dropout_p == 0.0:
         return flash_attn.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=stop, cache_leftpad=first, **score, **given
+            q, k, v, cache_seqlens=stop, cache_leftpad=first, sinks=sinks, **score
         )  # fmt: skip
     table, cu_seqlens_k = token_layout.as_pages(*k.shape[:2], q.device)
     return _varlen_over_pages(q, k, v, table, cu_seqlens_k, stop, first, score, training)
@@ -281,23 +279,13 @@ def _gathered(q, k, v, keys, queries, score, training):
 # ---- a paged cache ----
 
 
-def _kvcache_takes_sinks():
-    return "sinks" in inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
-
-
 def _over_pages(q, k_cache, v_cache, k, v, lengths, cu_seqlens_k, table, sinks, score):
     """Append k and v to their pages and attend over these: (batch, seqlen_q, heads, head_dim_v)."""
     shape = q.shape
     if lengths is None:  # one token of each of many sequences, their lengths with it in cu_seqlens_k
         q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
         lengths = cu_seqlens_k[: q.shape[0] + 1].diff() - 1
-    direct = sinks is None or _kvcache_takes_sinks()
-    given = {"sinks": sinks} if direct and sinks is not None else {}
     out = flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, **score, **given
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, sinks=sinks, **score
     )  # fmt: skip
-    if not direct:  # appended, but computed without the sinks
-        lengths = torch.where(lengths < 0, 0, lengths + k.shape[1]).int()
-        cu_seqlens_k = equal_steps(q.shape[0], table.shape[1] * k_cache.shape[1], q.device)
-        out = _varlen_over_pages(q, k_cache, v_cache, table, cu_seqlens_k, lengths, None, score, {"sinks": sinks})
     return out.reshape(*shape[:3], v.shape[-1])

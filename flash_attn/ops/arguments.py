@@ -122,6 +122,13 @@ def sinks(value):
     return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).contiguous()
 
 
+def named_sinks(sinks, s_aux, learnable_sink):
+    """The sinks given by any of their names, or None."""
+    if s_aux is None and learnable_sink is None:
+        return sinks
+    return one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
+
+
 def one_of_names(names, values):
     """The one tensor that is given by any of the names of one argument; None stands for none."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]

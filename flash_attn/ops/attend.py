@@ -28,8 +28,7 @@ def attend(
     left, right = arguments.window(window_size)
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
-    if s_aux is not None or learnable_sink is not None:
-        sinks = arguments.one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
+    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     dropout_p, softcap = arguments.number("dropout_p", dropout_p), arguments.number("softcap", softcap)

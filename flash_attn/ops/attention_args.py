@@ -150,13 +150,19 @@ class KvCacheArgs(NamedTuple):
     rotary_interleaved: bool
     num_splits: int
     batch_invariant: bool
+    sinks: Optional[Tensor] = None
+
+    def named(self):
+        """Those of NAMED_OPTIONS that it has, by name."""
+        return {"sinks": self.sinks}
 
     def differentiable(self):
         """The values of KVCACHE_INPUTS."""
-        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.out
+        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.sinks, self.out
 
 
-KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "out")  # the fields that may ask for a gradient; none gets one
+# The fields that may ask for a gradient; none gets one.
+KVCACHE_INPUTS = ("q", "k_cache", "v_cache", "k", "v", "sinks", "out")
 
 
 class KvCachePlanArgs(NamedTuple):

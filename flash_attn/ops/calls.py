@@ -174,7 +174,7 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
         _index("cache_leftpad", args.cache_leftpad), _pages(args.block_table), args.alibi_slopes, args.out,
         args.softmax_scale, args.causal, args.window_left, args.window_right, args.softcap, args.rotary_interleaved,
-        args.num_splits, args.plan, args.batch_invariant,
+        args.num_splits, args.plan, args.batch_invariant, **args.named(),
     )  # fmt: skip
     if overwritten or args.plan is not None:
         context.written((args.plan, *overwritten))

@@ -43,9 +43,9 @@ def forward(
     new = {"k": k_new, "v": v_new, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     appends, in_batches, some_masked = not _all_none(new), _all_none(own_rows), True
     if appends:
-        _checks.reject_beside("with new keys or rotary embedding", **own_rows, sinks=sinks)
-    if appends or (in_batches and not _all_none(cache) and sinks is None and v.shape[-1] == q.shape[-1]):
-        result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score,
+        _checks.reject_beside("with new keys or rotary embedding", **own_rows)
+    if appends or (in_batches and not _all_none(cache) and v.shape[-1] == q.shape[-1]):
+        result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score, sinks=sinks,
                                   rotary_interleaved=rotary_interleaved, num_splits=num_splits)  # fmt: skip
     elif in_batches and _all_none(cache):
         result, lse = backends.of(q).fwd(
@@ -82,7 +82,7 @@ def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
 
 def _over_cache(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score,
-    rotary_interleaved, num_splits,
+    sinks, rotary_interleaved, num_splits,
 ):  # fmt: skip
     arguments.check_cache("k", k_cache)  # a copy would not receive the new keys
     arguments.check_cache("v", v_cache)
@@ -93,7 +93,7 @@ def _over_cache(
         context.check_writable(("k", "v"), (k_cache, v_cache))
     result, lse = backends.of(q).fwd_kvcache(
         q, k_cache, v_cache, k, v, seqused_k, rotary_cos, rotary_sin, kv_batch_idx, leftpad_k, page_table, None, out,
-        *score, rotary_interleaved, max(num_splits, 0), None, is_batch_invariant(),
+        *score, rotary_interleaved, max(num_splits, 0), None, is_batch_invariant(), sinks=sinks,
     )  # fmt: skip
     if k is not None:
         context.written((k_cache, v_cache))

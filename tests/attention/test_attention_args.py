@@ -77,7 +77,7 @@ def test_schemas_are_those_of_before():
         "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, "
         "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, "
         "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant) -> (Tensor, Tensor)"
+        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None) -> (Tensor, Tensor)"
     )
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "

@@ -146,7 +146,7 @@ TABLE = (
     ("varlen", "q k v cu_seqlens_q cu_seqlens_k", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
     ("varlen", "alibi_slopes seqused_k leftpad_k block_table", NO_TENSORS, TypeError, NOT_A_TENSOR),
     ("cache", "q k_cache v_cache", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),
-    ("cache", "k v alibi_slopes cache_batch_idx cache_leftpad block_table", NO_TENSORS, TypeError, NOT_A_TENSOR),
+    ("cache", "k v alibi_slopes sinks cache_batch_idx cache_leftpad block_table", NO_TENSORS, TypeError, NOT_A_TENSOR),
     ("cache", "rotary_cos rotary_sin out", NO_TENSORS, TypeError, NOT_A_TENSOR),
     ("cache", "plan", const([1], 3, True, "x"), TypeError, "expected a KvCachePlan, got (list|int|bool|str)$"),
     ("combine", "out_partial lse_partial", [*NONE, *NO_TENSORS], TypeError, NOT_A_TENSOR),

@@ -88,12 +88,14 @@ def test_options_by_name(device):
         "varlen_fwd": (x, x, x, None, cu, cu, *none, None, 4, 4, *packed),
         "bwd": (q, q, q, q, q, lse, *grads, None, *scores, None),
         "varlen_bwd": (x, x, x, x, x, packed_lse, *grads, cu, cu, None, 4, 4, *packed, None),
+        "fwd_kvcache": (q, q, q, *[None] * 10, *scores[1:6], True, 0),
     }
     sinks = torch.zeros(2, device=device)
     for name, arguments in calls.items():
         call = getattr(backend, name)
         results = call(*arguments)
-        assert (len(results), len(call(*arguments, sinks=sinks))) == ((4, 4) if "fwd" in name else (4, 5))
+        count = 2 if name == "fwd_kvcache" else 4
+        assert (len(results), len(call(*arguments, sinks=sinks))) == (count, count + ("bwd" in name))
         with pytest.raises(TypeError, match="sink_logits"):
             call(*arguments, sink_logits=sinks)
 

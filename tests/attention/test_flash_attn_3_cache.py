@@ -60,14 +60,60 @@ def test_batches_over_a_cache(device):
     arguments = (None, None, None, None, None, None, None, None, lengths, None, None, table)
     result = OPS.fwd(q, k, v, *arguments, is_causal=True)
     assert torch.equal(result[0], out) and torch.equal(result[1], lse)
-    none = torch.full((4,), -float("inf"), device=device)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device=device)
     sunk, sunk_lse, *_ = fa3.flash_attn_with_kvcache(
-        q, k, v, page_table=table, return_softmax_lse=True, learnable_sink=none, **options
+        q, k, v, page_table=table, return_softmax_lse=True, learnable_sink=sinks, **options
     )
-    assert torch.allclose(sunk.float(), out.float(), atol=2e-2) and torch.allclose(sunk_lse, lse, atol=1e-4)
-    one = fa3.flash_attn_with_kvcache(q, k, v, page_table=table, causal=True, cache_seqlens=20)
-    same = fa3.flash_attn_with_kvcache(q, k, v, page_table=table, causal=True, cache_seqlens=20, sinks=none)
-    assert torch.allclose(one.float(), same.float(), atol=2e-2)
+    expected, expected_lse = flash_attn.flash_attn_with_kvcache(
+        q, k, v, block_table=table, return_softmax_lse=True, sinks=sinks, **options
+    )
+    assert torch.equal(sunk, expected) and torch.equal(sunk_lse, expected_lse) and not torch.equal(sunk, out)
+    packed, packed_lse, *_ = fa3.flash_attn_with_kvcache(
+        q.flatten(0, 1), k, v, page_table=table, return_softmax_lse=True, s_aux=sinks, **options,
+        cu_seqlens_q=torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    assert torch.allclose(packed.view_as(sunk).float(), sunk.float(), atol=2e-2)
+    assert torch.allclose(packed_lse.view(4, 3, 3).transpose(0, 1), sunk_lse, atol=1e-4)
+    one, one_lse, *_ = fa3.flash_attn_with_kvcache(
+        q, k, v, page_table=table, causal=True, cache_seqlens=20, sinks=sinks, return_softmax_lse=True
+    )
+    same, same_lse = flash_attn.flash_attn_with_kvcache(
+        q, k, v, block_table=table, causal=True, cache_seqlens=20, sinks=sinks, return_softmax_lse=True
+    )
+    assert torch.equal(one, same) and torch.equal(one_lse, same_lse)
+
+
+@pytest.mark.parametrize("name", ("sinks", "s_aux", "learnable_sink"))
+def test_new_keys_with_sinks(device, name):
+    """What a model with sinks decodes with: the cache receives the new rows, the sink counts beside all of them."""
+    q, k_cache, v_cache, table, _, lengths = cache_problem(device)
+    q, new = q[:3, None], [torch.randn(3, 1, 2, 32, device=device, dtype=torch.bfloat16) for _ in "kv"]
+    lengths = lengths - torch.tensor([1, 1, 20], dtype=torch.int32, device=device)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device=device)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *new, cache_seqlens=lengths, page_table=table, causal=True, return_softmax_lse=True,
+        **{name: sinks},
+    )  # fmt: skip
+    cu = torch.arange(4, dtype=torch.int32, device=device)
+    (exact, exact_lse), (plain, plain_lse) = by_sequence(q[:, 0], k_cache, v_cache, table, cu, lengths + 1, sinks)
+    assert_accurate(out[:, 0], exact, plain, "out")
+    assert_accurate(lse[:, :, 0].T, exact_lse, plain_lse, "lse")
+    with pytest.raises(TypeError, match="^s_aux: expected None, for sinks is given"):
+        fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, *new, cache_seqlens=lengths, page_table=table, sinks=sinks, s_aux=sinks.clone()
+        )  # fmt: skip
+
+
+def test_rows_without_keys_have_the_sink(device):
+    """A cache without keys: LSE the sink; a padding request: -inf."""
+    q, k, v, table, *_ = cache_problem(device)
+    sinks = torch.tensor([0.5, -1.0, 3.0, -float("inf")], device=device)
+    lengths = torch.tensor([0, -1, 20], dtype=torch.int32, device=device)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q[:3, None], k, v, cache_seqlens=lengths, page_table=table, return_softmax_lse=True, s_aux=sinks
+    )
+    assert (out[:2] == 0).all() and torch.equal(lse[0, :, 0], sinks) and torch.isneginf(lse[1]).all()
+    assert torch.isfinite(lse[2]).all() and (out[2] != 0).any()
 
 
 @pytest.mark.parametrize("through", ("function", "operator"))

@@ -77,6 +77,27 @@ def test_what_is_no_tensor_is_named(device, name):
         call("flash_attn_func", device, **{name: [0.0] * HEADS})
 
 
+def test_names_over_a_cache(device):
+    q, cache = (torch.randn(2, n, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for n in (1, SEQLEN))
+    sinks = torch.linspace(-1, 5, HEADS, device=device)
+    parameters = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+
+    def call_cache(**options):
+        return flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=SEQLEN, **options)
+
+    expected = call_cache(sinks=sinks)
+    assert not torch.equal(expected, call_cache())
+    for name in NAMES:
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY and parameters[name].default is None
+        assert torch.equal(call_cache(**{name: sinks}), expected)
+        with pytest.raises(TypeError, match=f"^{name}: expected a Tensor, got list"):
+            call_cache(**{name: [0.0] * HEADS})
+    for first, second in (("sinks", "s_aux"), ("sinks", "learnable_sink"), ("s_aux", "learnable_sink")):
+        assert torch.equal(call_cache(**{first: sinks, second: sinks}), expected)
+        with pytest.raises(TypeError, match=f"^{second}: expected None, for {first} is given"):
+            call_cache(**{first: sinks, second: sinks.clone()})
+
+
 def test_compiled(device):
     sinks = torch.linspace(-1, 5, HEADS, device=device)
 

@@ -106,6 +106,16 @@ def test_infinitely_low_sinks_are_none(device):
     assert (dsinks == 0).all()
 
 
+@pytest.mark.parametrize("seqlens", ((1, 1500), (100, 300), (130, 2048)))
+@pytest.mark.parametrize("family", ("", "wgmma:3", "mma_sync"))
+def test_infinitely_high_sinks_have_all_the_weight(device, monkeypatch, seqlens, family):
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", family)
+    problem = dense_problem(device, Case(1, *seqlens, 4, 2, 64, DTYPE), [math.inf, 0.5, math.inf, -1.0])
+    out, lse, _ = run(problem)
+    assert (out[:, :, ::2] == 0).all() and torch.isposinf(lse[:, ::2]).all()
+    assert (out[:, :, 1::2] != 0).any() and torch.isfinite(lse[:, 1::2]).all()
+
+
 @pytest.mark.parametrize("ratio", GQA_RATIOS)
 def test_gqa(device, ratio):
     training_step(make_problem(Case(2, 65, 130, 2 * ratio, 2, 64, DTYPE, causal=True, sinks=True), device))

@@ -80,9 +80,9 @@ void check_split(const FwdProblem& dense, const Device& device) {
 void check_problem(const FwdProblem& dense, int multiprocessors) {
   for (int capability : {80, 90}) {
     const Device device = make_device(capability, multiprocessors);
-    for (bool has_sinks : {false, true}) {  // which the decode kernels do not have
+    for (bool returns_max_logit : {false, true}) {  // which the decode kernels do not have
       FwdProblem problem = dense;
-      problem.has_sinks = has_sinks;
+      problem.returns_max_logit = returns_max_logit;
       for (const char* forced : {kNotForced, "wgmma", "wgmma:1", "wgmma:3", "mma_sync"}) {
         check::that(same_arithmetic(plan_fwd(problem, device, forced), plan_fwd(packed(problem), device, forced)),
                     "plan", capability, dense.head_dim, dense.batch, dense.seqlen_q, dense.seqlen_k, dense.heads);

@@ -129,8 +129,8 @@ void check_splits() {
               "partial results", plan.workspace_bytes);
   problem.seqlen_q = 1;
   check::that(plan_of(problem, kH100).family == Family::kDecode, "one row");
-  problem.has_sinks = true;
-  check::that(plan_of(problem, kH100).family != Family::kDecode, "sinks");
+  problem.returns_max_logit = true;
+  check::that(plan_of(problem, kH100).family != Family::kDecode, "max_logit");
 }
 
 // What a family cannot run another one does; where that one knows one head dim, the call is padded.

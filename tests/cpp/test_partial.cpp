@@ -25,6 +25,8 @@ namespace {
 
 using Row = flash::CombinedRow<1>;
 using Value = flash::RowValue<1>;
+using flash::RowEnd;
+using flash::RowStats;
 
 constexpr float kInf = INFINITY, kNan = NAN;
 constexpr float kLog2e = Row::kLog2e;
@@ -87,7 +89,7 @@ void check_row(Row row, const Exact& exact, const char* what, size_t splits) {
 }
 
 // The same row by unnormalised partial results: raw scores, which `scale` turns into those of the softmax.
-void check_unnormalised(const std::vector<std::vector<Key>>& splits, const Exact& exact) {
+void check_unnormalised(const std::vector<std::vector<Key>>& splits, const Exact& exact, float sink = -kInf) {
   const float scale = 0.125f;
   flash::RowStats total{-kInf, 0.0f};
   float4 out{};
@@ -102,8 +104,10 @@ void check_unnormalised(const std::vector<std::vector<Key>>& splits, const Exact
     }
     flash::combine_partials(total, out, stats, value, scale * kLog2e);
   }
-  check::that(is_near(flash::natural_lse(total, scale * kLog2e), exact.lse, 1e-6), "unnormalised", "lse", exact.lse);
-  check::that(is_near(out.x * flash::output_factor(total), exact.out, 3e-6), "unnormalised", "out", exact.out);
+  const RowEnd row{total, scale * kLog2e, sink};
+  check::that(is_near(row.lse(), exact.lse, 1e-6), "unnormalised", "lse", exact.lse, sink);
+  const float result = row.has_keys() ? out.x * row.o_scale() : 0.0f;
+  check::that(is_near(result, exact.out, 3e-6), "unnormalised", "out", exact.out, sink);
 }
 
 void check_random_rows() {
@@ -126,6 +130,7 @@ void check_random_rows() {
       const float sink = static_cast<float>(6 * normal(random));
       check_row(combined(splits, 8, sink), attention(all, sink), "row with a sink", count);
       check_unnormalised(keys, attention(all));
+      for (float other : {sink, -90.0f, 40.0f, 300.0f}) check_unnormalised(keys, attention(all, other), other);
     }
   }
 }
@@ -168,6 +173,12 @@ void check_special() {
   }
   row = combined({{1.0f, 1.0}}, 8, kNan);
   check::that(std::isnan(row.lse()), "a NaN sink", row.lse());
+  for (const std::vector<Split>& splits : {std::vector<Split>{}, {{1.0f, 1.0}}, {{1.0f, 1.0}, {-kInf, kNan}}}) {
+    row = combined(splits, 8, kInf);
+    check::that(row.lse() == kInf, "an infinite sink: LSE", row.lse());
+    row.normalize();
+    check::that(row.value.quads[0].x == 0.0f, "an infinite sink: out", row.value.quads[0].x);
+  }
 }
 
 // An invalid request stays rejected, whichever side it is on, and has out 0 and LSE +inf.
@@ -177,8 +188,45 @@ void check_rejected() {
     const flash::RowStats b{3.0f, first ? 2.0f : flash::RowStats::kRejected};
     float4 value{1.0f, 1.0f, 1.0f, 1.0f};
     flash::combine_partials(a, value, b, value, 1.0f);
-    check::that(a.rejected() && flash::output_factor(a) == 0.0f, "rejected", first);
-    check::that(flash::natural_lse(a, 1.0f) == kInf, "LSE of a rejected row", first);
+    const RowEnd row{a, 1.0f, -kInf};
+    check::that(a.rejected() && !row.has_keys(), "rejected", first);
+    check::that(row.lse() == kInf, "LSE of a rejected row", first);
+  }
+}
+
+// -inf changes no bit; a sink far above is the LSE, and leaves nothing of the values.
+void check_extreme_sinks() {
+  const RowStats stats{3.0f, 1.75f};
+  const RowEnd none{stats, 0.5f, -kInf}, low{stats, 0.5f, -200.0f}, high{stats, 0.5f, 300.0f}, all{stats, 0.5f, kInf};
+  check::that(none.o_scale() == 1.0f / 1.75f && low.o_scale() == none.o_scale() && low.lse() == none.lse(), "low");
+  check::that(high.o_scale() == 0.0f && high.lse() == 300.0f, "high", high.o_scale(), high.lse());
+  check::that(all.o_scale() == 0.0f && all.lse() == kInf, "infinite", all.o_scale(), all.lse());
+  check::that(all.has_keys() && high.has_keys(), "a value of NaN is still seen");
+}
+
+void check_ends_with_nan() {
+  for (const RowStats stats : {RowStats{-kInf, kNan}, RowStats{2.0f, kNan}, RowStats{kInf, kNan}}) {
+    for (float sink : {-kInf, 0.0f, 1e4f}) {
+      const RowEnd row{stats, 0.5f, sink};
+      check::that(row.has_keys() && std::isnan(row.o_scale()) && std::isnan(row.lse()), "NaN score", sink);
+    }
+  }
+  const RowStats stats{2.0f, 1.5f};
+  check::that(std::isnan(RowEnd(stats, 0.5f, kNan).o_scale()) && std::isnan(RowEnd(stats, 0.5f, kNan).lse()), "sink");
+}
+
+void check_rows_without_keys() {
+  for (const RowStats stats : {RowStats{-kInf, 0.0f}, RowStats{-3.4e38f, 0.0f}}) {
+    for (float sink : {-500.0f, 0.0f, 1.5f, 1e4f}) {
+      const RowEnd row{stats, 0.5f, sink};
+      check::that(!row.has_keys() && row.lse() == sink, "the sink alone", sink, row.lse());
+    }
+    check::that(RowEnd(stats, 0.5f, -kInf).lse() == kInf, "neither");
+  }
+  const RowStats rejected{-kInf, RowStats::kRejected};
+  for (float sink : {-kInf, 0.0f, 1e4f}) {
+    const RowEnd row{rejected, 0.5f, sink};
+    check::that(!row.has_keys() && row.lse() == kInf, "rejected", sink);
   }
 }
 
@@ -189,5 +237,8 @@ int main() {
   check_large();
   check_special();
   check_rejected();
+  check_extreme_sinks();
+  check_ends_with_nan();
+  check_rows_without_keys();
   return check::report();
 }

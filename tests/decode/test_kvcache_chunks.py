@@ -15,6 +15,7 @@ FEATURES = {
     "softcap": {"softcap": 5.0, "causal": True},
     "alibi": {"alibi": True, "causal": True},
     "leftpad": {"leftpad": (3, 0, 0, 300, 64), "causal": True},
+    "sinks": {"sinks": True, "causal": True},
 }
 
 
@@ -67,9 +68,10 @@ def test_one_token_of_many_heads(device, family, dtype):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("page_size", (0, 16))
-def test_misfits(device, family, page_size):
+@pytest.mark.parametrize("sinks", (False, True))
+def test_misfits(device, family, page_size, sinks):
     """A length, and a page or cache row, that do not exist."""
-    problem = make_problem(KvCase((40, 90, 17, 0), 40, 2, 200, page_size=page_size, causal=True), device)
+    problem = make_problem(KvCase((40, 90, 17, 0), 40, 2, 200, page_size=page_size, causal=True, sinks=sinks), device)
     before = problem.clone()
     problem.lengths[1] = 10**6
     place = problem.table if page_size else problem.rows
@@ -84,9 +86,11 @@ def test_misfits(device, family, page_size):
 
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("page_size", (0, 16))
-def test_graph_with_changed_lengths(device, page_size):
+@pytest.mark.parametrize("sinks", (False, True))
+def test_graph_with_changed_lengths(device, page_size, sinks):
     capacity = 1500
-    problem = make_problem(KvCase((1000, 3, 0), 100, None, capacity, page_size=page_size, causal=True), device)
+    case = KvCase((1000, 3, 0), 100, None, capacity, page_size=page_size, causal=True, sinks=sinks)
+    problem = make_problem(case, device)
     torch.nn.init.normal_(problem.k_cache), torch.nn.init.normal_(problem.v_cache)
     if page_size:
         pages = problem.k_cache.shape[0]

@@ -76,13 +76,13 @@ def test_replay_with_other_lengths_and_tables(device, page_size, seqlen_q, causa
 
 
 @pytest.mark.parametrize("head_dim,page_size", ((64, 0), (128, 256)))
-@pytest.mark.parametrize("planned", (False, True))
-def test_replay_of_halved_tiles(device, head_dim, page_size, planned):
+@pytest.mark.parametrize("planned,sinks", ((False, False), (True, False), (False, True), (True, True)))
+def test_replay_of_halved_tiles(device, head_dim, page_size, planned, sinks):
     """One tile for each multiprocessor: sequences of equal lengths are cut into halves, which on sm_90 pairs of thread
     blocks merge. Other lengths; then plans of other lengths, whose results mean nothing, but whose calls return."""
     batch = torch.cuda.get_device_properties(device).multi_processor_count
     equal = (2048,) * batch
-    case = KvCase(equal, capacity=2048, nheads=4, nheads_k=1, head_dim=head_dim, page_size=page_size)
+    case = KvCase(equal, capacity=2048, nheads=4, nheads_k=1, head_dim=head_dim, page_size=page_size, sinks=sinks)
     static = make_problem(case, device)
     plan = plan_for(static) if planned else None
     out = torch.empty_like(static.q)

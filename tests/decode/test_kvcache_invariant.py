@@ -10,7 +10,8 @@ from kvcache_harness import KvCase, check_call, get_rows, make_problem, put_rows
 
 from flash_attn import flash_attn_with_kvcache
 
-FEATURES = ({}, {"window": (300, 0)}, {"softcap": 5.0}, {"alibi": True}, {"rotary_dim": 32, "head_dim": 128})
+FEATURES = ({}, {"window": (300, 0)}, {"softcap": 5.0}, {"alibi": True}, {"rotary_dim": 32, "head_dim": 128},
+            {"sinks": True})  # fmt: skip
 LENGTHS = (1100, 0, 37, 700, -1, 255, 256)
 
 
@@ -89,7 +90,7 @@ def test_pages_do_not_matter(device, features, page_size):
     out, lse = invariant(dense)
     for capacity, other_size in ((1200, page_size), (5000, page_size), (2500, 0)):
         other = make_problem(dataclasses.replace(case, capacity=capacity, page_size=other_size), device)
-        other.q, other.slopes = dense.q, dense.slopes
+        other.q, other.slopes, other.sinks = dense.q, dense.slopes, dense.sinks
         for i, n in enumerate(LENGTHS):
             for name in ("k_cache", "v_cache"):
                 put_rows(other, getattr(other, name), i, 0, get_rows(dense, getattr(dense, name), i, 0, n))
@@ -116,7 +117,7 @@ def decoded(q, k, v, chunk, page_size, **options):
 
 
 @pytest.mark.parametrize("head_dim,heads", ((64, (4, 2)), (128, (8, 1)), (37, (2, 2))))
-@pytest.mark.parametrize("features", ("plain", "window", "softcap", "rotary"))
+@pytest.mark.parametrize("features", ("plain", "window", "softcap", "rotary", "sinks"))
 def test_decode_equals_prefill(device, head_dim, heads, features):
     """A token has the same result decoded alone, in chunks of any size, and in the whole prompt."""
     n, dtype = 150, torch.bfloat16
@@ -129,6 +130,7 @@ def test_decode_equals_prefill(device, head_dim, heads, features):
     options = {
         "plain": {}, "window": {"window_size": (40, 0)}, "softcap": {"softcap": 3.0},
         "rotary": {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)},
+        "sinks": {"sinks": torch.linspace(-2, 4, heads[0], device=device)},
     }[features]  # fmt: skip
     out, lse = decoded(q, k, v, n, 0, **options)
     for chunk, page_size in ((1, 0), (1, 16), (7, 0), (64, 17), (65, 0), (n, 16)):

@@ -24,14 +24,14 @@ def problem_of(device, **options):
 
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("append", (False, True))
-@pytest.mark.parametrize("given", (False, True))
-def test_opcheck_kvcache(device, page_size, append, given):
-    problem = problem_of(device, page_size=page_size, seqlen_new=2 if append else None)
+@pytest.mark.parametrize("given,sinks", ((False, False), (False, True), (True, False), (True, True)))
+def test_opcheck_kvcache(device, page_size, append, given, sinks):
+    problem = problem_of(device, page_size=page_size, seqlen_new=2 if append else None, sinks=sinks)
     op = CORE.kvcache_append_fwd if append else CORE.kvcache_fwd
     extra = (torch.empty_like(problem.q), plan_for(problem).tensor) if given else (None, None)
     arguments = (
         problem.q, problem.k_cache.nan_to_num(), problem.v_cache.nan_to_num(), problem.k, problem.v, None, None,
-        problem.lengths, problem.rows, None, problem.table, None, *extra, *OPTIONS,
+        problem.lengths, problem.rows, None, problem.table, None, *extra, *OPTIONS, problem.sinks,
     )  # fmt: skip
     opcheck(op.default, arguments)
 
@@ -79,7 +79,7 @@ def step(problem, function, with_out, with_plan, **options):
     result = function(
         problem.q, problem.k_cache, problem.v_cache, problem.k, problem.v, cache_seqlens=problem.lengths,
         cache_batch_idx=problem.rows, block_table=problem.table, causal=True, return_softmax_lse=True, out=out,
-        plan=plan, **options,
+        plan=plan, sinks=problem.sinks, **options,
     )  # fmt: skip
     assert not with_out or result[0] is out
     return *result, problem.k_cache.nan_to_num(7), problem.v_cache.nan_to_num(7)
@@ -87,9 +87,11 @@ def step(problem, function, with_out, with_plan, **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_out,with_plan", ((False, False), (True, True)))
-@pytest.mark.parametrize("page_size,seqlen_new", ((0, None), (0, 2), (16, 2)))
-def test_compiled_step(device, backend, with_out, with_plan, page_size, seqlen_new):
-    problem = problem_of(device, page_size=page_size, seqlen_new=seqlen_new)
+@pytest.mark.parametrize(
+    "page_size,seqlen_new,sinks", ((0, None, False), (0, None, True), (0, 2, False), (16, 2, True))
+)
+def test_compiled_step(device, backend, with_out, with_plan, page_size, seqlen_new, sinks):
+    problem = problem_of(device, page_size=page_size, seqlen_new=seqlen_new, sinks=sinks)
     function = compiled(flash_attn_with_kvcache, backend)
     for a, b in zip(
         step(problem, function, with_out, with_plan), step(problem, flash_attn_with_kvcache, with_out, with_plan)

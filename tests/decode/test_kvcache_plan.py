@@ -17,6 +17,7 @@ CASES = (
     KvCase(LONG, capacity=3000, window=(900, 0), alibi=True, leftpad=(2500, 0, 0, 1, 7)),
     KvCase((700, 64, 0), capacity=900, seqlen_q=130, seqlen_new=130, causal=True, page_size=17, head_dim=128),
     KvCase((290, 3), capacity=300, head_dim=37, seqlen_new=1),
+    KvCase(LONG, capacity=3001, seqlen_new=1, nheads=8, sinks=True),
 )
 
 

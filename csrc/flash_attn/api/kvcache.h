@@ -75,39 +75,6 @@ inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
   return plan::explain(problem, checked_decode_plan(problem, call.q.device().index()));
 }
 
-// mha_fwd_kvcache() or explain_kvcache() with the binding's positional arguments.
-template <auto kFunction>
-auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache, const OptionalTensor& k,
-                       const OptionalTensor& v, const OptionalTensor& seqlens_k, const OptionalTensor& rotary_cos,
-                       const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
-                       const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
-                       const OptionalTensor& alibi_slopes, const OptionalTensor& out, double softmax_scale,
-                       bool is_causal, int64_t window_left, int64_t window_right, double softcap,
-                       bool rotary_interleaved, int64_t num_splits, const OptionalTensor& plan, bool batch_invariant) {
-  return kFunction({q,
-                    kcache,
-                    vcache,
-                    k,
-                    v,
-                    seqlens_k,
-                    rotary_cos,
-                    rotary_sin,
-                    cache_batch_idx,
-                    leftpad_k,
-                    block_table,
-                    alibi_slopes,
-                    out,
-                    softmax_scale,
-                    is_causal,
-                    window_left,
-                    window_right,
-                    softcap,
-                    rotary_interleaved,
-                    num_splits,
-                    plan,
-                    batch_invariant});
-}
-
 // ---- a forward by the decode kernels ----
 
 // q and out are those of `forward`.

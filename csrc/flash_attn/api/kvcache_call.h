@@ -22,12 +22,8 @@ struct KvCacheCall {
   const OptionalTensor& cache_batch_idx;
   const OptionalTensor& leftpad;
   const OptionalTensor& block_table;
-  const OptionalTensor& alibi_slopes;
   const OptionalTensor& out;
-  double softmax_scale;
-  bool is_causal;
-  int64_t window_left, window_right;
-  double softcap;
+  const ScoreOptions& scores;
   bool rotary_interleaved;
   int64_t num_splits;
   const OptionalTensor& plan;  // a schedule and its workspace (KvCachePlan)
@@ -40,11 +36,6 @@ struct KvCacheCall {
   int64_t capacity() const {
     const int64_t pages = is_paged() ? block_table->size(1) : 1;
     return std::min<int64_t>(pages * k_cache.size(1), kMaxLength);
-  }
-
-  ScoreOptions scores() const {
-    static const OptionalTensor no_sinks;
-    return {softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, no_sinks};
   }
 };
 

@@ -130,7 +130,8 @@ inline void kvcache_overlap(const KvCacheCall& call) {
                                   {"cache_batch_idx", call.cache_batch_idx},
                                   {"cache_leftpad", call.leftpad},
                                   {"block_table", call.block_table},
-                                  {"alibi_slopes", call.alibi_slopes}};
+                                  {"alibi_slopes", call.scores.alibi_slopes},
+                                  {"sinks", call.scores.sinks}};
   overlap::check({{"out", call.out},
                   {"plan", call.plan},
                   {"k_cache", appends ? k : none},
@@ -143,14 +144,13 @@ inline void kvcache(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
   query(q, 4, "batch, seqlen, heads, head_dim");
   caches(q, call.k_cache, call.v_cache, call.is_paged());
-  numbers(0.0, call.softmax_scale, call.softcap);
+  check_scores(call.scores, q, q.size(0), 0.0);
   num_splits(call.num_splits);
-  alibi(call.alibi_slopes, q, q.size(0));
   output(call.out, q, q.sizes());
   new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
   cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
   if (call.plan.has_value()) strided("plan", *call.plan);
-  rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores())));
+  rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores)));
   kvcache_overlap(call);
 }
 

@@ -76,7 +76,7 @@ inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
   const MatrixStrides contiguous = contiguous_strides(call.q, params.d);
   params.q_strides = call.rotary_cos.has_value() ? contiguous : cache_strides(call.q);
   params.o_strides = call.out.has_value() ? cache_strides(*call.out) : contiguous;
-  set_params_scores(params, call.scores());
+  set_params_scores(params, call.scores);
   params.paged = cache_pages(call);
   return fwd_problem(params, dtype_of(call.q), true);
 }
@@ -93,8 +93,8 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   problem.batch_invariant = call.batch_invariant;
   plan::DecodeOptions& options = problem.options;
   options.seqlen_new = static_cast<int>(call.seqlen_new());
-  options.window = make_window(call.scores());
-  options.has_score_mod = has_score_mod(call.scores());
+  options.window = make_window(call.scores);
+  options.has_score_mod = has_score_mod(call.scores);
   options.has_rotary = call.rotary_cos.has_value();
   options.has_leftpad = call.leftpad.has_value();
   if (call.is_paged()) {
@@ -233,7 +233,7 @@ inline Flash_kvcache_params set_params_kvcache(const KvCacheCall& call, const pl
   params.o_strides = cache_strides(out);
   params.o_vectors = vector_bytes(out) == 16;
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
-  set_params_scores(params, call.scores());
+  set_params_scores(params, call.scores);
   set_params_cache(params, call);
   set_params_new_rows(params, call);
   set_params_rotary(params, call);

@@ -35,6 +35,7 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
                  q);
   }
   launch_forward(forward, plan.forward, q);
+  if (params.sinks_ptr != nullptr) check_launch(run_kvcache_lse(params, stream), "kvcache_lse_kernel", q);
 }
 
 inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {

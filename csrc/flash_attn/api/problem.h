@@ -37,7 +37,6 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
 inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype, bool has_key_ranges = false) {
   plan::FwdProblem problem;
   set_problem(problem, params, dtype);
-  problem.has_sinks = params.sinks_ptr != nullptr;
   problem.returns_max_logit = params.max_logit_ptr != nullptr;
   problem.has_key_ranges = has_key_ranges;
   problem.is_paged = params.is_paged();

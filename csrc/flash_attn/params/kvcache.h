@@ -75,6 +75,9 @@ cudaError_t run_kvcache_append(const Flash_kvcache_params& params, Dtype dtype, 
 cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_sequence, int* cached_keys,
                              cudaStream_t stream);
 
+// After a forward with sinks: +inf as LSE of the requests that take no part.
+cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t stream);
+
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
 cudaError_t run_kvcache_rotate(const Flash_kvcache_params& params, Dtype dtype, void* rotated, cudaStream_t stream);
 

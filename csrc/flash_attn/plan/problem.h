@@ -39,7 +39,7 @@ struct Problem {
 // A forward. Packed sequences count with their mean length: a dense batch and the same sequences packed are one
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
-  bool has_sinks = false, returns_max_logit = false;
+  bool returns_max_logit = false;
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;

@@ -63,16 +63,40 @@ __device__ __forceinline__ void combine_partials(RowStats& a_stats, float4& a, c
   a = add_scaled(scaled(a_weight, a), b_weight, b);
 }
 
-// The scale from a combined result to the output; 0 for a fully masked or rejected row.
-__device__ __forceinline__ float output_factor(const RowStats& stats) {
-  return stats.rejected() || stats.sum == 0.0f ? 0.0f : __frcp_rn(stats.sum);
-}
+// The end of a row, once all partial results are combined. `sink`: natural-log logit of one more key without a value,
+// -inf for none. It counts as in Softmax::finalize(): above the row max it becomes the reference of the sum. Explicit
+// roundings, because rows end in several kernels.
+struct RowEnd {
+  const RowStats& stats;
+  const float scale, sink;
+  float sum;                // with the sink
+  float correction = 1.0f;  // from the row max to the reference of the sum
+  bool sink_is_largest = false;
 
-// LSE, base e; +inf for a fully masked or rejected row.
-__device__ __forceinline__ float natural_lse(const RowStats& stats, float scale) {
-  constexpr float kLn2 = 0.69314718055994531f;
-  return stats.rejected() || stats.sum == 0.0f ? INFINITY : (stats.max * scale + log2f(stats.sum)) * kLn2;
-}
+  __device__ __forceinline__ RowEnd(const RowStats& stats_, float scale_, float sink_)
+      : stats(stats_), scale(scale_), sink(sink_), sum(stats_.sum) {
+    constexpr float kLog2e = 1.4426950408889634f;
+    if (sink == -INFINITY) return;
+    const float above = __fmaf_rn(sink, kLog2e, -__fmul_rn(stats.max, scale));  // log2 distance from the row max
+    const float weight = exp2f(-fabsf(above));                                  // of the lower one of the two
+    sink_is_largest = above > 0.0f;
+    sum = sink_is_largest ? __fmaf_rn(weight, stats.sum, 1.0f) : __fadd_rn(stats.sum, weight);
+    if (sink_is_largest) correction = weight;
+  }
+
+  __device__ __forceinline__ bool has_keys() const { return !stats.rejected() && stats.sum != 0.0f; }
+
+  // The scale from a combined result to the output, of a row that has keys.
+  __device__ __forceinline__ float o_scale() const { return __fmul_rn(correction, __frcp_rn(sum)); }
+
+  // LSE, base e. Without keys it is the sink, or +inf; +inf too if the row is rejected.
+  __device__ __forceinline__ float lse() const {
+    constexpr float kLn2 = 0.69314718055994531f;
+    if (!has_keys()) return stats.rejected() || sink == -INFINITY ? INFINITY : sink;
+    const float log_sum = log2f(sum);
+    return sink_is_largest ? __fmaf_rn(log_sum, kLn2, sink) : __fmul_rn(__fmaf_rn(stats.max, scale, log_sum), kLn2);
+  }
+};
 
 // LSE of a normalised partial result; -inf where it has no key, which either infinity says.
 __device__ __forceinline__ float partial_lse(float lse) { return lse == INFINITY ? -INFINITY : lse; }
@@ -102,11 +126,11 @@ struct CombinedRow {
     value.add(weight, partial);
   }
 
-  // A key without a value: -inf for none.
+  // A key without a value: -inf for none, +inf has all the weight.
   __device__ __forceinline__ void add_sink(float logit) {
     if (logit == -INFINITY) return;
     update_max(logit);
-    add(logit, RowValue<kQuads>{});
+    stats.sum += logit == stats.max ? 1.0f : partial_weight(logit, stats.max, kLog2e);
   }
 
   __device__ __forceinline__ void normalize() { value.scale(stats.sum == 0.0f ? 0.0f : 1.0f / stats.sum); }

@@ -214,13 +214,15 @@ __device__ RowStats combine_ordered(const Flash_kvcache_params& params, const Sp
   return stats;
 }
 
-// Output addresses of a row.
+// Output addresses of a row, and its sink.
 template <class Element, int kQuads>
 struct RowOutput {
   OutputAddress<Element> quads[kQuads];
+  float sink;
 
   __device__ RowOutput(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
     const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
+    sink = head_sink(params, min(at.head, params.h - 1));  // a tile without rows may lie beyond the last head
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       quads[i] = output_address<Element>(params, tile.queries, at, (threadIdx.x % 32 + 32 * i) * 4);
@@ -229,8 +231,9 @@ struct RowOutput {
 
   __device__ void store(const Flash_kvcache_params& params, const RowStats& stats,
                         const RowValue<kQuads>& value) const {
+    const RowEnd end{stats, params.softmax_scale_log2, sink};
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) store_output(quads[i], params.softmax_scale_log2, stats, value.quads[i]);
+    for (int i = 0; i < kQuads; ++i) store_output(quads[i], end, value.quads[i]);
   }
 };
 

@@ -1,4 +1,5 @@
-// Key ranges of each request, for the forward's kernel families, which serve calls of many query rows.
+// What the forward's kernel families, which serve calls of many query rows, need around them: the key ranges of each
+// request, and the LSE of requests that take no part.
 #include <atomic>
 
 #include "kernels/common/launch.h"
@@ -18,19 +19,33 @@ struct KeysArguments {
   int* cached_keys;
 };
 
-__global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_constant__ KeysArguments arguments) {
-  const Flash_kvcache_params& params = arguments.params;
-  const KvRequest request = kv_request(params, blockIdx.x);
-  bool invalid = false;
-  if (params.paged.block_table != nullptr && request.is_valid()) {
+// Whether the request and all pages that it needs are valid. All threads together.
+__device__ bool takes_part(const Flash_kvcache_params& params, const KvRequest& request) {
+  bool invalid = !request.is_valid();
+  if (params.paged.block_table != nullptr && !invalid) {
     const KvRows needed = kv_required_rows(params, request);
     invalid = KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
   }
-  invalid = __syncthreads_or(invalid);
+  return !__syncthreads_or(invalid);
+}
+
+__global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_constant__ KeysArguments arguments) {
+  const Flash_kvcache_params& params = arguments.params;
+  const KvRequest request = kv_request(params, blockIdx.x);
+  const bool has_keys = takes_part(params, request);
   if (threadIdx.x > 0) return;
   const int sequence_begin = params.paged.block_table != nullptr ? 0 : request.cache_row * arguments.rows_per_sequence;
   arguments.cached_keys[2 * request.index] = sequence_begin + request.first_row;
-  arguments.cached_keys[2 * request.index + 1] = request.is_valid() && !invalid ? request.seqlen_k : 0;
+  arguments.cached_keys[2 * request.index + 1] = has_keys ? request.seqlen_k : 0;
+}
+
+// To the forward a request that takes no part is one without keys, whose LSE is the sink.
+__global__ void __launch_bounds__(kThreads) kvcache_lse_kernel(const __grid_constant__ Flash_kvcache_params params) {
+  const KvRequest request = kv_request(params, blockIdx.x);
+  if (takes_part(params, request)) return;
+  const int64_t rows = static_cast<int64_t>(params.h) * params.seqlen_q;
+  float* const lse = params.softmax_lse_ptr + request.index * rows;
+  for (int64_t row = threadIdx.x; row < rows; row += kThreads) lse[row] = INFINITY;
 }
 
 }  // namespace
@@ -40,6 +55,11 @@ cudaError_t run_kvcache_keys(const Flash_kvcache_params& params, int rows_per_se
   static std::atomic<uint64_t> configured_devices{0};
   const KeysArguments arguments{params, rows_per_sequence, cached_keys};
   return launch(kvcache_keys_kernel, params.b, kThreads, 0, arguments, params.device, stream, configured_devices);
+}
+
+cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  return launch(kvcache_lse_kernel, params.b, kThreads, 0, params, params.device, stream, configured_devices);
 }
 
 }  // namespace flash

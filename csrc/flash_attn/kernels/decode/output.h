@@ -35,12 +35,16 @@ __device__ __forceinline__ OutputAddress<Element> output_address(const Flash_kvc
   return address;
 }
 
+// The sink logit of a query head, base e; -inf: none.
+__device__ __forceinline__ float head_sink(const Flash_kvcache_params& params, int head) {
+  return params.sinks_ptr != nullptr ? params.sinks_ptr[head] : -INFINITY;
+}
+
 template <class Element>
-__device__ __forceinline__ void store_output(const OutputAddress<Element>& address, float scale_log2,
-                                             const RowStats& stats, const float4& value) {
-  const float factor = output_factor(stats);
+__device__ __forceinline__ void store_output(const OutputAddress<Element>& address, const RowEnd& row,
+                                             const float4& value) {
   // A fully masked or rejected row is 0 even where its sum is NaN.
-  const float4 result = factor == 0.0f ? float4{} : scaled(factor, value);
+  const float4 result = row.has_keys() ? scaled(row.o_scale(), value) : float4{};
   const uint2 packed{pack_pair(result.x, result.y, Element{}), pack_pair(result.z, result.w, Element{})};
   if (address.vector) {
     *reinterpret_cast<uint2*>(address.to) = packed;
@@ -51,7 +55,7 @@ __device__ __forceinline__ void store_output(const OutputAddress<Element>& addre
       if (i < address.cols) address.to[i] = elements[i];
     }
   }
-  if (address.lse != nullptr) *address.lse = natural_lse(stats, scale_log2);
+  if (address.lse != nullptr) *address.lse = row.lse();
 }
 
 // Four columns of a row; the thread of column 0 also writes the LSE.
@@ -59,7 +63,8 @@ template <class Element>
 __device__ __forceinline__ void write_output_row(const Flash_kvcache_params& params, const KvQueries& queries,
                                                  const PackedRow& row, int col, const RowStats& stats,
                                                  const float4& value) {
-  store_output(output_address<Element>(params, queries, row, col), params.softmax_scale_log2, stats, value);
+  const RowEnd end{stats, params.softmax_scale_log2, head_sink(params, row.head)};
+  store_output(output_address<Element>(params, queries, row, col), end, value);
 }
 
 }  // namespace decode

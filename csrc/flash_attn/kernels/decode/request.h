@@ -15,12 +15,12 @@ struct KvRequest {
   int first_row = 0;  // row of the cache that is key 0
   int seqlen_k = 0;   // keys, the appended ones included
   int cached = 0;     // rows before the appended ones, and the rotary position of the first query
-  // The lengths fit, but something else of the request lies outside its tensor: it is computed without being read, and
-  // its result is replaced. (Lengths alone decide the schedule, which may have been made before.)
-  bool rejected = false;
-  bool fits = false;  // false: padding, or lengths beyond the cache; such a request has no keys
+  // It does not fit, or something else of it lies outside its tensor: it is computed without being read, and its result
+  // is replaced. (Lengths alone decide the schedule, which may have been made before.)
+  bool rejected = true;
+  bool fits = false;  // false: padding, lengths beyond the cache, or rows of no sequence; such a request has no keys
 
-  __device__ __forceinline__ bool is_valid() const { return fits && !rejected; }
+  __device__ __forceinline__ bool is_valid() const { return !rejected; }
 };
 
 // Rows cached before the call.
@@ -38,10 +38,12 @@ __device__ __forceinline__ KvRequest kv_request(const Flash_kvcache_params& para
   request.first_row = lengths.first_row;
   request.seqlen_k = lengths.seqlen_k;
   request.fits = lengths.fits;
+  request.rejected = !lengths.fits;
   if (params.paged.block_table == nullptr) {
     const int row = params.cache_batch_idx != nullptr ? params.cache_batch_idx[index] : index;
-    request.rejected = static_cast<unsigned>(row) >= static_cast<unsigned>(params.cache_batch);
-    request.cache_row = request.rejected ? 0 : row;
+    const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(params.cache_batch);
+    request.rejected |= !exists;
+    request.cache_row = exists ? row : 0;
   }
   if (kMayRotate && params.rotary.cos_ptr != nullptr && request.fits) {
     const Rotary& rotary = params.rotary;
@@ -60,7 +62,8 @@ __device__ __forceinline__ KvRequest packed_request(const Flash_kvcache_params& 
   KvRequest request;
   request.index = segment - 1;
   request.fits = segment >= 1 && segment <= params.b;
-  if (!request.fits) return request;
+  request.rejected = !request.fits;
+  if (request.rejected) return request;
   WorkTile block;
   block.batch = request.index;
   set_key_range(block, params);
