@@ -84,13 +84,13 @@ def result_dtype(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> torch.d
 
 def is_by_row(descale: Tensor | None) -> bool:
     """Whether a descale is one of K or V by page or row, and not by head."""
-    return descale is not None and descale.dim() == 3 and descale.numel() > 1
+    return descale is not None and descale.dim() == 3
 
 
 def by_row(descale: Tensor, x: Tensor) -> Tensor:
     """A descale by page or row in the shape of x, K or V, but for a last axis of 1: a view."""
     if x.dim() == 3:
-        return descale.transpose(1, 2)
+        return descale.expand(x.shape[0], 1, x.shape[1]).transpose(1, 2)
     return descale.expand(x.shape[:3]).unsqueeze(-1)
 
 
@@ -145,9 +145,9 @@ class Scaling(NamedTuple):
         """
         return decode(q, _of_sequences(self.query_factor, sequence, 1), self.dtype)
 
-    def keys(self, k: Tensor, rows: Tensor | None) -> Tensor:
-        """Codes of keys scaled by `rows`, which is k_rows indexed as they are; without it the codes themselves."""
-        return k if rows is None else decode(k, rows, self.dtype)
+    def scaled(self, codes: Tensor, rows: Tensor | None) -> Tensor:
+        """Codes of K or V times k_rows or v_rows, indexed as they are; where that is None, the codes."""
+        return codes if rows is None else decode(codes, rows, self.dtype)
 
     def store(self, out: Tensor, result: Tensor, sequence: int | Tensor | None = None) -> None:
         """result, of the operands, into out. sequence: as in `queries`."""
@@ -166,7 +166,7 @@ def _of_sequences(factor, sequence, new_axes):
         return factor.unsqueeze(1)
     if factor.shape[0] == 1:
         return factor[0]
-    return factor[sequence]
+    return factor[sequence] if factor.shape[0] > 0 else None
 
 
 # ---- rules ----
