@@ -85,11 +85,11 @@ def _input_gradients(ctx, dout, dlse):
     args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
-    grads = iter(_attention_backward(args))
+    grads = iter(attention_backward(args))
     return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
 
 
-def _attention_backward(args: AttentionBackwardArgs):
+def attention_backward(args: AttentionBackwardArgs):
     if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():

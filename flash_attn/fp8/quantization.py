@@ -1,7 +1,4 @@
-"""Quantising tensors to 8 bits for the attention functions, and training through 8-bit attention.
-
-The arithmetic of codes and descales: `flash_attn.eight_bit`. Shapes of descales: docs/fp8.md.
-"""
+"""Quantising tensors to 8 bits for the attention functions."""
 
 from __future__ import annotations
 
