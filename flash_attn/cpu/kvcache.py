@@ -255,7 +255,7 @@ def _check_written(cache: Cache, out, plan, tokens: TokenDescales, rotates: bool
     k, v = read["k"], read["v"]
     appends = k is not None and k.numel() > 0
     written, caches = {"out": out, "plan": plan}, {"k_cache": cache.k, "v_cache": cache.v}
-    written.update(k_token_descale=tokens.k, v_token_descale=tokens.v)
+    written.update(k_descale=tokens.k, v_descale=tokens.v)
     if not appends:
         check_written(written, {**read, **caches})
         return

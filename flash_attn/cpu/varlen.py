@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..eight_bit import Descales
+from ..eight_bit import E4M3, Descales
 from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
 from .entry import entry_point
@@ -85,7 +85,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
-    if cache.element_size() == 1:  # float8 cannot be filled by a mask
+    if cache.dtype is E4M3:  # it has no assignment by a mask
         return gather_pages(cache.view(torch.int8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
