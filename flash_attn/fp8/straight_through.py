@@ -20,10 +20,12 @@ from flash_attn.ops.attention_args import (
     AttentionArgs,
     AttentionBackwardArgs,
     Sequences,
-    saved_for_backward,
 )
 
 _NAMES = ("q", "k", "v")
+# Of the forward's arguments, what the backward needs; by name alone, which torch.compile traces.
+_TENSORS = (*_NAMES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")
+_OPTIONS = AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :]
 
 
 def flash_attn_straight_through_func(
@@ -132,8 +134,8 @@ class _StraightThrough(torch.autograd.Function):
         out, lse, _, rng_state, *_ = library.attention(
             args._replace(**{f"{name}_descale": descale for name, descale in zip(_NAMES, descales)})
         )
-        tensors, ctx.options = saved_for_backward(args, out, lse, rng_state)
-        ctx.save_for_backward(*tensors, *descales)
+        ctx.options = {name: getattr(args, name) for name in _OPTIONS}
+        ctx.save_for_backward(*descales, out, lse, rng_state, *(getattr(args, name) for name in _TENSORS))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -141,12 +143,12 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 5
-        *tensors, q_descale, k_descale, v_descale = ctx.saved_tensors
-        args = AttentionBackwardArgs(dout, dlse, *tensors, *ctx.options)
-        values = {
-            name: eight_bit.decode(x, descale.unsqueeze(-1).unsqueeze(x.dim() - 3), args.out.dtype)
-            for name, x, descale in zip(_NAMES, (args.q, args.k, args.v), (q_descale, k_descale, v_descale))
-        }
-        args = args._replace(dout=torch.zeros_like(args.out) if dout is None else dout, **values)
-        dq, dk, dv, *dsinks = library.attention_backward(args)
+        q_descale, k_descale, v_descale, out, lse, rng_state, *tensors = ctx.saved_tensors
+        tensors = dict(zip(_TENSORS, tensors))
+        for name, descale in zip(_NAMES, (q_descale, k_descale, v_descale)):
+            x = tensors[name]
+            tensors[name] = eight_bit.decode(x, descale.unsqueeze(-1).unsqueeze(x.dim() - 3), out.dtype)
+        dout = torch.zeros_like(out) if dout is None else dout
+        saved = {"out": out, "lse": lse, "rng_state": rng_state, **tensors}
+        dq, dk, dv, *dsinks = library.attention_backward(AttentionBackwardArgs(dout, dlse, **saved, **ctx.options))
         return None, dq, dk, dv, dsinks[0] if dsinks else None
