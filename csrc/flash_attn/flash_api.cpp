@@ -363,7 +363,9 @@ void define_kvcache(py::module_& m, const char* name, Function* function, const 
         py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
         py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
-        py::arg("batch_invariant") = false, py::call_guard<CallGuard>());
+        py::arg("batch_invariant") = false, py::kw_only(), py::arg("q_descale") = py::none(),
+        py::arg("k_descale") = py::none(), py::arg("v_descale") = py::none(), py::arg("v_per_channel") = false,
+        py::arg("k_token_descale") = py::none(), py::arg("v_token_descale") = py::none(), py::call_guard<CallGuard>());
 }
 
 }  // namespace
@@ -407,7 +409,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
-        py::arg("plan") = py::none(), py::call_guard<CallGuard>());
+        py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");

@@ -85,7 +85,8 @@ def test_schemas_are_those_of_before():
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "
         "SymInt seqlen_q, SymInt seqlen_new, SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, "
-        "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
+        "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant, "
+        "bool eight_bit=False) -> ()"
     )
 
 

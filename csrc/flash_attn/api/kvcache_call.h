@@ -32,7 +32,15 @@ struct KvCacheCall {
   int64_t num_splits;
   const OptionalTensor& plan;  // a schedule and its workspace (KvCachePlan)
   bool batch_invariant;
+  // Descales of 8-bit caches; q has none here.
+  const OptionalTensor& q_descale;
+  const OptionalTensor& k_descale;
+  const OptionalTensor& v_descale;
+  bool v_per_channel;                     // v_descale has a column for each of v's
+  const OptionalTensor& k_token_descale;  // in place of k_descale: of each row, written with new ones
+  const OptionalTensor& v_token_descale;
 
+  bool is_eight_bit() const { return flash::is_eight_bit(dtype_of(k_cache)); }
   bool is_paged() const { return block_table.has_value(); }
   int64_t seqlen_new() const { return k.has_value() ? k->size(1) : 0; }
 

@@ -39,21 +39,31 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
 }
 
 inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
+  if (is_eight_bit(params.kv_dtype)) {
+    return E4M3_SWITCH(params.kv_dtype == Dtype::kE4m3, [&] {
+      return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+    });
+  }
   return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] {
     return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });
 }
 
+inline cudaError_t run_kvcache_append(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
+  if (is_eight_bit(params.kv_dtype)) return run_kvcache_append_quantized(params, stream);
+  return FP16_SWITCH(q.scalar_type() == at::kHalf, [&] { return run_kvcache_append_<kDtype>(params, stream); });
+}
+
 inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (plan.appends) {
-    check_launch(FP16_SWITCH(q.scalar_type() == at::kHalf, [&] { return run_kvcache_append_<kDtype>(params, stream); }),
-                 "kvcache_append_kernel", q);
+    check_launch(run_kvcache_append(params, q, stream), "kvcache_append_kernel", q);
   }
   switch (plan.kernel) {
     case plan::DecodeKernel::kNone: return;
     case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, q);
-    case plan::DecodeKernel::kSplitKv: check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q);
+    case plan::DecodeKernel::kSplitKv:
+      check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q, params.kv_dtype);
   }
 }
 

@@ -18,7 +18,12 @@ namespace flash {
 using OptionalGenerator = std::optional<at::Generator>;
 
 inline Dtype dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
+  switch (tensor.scalar_type()) {
+    case at::kHalf: return Dtype::kFp16;
+    case at::kFloat8_e4m3fn: return Dtype::kE4m3;
+    case at::kChar: return Dtype::kInt8;
+    default: return Dtype::kBf16;
+  }
 }
 
 // Whether rows may be moved in vectors of so many bytes from their first column on; the kernels of attention move 16.

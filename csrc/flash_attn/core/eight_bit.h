@@ -53,7 +53,7 @@ FLASH_HOST_DEVICE constexpr uint32_t e4m3_code(uint32_t bits, uint32_t below_nor
   if (magnitude > 0x7f800000) return 0x7f;
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
   if (magnitude < 0x3c800000) return sign | (below_normal - 0x46800000);
-  return sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  return sign | (((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3));
 }
 
 }  // namespace eight_bit

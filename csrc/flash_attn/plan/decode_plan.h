@@ -41,13 +41,13 @@ struct DecodeOptions {
   bool has_score_mod = false;
   bool has_rotary = false;
   bool has_leftpad = false;
-  int page_size = 0;           // 0: the cache is not paged
-  bool q_vectors = true;       // rows of q may be read in 16-byte vectors
-  int kv_vector_bytes = 16;    // bytes of the vectors in which k and v may be read
-  bool v_per_channel = false;  // an 8-bit v has a descale for each column
+  int page_size = 0;         // 0: the cache is not paged
+  bool q_vectors = true;     // rows of q may be read in 16-byte vectors
+  int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read
   // The call as the forward's kernels see it; none: they cannot read q and the cache, or write out, where these lie.
   std::optional<FwdProblem> forward;
   const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
+  bool v_per_channel = false;           // V has a descale for each column
 };
 
 // What a call knows on the host.

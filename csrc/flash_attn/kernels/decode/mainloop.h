@@ -39,7 +39,7 @@ struct KvMainloop {
   // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
-  float k_descale = 1.0f;  // of the tile's head
+  float k_descale = 1.0f, v_descale = 1.0f;  // of the tile's head, unless by row or channel
   std::conditional_t<Config::kEightBit, ValueUnits<kRows>, NoUnits> units;
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
@@ -54,7 +54,10 @@ struct KvMainloop {
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
     has_invalid_page = part.request.rejected;
-    if constexpr (Config::kEightBit) k_descale = head_descale(params.k_descale, part.request.index, part.head);
+    if constexpr (Config::kEightBit) {
+      k_descale = head_descale(params.k_descale, part.request.index, part.head);
+      v_descale = head_descale(params.v_descale, part.request.index, part.head);
+    }
   }
 
   __device__ __forceinline__ void begin_split() {
