@@ -141,6 +141,21 @@ def test_under_autocast_float32_is_cast(device):
     assert LocalGroup(2).run(run) == [torch.bfloat16] * 2
 
 
+def test_compiled_code_breaks_its_graph_at_the_call(device):
+    q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16)
+
+    def run(rank):
+        plan = CpPlan.dense(16, group=rank)
+
+        @torch.compile(backend="eager")
+        def layer(x):
+            return flash_attn_cp_func(x * 2, x, x, plan=plan, causal=True) + 1
+
+        return torch.equal(layer(q), flash_attn_cp_func(q * 2, q, q, plan=plan, causal=True) + 1)
+
+    assert LocalGroup(1).run(run) == [True]
+
+
 @pytest.mark.parametrize("heads, method", [((8, 8), "ulysses"), ((8, 2), "all_gather"), ((7, 7), "all_gather")])
 def test_auto(heads, method):
     """By bytes: K and V of all ranks, or one's part of everything; the same on all ranks."""
