@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <set>
 #include <vector>
 
 #include "check.h"
 #include "core/eight_bit.h"
+#include "kernels/decode/vector_swizzle.h"
 
 namespace {
 
@@ -286,6 +288,51 @@ void check_values(int first_key, int head_dim) {
   for (int count : met) check::that(count == kRows, "every element once", count);
 }
 
+// The vectors of a step of kHeadDim columns: the ring writes each to a place of its own, ldmatrix finds it, and eight
+// lanes together, a phase of either, touch all banks once.
+template <int kHeadDim>
+void check_swizzle() {
+  using Swizzle = flash::decode::VectorSwizzle<kHeadDim / 2>;
+  constexpr int kVectors = kHeadDim / kVectorCols, kLanes = kVectors < 8 ? 4 : kVectors, kPassRows = 32 / kLanes;
+  static_assert(kVectors == Swizzle::kVectors, "rows of bytes are rows of half as many 16-bit elements");
+  std::vector<int> content(kKeys * kVectors, -1);
+  for (int pass = 0; pass < kKeys / kPassRows; ++pass) {
+    for (int first = 0; first < 32; first += 8) {
+      std::set<int> banks;
+      for (int lane = first; lane < first + 8; ++lane) {
+        const int lane_row = lane / kLanes, row = pass * kPassRows + lane_row, vector = lane % kLanes;
+        const int swizzled = vector ^ Swizzle::key(lane_row) ^ Swizzle::key(pass * kPassRows);  // KvRing::copy()
+        const int place = row * kVectors + Swizzle::next(swizzled, 0);
+        check::that(content[place] < 0, "a place of its own", kHeadDim, row, vector);
+        content[place] = row * kVectors + vector;
+        banks.insert(place % 8);
+      }
+      check::that(banks.size() == 8, "banks of a copy", kHeadDim, pass, first);
+    }
+  }
+  for (int first = 0; first < 32; first += 8) {
+    for (int slice = 0; slice < kVectors; ++slice) {
+      std::set<int> banks;
+      for (int lane = first; lane < first + 8; ++lane) {
+        const int place = lane * kVectors + Swizzle::next(Swizzle::key(lane), slice);
+        check::that(content[place] == lane * kVectors + slice, "a vector of K", kHeadDim, lane, slice);
+        banks.insert(place % 8);
+      }
+      check::that(banks.size() == 8, "banks of K", kHeadDim, slice);
+    }
+    for (int vector = 0; vector < kVectors; vector += 2) {
+      std::set<int> banks;
+      for (int lane = first; lane < first + 8; ++lane) {
+        const int row = lane % 16, swizzled = lane / 16 ^ Swizzle::key(row);
+        const int place = row * kVectors + Swizzle::next(swizzled, vector);
+        check::that(content[place] == row * kVectors + vector + lane / 16, "a vector of V", kHeadDim, lane, vector);
+        banks.insert(place % 8);
+      }
+      check::that(banks.size() == 8, "banks of V", kHeadDim, vector);
+    }
+  }
+}
+
 template <class Format>
 void check_format() {
   for (int vector = 0; vector < 16; ++vector) check_keys<Format>(vector);
@@ -300,6 +347,9 @@ void check_format() {
 int main() {
   check_conversions();
   check_encoding();
+  check_swizzle<64>();
+  check_swizzle<128>();
+  check_swizzle<256>();
   check_format<E4m3>();
   check_format<Int8>();
   return check::report();

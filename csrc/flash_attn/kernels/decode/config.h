@@ -1,6 +1,7 @@
 // Everything the decode kernel derives from (dtype, head dim, tile size).
 #pragma once
 
+#include "kernels/decode/vector_swizzle.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/kvcache.h"
 #include "plan/tiles.h"
@@ -9,23 +10,6 @@ namespace flash {
 namespace decode {
 
 using namespace sm80;  // the warp-level instructions
-
-// Rows of kHeadDim elements of 16 bits in shared memory, their 16-byte vectors swizzled so that neither ldmatrix nor
-// cp.async has bank conflicts. `swizzled`: the swizzled number of a vector, vector ^ key(row); that of another vector
-// at a constant distance is next().
-template <int kHeadDim>
-struct VectorSwizzle {
-  static constexpr int kVectors = kHeadDim / 8;
-  static constexpr bool kWide = kVectors % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
-  static constexpr int kMask = kWide ? 7 : 3;
-
-  __host__ __device__ static constexpr int key(int row) { return kWide ? row & 7 : (row >> 1) & 3; }
-
-  // Swizzled number of vector `vector + distance`, given that of `vector`; vector and distance have no bits in common.
-  __host__ __device__ static constexpr int next(int swizzled, int distance) {
-    return (swizzled ^ (distance & kMask)) + (distance & ~kMask);
-  }
-};
 
 // kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
 // memory at first use: score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment

@@ -98,8 +98,7 @@ struct KvEpilogue {
   __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
     const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
     const KvDescale& descale = params.v_descale;
-    const float factor =
-        descale.by_row ? mainloop.units.factor(2 * mi + half) : head_descale(descale, part.request.index, part.head);
+    const float factor = descale.by_row ? mainloop.units.factor(2 * mi + half) : mainloop.v_descale;
 #pragma unroll
     for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
       const int col = vector * eight_bit::kVectorCols + first_col;
