@@ -42,12 +42,15 @@ def module_file(place):
 
 
 def load_build(name, place):
-    """The build in `place`, under the name that its initialisation function has; the other one stays what it is."""
+    """The build in `place`, as a submodule of the build's name: pybind11 gives the module that it first made of a full
+    name, whatever the file, and only the last part names the initialisation function."""
     file = module_file(Path(place))
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(file))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(MODULE, loader))
+    full_name = f"{name}.{MODULE}"
+    loader = importlib.machinery.ExtensionFileLoader(full_name, str(file))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(full_name, loader))
     loader.exec_module(module)
-    sys.modules.pop(MODULE, None)  # else whoever imports it by name gets the build that was loaded last
+    for known in (full_name, MODULE):  # else whoever imports it by name gets the build that was loaded last
+        sys.modules.pop(known, None)
     return Build(name, module, file.parent, json.loads(module.build_info()))
 
 

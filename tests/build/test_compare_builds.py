@@ -104,11 +104,8 @@ def test_deterministic_rows_ask_for_it():
 
 
 EXTENSION = """\
-#include <Python.h>
-static PyObject* info(PyObject*, PyObject*) { return PyUnicode_FromString("{\\"commit\\": \\"%s\\"}"); }
-static PyMethodDef methods[] = {{"build_info", info, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "flash_attn_2_cuda", "", -1, methods};
-PyMODINIT_FUNC PyInit_flash_attn_2_cuda() { return PyModule_Create(&module); }
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(flash_attn_2_cuda, module) { module.def("build_info", [] { return R"({"commit": "%s"})"; }); }
 """
 has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
@@ -122,9 +119,11 @@ def test_two_modules_of_one_name(tmp_path, monkeypatch):
         site.mkdir()
         source = site / "module.cpp"
         source.write_text(EXTENSION % f"of {name}")
-        include = f"-I{sysconfig.get_paths()['include']}"
+        include = [f"-I{sysconfig.get_paths()['include']}", f"-I{Path(torch.__file__).parent / 'include'}"]
         module = site / f"flash_attn_2_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
-        subprocess.run(["g++", "-shared", "-fPIC", include, source, "-o", module], check=True)
+        subprocess.run(
+            ["g++", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", *include, source, "-o", module], check=True
+        )
         found.append(builds.load_build(name, site))
     assert [build.commit for build in found] == ["of old", "of new"]
     assert [json.loads(build.module.build_info())["commit"] for build in found] == ["of old", "of new"]
