@@ -21,8 +21,9 @@ from torch import Tensor
 import flash_attn
 from flash_attn._types import WindowSize
 from flash_attn.ops import arguments
+from flash_attn.ops.calls import copied
 from flash_attn.ops.lse import mark_masked_rows
-from flash_attn.ops.rows import RowsInUse, pack
+from flash_attn.ops.rows import RowsInUse, length_of_each, pack, unpack
 from flash_attn_3 import _checks
 from flash_attn_3._C import no_scratch
 from flash_attn_3._forward import as_pages, forward
@@ -63,7 +64,7 @@ def _writes_straight(out, q, k, v, sinks):
 
 def _copied(out, result, with_lse):
     """result, (out, lse) or out alone, in the given out."""
-    return (_checks.copied(out, result[0]), result[1]) if with_lse else _checks.copied(out, result)
+    return (copied(out, result[0]), result[1]) if with_lse else copied(out, result)
 
 
 def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, **sequences):
@@ -314,16 +315,13 @@ def _packed_over_cache(
     """(out, lse) of packed queries over the pages of a cache; the rows of a cache without pages are pages too."""
     rows, cu_rows = pack(q, cu_seqlens_q)
     page_table, cu_seqlens_k = as_pages(k_cache, page_table, cache_batch_idx, cu_rows)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = cu_rows.new_full((cu_rows.shape[0] - 1,), cache_seqlens)
     result, lse, _ = flash_attn.flash_attn_varlen_func(
         rows, k_cache, v_cache, cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1], 0.0,
-        softmax_scale, causal, window_size, softcap, None, False, True, page_table, seqused_k=cache_seqlens,
-        leftpad_k=cache_leftpad, sinks=sinks,
+        softmax_scale, causal, window_size, softcap, None, False, True, page_table,
+        seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad, sinks=sinks,
     )  # fmt: skip
-    if cu_seqlens_q is None:
-        result, lse = result.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    return _checks.copied(out, result), lse
+    result, lse = unpack(q, cu_seqlens_q, result, lse)
+    return copied(out, result), lse
 
 
 def flash_attn_combine(

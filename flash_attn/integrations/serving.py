@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn import backends
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.integrations.token_layout import as_pages
 from flash_attn.ops import arguments, calls, context
@@ -66,29 +65,20 @@ def packed_attention(
         arguments.check_cache("v", v)
         if block_table is None:
             block_table, cu_seqlens_k = as_pages(*k.shape[:2], q.device)
-    most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     if cu_seqlens_k is None:
         if block_table is None:
             raise ValueError("cu_seqlens_k: expected a tensor where k is packed, got None")
-        cu_seqlens_k = equal_steps(block_table.shape[0], most_keys, q.device)
-    left, right = (-1, -1) if window_size is None else arguments.window(window_size)
+        cu_seqlens_k = equal_steps(block_table.shape[0], block_table.shape[1] * k.shape[1], q.device)
+    window = (-1, -1) if window_size is None else arguments.window(window_size)
+    scale, softcap = arguments.scale(softmax_scale, q.shape[-1]), arguments.number("softcap", softcap)
     if out is not None:
         context.check_writable(("out",), (out,))
-    rows = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
-    straight = out is not None and rows.order is None
-    result, lse = backends.of(q).varlen_fwd(
-        *map(calls.rows_contiguous, (rows.gather(q), k, v)), out if straight else None,
-        calls._index("cu_seqlens_q", rows.cu_seqlens), calls._index("cu_seqlens_k", cu_seqlens_k),
-        calls._index("seqused_k", seqused_k), calls._index("leftpad_k", leftpad_k),
-        calls._index("block_table", block_table), alibi_slopes, max_seqlen_q or q.shape[0], max_seqlen_k or most_keys,
-        dropout_p, arguments.scale(softmax_scale, q.shape[-1]), False, arguments.flag("causal", causal), left, right,
-        arguments.number("softcap", softcap), False, None, 0, False, batch_invariant or is_batch_invariant(),
-        sinks=None if sinks is None else arguments.sinks(sinks),
-    )[:2]  # fmt: skip
-    result, lse = rows.scatter(result), rows.scatter(lse, 1)
+    result, lse = calls.forward_in_use(
+        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q.shape[0]), cu_seqlens_k, seqused_k, leftpad_k, block_table,
+        alibi_slopes, max_seqlen_q, max_seqlen_k, scores=(scale, arguments.flag("causal", causal), *window, softcap),
+        dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
+        sinks=None if sinks is None else arguments.sinks(sinks), out=out,
+    )  # fmt: skip
     if out is not None:
-        if not straight:
-            out.copy_(result)
         context.written((out,))
-        result = out
     return result, lse

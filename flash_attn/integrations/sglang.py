@@ -16,7 +16,7 @@ import flash_attn
 from flash_attn._types import TensorOrTuple
 from flash_attn.integrations.serving import packed_attention, reject, reject_8_bit
 from flash_attn.ops.lse import mark_masked_rows
-from flash_attn.ops.rows import pack
+from flash_attn.ops.rows import length_of_each, pack, unpack
 
 NAME = "fa_native"
 _FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
@@ -124,15 +124,12 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = cu_rows.new_full((cu_rows.shape[0] - 1,), cache_seqlens)
     packed_out = out if out is None or cu_seqlens_q is not None else out.flatten(0, 1)
     result, lse = packed_attention(
-        rows, k_cache, v_cache, cu_rows, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, block_table=page_table,
-        sinks=sinks, out=packed_out, batch_invariant=num_splits == 1, **options,
+        rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
+        block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1, **options,
     )  # fmt: skip
-    if cu_seqlens_q is None:
-        result, lse = result.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None:
         result = out if packed_out.data_ptr() == out.data_ptr() else out.copy_(result)
     return _result(result, lse, return_softmax_lse)

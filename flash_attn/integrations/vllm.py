@@ -32,15 +32,10 @@ def register() -> None:
     Raises ImportError without vLLM, AttributeError where it has no such functions.
     """
     source = importlib.import_module(_SOURCES[0])
-    replacements = {}
-    for name, ours in (
-        ("flash_attn_varlen_func", flash_attn_varlen_func),
-        ("get_scheduler_metadata", get_scheduler_metadata),
-    ):
-        theirs = getattr(source, name)
-        if getattr(theirs, "_flash_attn_ours", False):
-            return
-        replacements[theirs] = _falling_back(ours, theirs) if name == "flash_attn_varlen_func" else _marked(ours)
+    attention, metadata = source.flash_attn_varlen_func, source.get_scheduler_metadata
+    if attention.__module__ == __name__:
+        return
+    replacements = {attention: _falling_back(flash_attn_varlen_func, attention), metadata: get_scheduler_metadata}
     for name in _SOURCES[1:]:
         importlib.import_module(name)
     for name, module in list(sys.modules.items()):
@@ -49,15 +44,6 @@ def register() -> None:
                 function = vars(module).get(attribute)
                 if function in replacements:
                     setattr(module, attribute, replacements[function])
-
-
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    marked._flash_attn_ours = True  # type: ignore[attr-defined]
-    return marked
 
 
 def _falling_back(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +56,7 @@ def _falling_back(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Calla
         except NotImplementedError:
             return theirs(*args, **kwargs)
 
-    return _marked(function)
+    return function
 
 
 def flash_attn_varlen_func(

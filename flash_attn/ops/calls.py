@@ -69,6 +69,40 @@ def forward(args: AttentionArgs, backend=None):
     return tuple(result)
 
 
+def copied(out, result):
+    """result in the given out, which a kernel could not write; None: result."""
+    if out is None:
+        return result
+    if out.shape != result.shape:
+        raise RuntimeError(f"out: expected shape {list(result.shape)}, got {list(out.shape)}")
+    if out.dtype != result.dtype:
+        raise RuntimeError(f"out: expected the dtype of q ({result.dtype}), got {out.dtype}")
+    return out.copy_(result)
+
+
+def forward_in_use(
+    q, k, v, rows, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None, alibi_slopes=None,
+    max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, out=None,
+):  # fmt: skip
+    """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
+
+    scores: (softmax_scale, causal, window_left, window_right, softcap). out: written and returned, packed. A maximum
+    that is None is the most that there can be.
+    """
+    straight = out is not None and rows.order is None
+    most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
+    softmax_scale, *mask = scores
+    result, lse = backends.of(q).varlen_fwd(
+        *map(rows_contiguous, (rows.gather(q), k, v)), out if straight else None,
+        _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k), _index("seqused_k", seqused_k),
+        _index("leftpad_k", leftpad_k), _index("block_table", block_table), alibi_slopes, max_seqlen_q or q.shape[0],
+        max_seqlen_k or most_keys, dropout_p, softmax_scale, False, *mask, False, None, 0, False, batch_invariant,
+        sinks=sinks,
+    )[:2]  # fmt: skip
+    result, lse = rows.scatter(result), rows.scatter(lse, 1)
+    return result if straight else copied(out, result), lse
+
+
 def forward_fake(args: AttentionArgs):
     """Outputs of `forward` by shape, dtype, strides and device alone."""
     q, k, v = unpack(args.q, args.k, args.v)

@@ -20,6 +20,20 @@ def pack(x, cu_seqlens):
     return x.flatten(0, 1), equal_steps(x.shape[0], x.shape[1], x.device)
 
 
+def unpack(q, cu_seqlens, out, lse):
+    """(out, lse) of packed rows as those of q, which `pack` was given with cu_seqlens."""
+    if cu_seqlens is not None:
+        return out, lse
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+
+def length_of_each(length, cu_seqlens):
+    """Lengths (batch,) where one int may stand for all; None passes."""
+    if length is None or isinstance(length, torch.Tensor):
+        return length
+    return cu_seqlens.new_full((cu_seqlens.shape[0] - 1,), length)
+
+
 class RowsInUse:
     """The rows in use of packed sequences, put before all others.
 

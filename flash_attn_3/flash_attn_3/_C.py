@@ -9,9 +9,10 @@ import torch
 
 from flash_attn import flash_attn_combine
 from flash_attn.ops import calls
+from flash_attn.ops.lse import mark_masked_rows
 from flash_attn_3 import _checks
 from flash_attn_3._backward import backward
-from flash_attn_3._forward import forward, mark_masked_rows
+from flash_attn_3._forward import forward
 
 _SCHEMAS = {
     "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "

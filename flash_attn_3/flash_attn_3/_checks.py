@@ -24,14 +24,3 @@ def reject_beside(reason, **arguments):
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None {reason}, got a tensor: it is not supported")
-
-
-def copied(out, result):
-    """result in the given out, which a kernel could not write; None: result."""
-    if out is None:
-        return result
-    if out.shape != result.shape:
-        raise RuntimeError(f"out: expected shape {list(result.shape)}, got {list(out.shape)}")
-    if out.dtype != result.dtype:
-        raise RuntimeError(f"out: expected the dtype of q ({result.dtype}), got {out.dtype}")
-    return out.copy_(result)

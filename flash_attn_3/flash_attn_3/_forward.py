@@ -11,11 +11,10 @@ import torch
 from flash_attn import backends
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.ops import arguments, context
-from flash_attn.ops.calls import _index, rows_contiguous
-from flash_attn.ops.rows import RowsInUse, equal_steps, pack
+from flash_attn.ops.calls import _index, copied, forward_in_use, rows_contiguous
+from flash_attn.ops.lse import mark_masked_rows
+from flash_attn.ops.rows import RowsInUse, equal_steps, pack, unpack
 from flash_attn_3 import _checks
-
-_INFINITY = float("inf")
 
 
 def forward(
@@ -69,11 +68,6 @@ def _all_none(values):
     return all(x is None for x in values.values())
 
 
-def mark_masked_rows(lse):
-    """lse with FlashAttention-3's -inf in fully masked rows, where flash_attn has +inf; NaN stays. In place."""
-    return lse.nan_to_num_(nan=float("nan"), posinf=-_INFINITY, neginf=-_INFINITY)
-
-
 def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
     """Whether a row of a batch of such lengths sees no key: the first one sees the fewest to its right."""
     beyond_first = seqlen_k - seqlen_q + (0 if causal else right) < 0
@@ -110,18 +104,13 @@ def _packed(
         _checks.reject_beside("with cu_seqlens_k", page_table=page_table, kv_batch_idx=kv_batch_idx)
     else:
         page_table, cu_seqlens_k = as_pages(k, page_table, kv_batch_idx, in_use.cu_seqlens)
-    straight = out is not None and cu_seqlens_q is not None and in_use.order is None
-    most_keys = k.shape[0] if page_table is None else page_table.shape[1] * k.shape[1]
-    result, lse = backends.of(q).varlen_fwd(
-        rows_contiguous(in_use.gather(packed_q)), rows_contiguous(k), rows_contiguous(v), out if straight else None,
-        in_use.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, page_table, None, packed_q.shape[0], most_keys, 0.0,
-        score[0], False, *score[1:], False, None, 0, False, is_batch_invariant(), sinks=sinks,
-    )[:2]  # fmt: skip
-    result, lse = in_use.scatter(result), in_use.scatter(lse, 1)
-    if cu_seqlens_q is None:
-        result = result.unflatten(0, q.shape[:2])
-        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    return result if straight else _checks.copied(out, result), lse
+    packed_out = None if cu_seqlens_q is None else out
+    result, lse = forward_in_use(
+        packed_q, k, v, in_use, cu_seqlens_k, seqused_k, leftpad_k, page_table, scores=score,
+        batch_invariant=is_batch_invariant(), sinks=sinks, out=packed_out,
+    )  # fmt: skip
+    result, lse = unpack(q, cu_seqlens_q, result, lse)
+    return result if packed_out is not None else copied(out, result), lse
 
 
 def as_pages(k, page_table, kv_batch_idx, cu_seqlens_q):
