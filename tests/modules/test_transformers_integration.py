@@ -104,18 +104,21 @@ def test_logits(device, name, side):
 @pytest.mark.parametrize("name", ("gpt_oss", "llama", "gemma2", "deepseek_v3"))
 @pytest.mark.parametrize("side", (None, "left", "right"))
 def test_training(device, name, side):
-    """Some steps of AdamW: the gradients of each, on the way that eager attention takes in float32."""
+    """Some steps of AdamW: the gradients of each at the parameters that eager attention leads to in float32.
+
+    Steps of its own would part from these: AdamW makes much of the rounding of gradients near 0.
+    """
     ids = ids_of(device)
     mask = mask_of(ids, side)
     labels = ids.clone()
     if mask is not None:  # nor the first token of a row, which padding would predict
         labels[(mask == 0) | (mask.cumsum(1) == 1)] = -100
     models = [build(name, attention, device) for attention in ("eager", NAME)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    optimizer = torch.optim.AdamW(models[0].parameters(), lr=1e-3)
     losses = []
     for _ in range(3):
-        for model, optimizer in zip(models, optimizers):
-            optimizer.zero_grad()
+        for model in models:
+            model.zero_grad()
             loss = model.train()(input_ids=ids, attention_mask=mask, labels=labels).loss
             loss.backward()
             losses.append(loss.item())
@@ -125,8 +128,8 @@ def test_training(device, name, side):
             error = (mine.grad - right.grad).norm()
             assert error <= 1e-3 * right.grad.norm() + 1e-6, key
             assert name != "gpt_oss" or "sinks" not in key or right.grad.norm() > 1e-5
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
+        models[1].load_state_dict(models[0].state_dict())
     assert losses[0] > losses[-1] and abs(losses[-1] - losses[-2]) < 1e-4
 
 
