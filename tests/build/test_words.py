@@ -42,7 +42,7 @@ hold_loads wait; in_sections in_bands; interior_begin unmasked_begin; interior_b
 interior_end unmasked_end; interior_rows unmasked_rows; interior_steps_end unmasked_steps_end;
 is_interior is_unmasked; is_moderate speculation_holds; is_share is_split; k_place k_state;
 kAlignsInterior kAlignUnmasked; kAlternatesDq kAlternateDq; kBoundsBySquares kCheckBoundByNorm;
-kCappedSlackLog2 kSoftcapThresholdLog2; kCarry kAccumulate; kChecksBehindPv kCheckSumsAfterPv;
+kCappedSlackLog2 kSoftcapThresholdLog2; kCarry kAccumulate; kChecksBehindPv kExpAfterPvWait;
 kChunkBytes kAtomBytes; kChunkCols kAtomCols; kChunks kFixedSplits; kChunksV kAtomsV; kColVectors kColBitVectors;
 kColWordsWarp kColBitsWarp; kDqGroup kDqWarpgroup; kDqGroupRegisters kDqWarpgroupRegisters; kDqPlace kDqLocation;
 kDraws kMakesKeepMasks; kDrawsInPv kRandomBitsInPv; kDrawsLate kFetchNextTileLate; kDropsPacked kPackedDropout;

@@ -28,7 +28,7 @@ constexpr NamedFeature kFeatures[kCount] = {
     {kExpBeforePvWait, "exp_before_pv_wait"},
     {kSpeculativeExp, "speculative_exp"},
     {kSpeculativeOnMasked, "speculative_on_masked"},
-    {kCheckSumsAfterPv, "check_sums_after_pv"},
+    {kExpAfterPvWait, "exp_after_pv_wait"},
     {kCheckBoundByNorm, "check_bound_by_norm"},
     {kPingPong, "ping_pong"},
     {kPackedDropout, "packed_dropout"},
@@ -69,7 +69,7 @@ void check_conflicts() {
   fails(0, FwdVariant::kDropout);
   fails(0, FwdVariant::kOneWave);
   for (const Feature alone :
-       {kHasStoreWarp, kSpeculativeOnMasked, kCheckSumsAfterPv, kCheckBoundByNorm, kPackedDropout, kRandomBitsInPv}) {
+       {kHasStoreWarp, kSpeculativeOnMasked, kExpAfterPvWait, kCheckBoundByNorm, kPackedDropout, kRandomBitsInPv}) {
     fails(alone, FwdVariant::kPlain);
   }
   fails(kMaskBoundsInRegs, FwdVariant::kSoftcap);

@@ -32,9 +32,9 @@ enum Feature : uint32_t {
   kSpeculativeExp = 1u << 7,
   // Masked blocks too: three consumers of 64 keys have nothing else to do while one of them computes maxima.
   kSpeculativeOnMasked = 1u << 8,
-  // The check comes behind the wait for P V, where ptxas then puts most of the exponentials too. Not in kMasked,
-  // where they are complete before it.
-  kCheckSumsAfterPv = 1u << 9,
+  // Unmasked blocks are exponentiated behind the wait for P V: other consumers' GEMMs run meanwhile. Not in kMasked,
+  // where the exponentials are complete before it.
+  kExpAfterPvWait = 1u << 9,
   // Softcap: a bound by sums of squares is tested before exact maxima. Heads up to 96 lose by it.
   kCheckBoundByNorm = 1u << 10,
   // Warpgroup order barrier: consumers issue their GEMMs one after the other. Without it, it is left to chance whether
@@ -70,7 +70,7 @@ namespace fwd_policy_table {
 using namespace fwd_feature;
 
 constexpr uint32_t kLateAligned = kFetchNextTileLate | kAlignUnmasked;
-constexpr uint32_t kSpeculativeAfterPv = kSpeculativeExp | kCheckSumsAfterPv;
+constexpr uint32_t kSpeculativeAfterPv = kSpeculativeExp | kExpAfterPvWait;
 constexpr uint32_t kEarlyStored = kIssueNextQkEarly | kHasStoreWarp;
 
 constexpr FwdPolicy kRows[kNumFwdVariants][kNumSm90FwdHeadDims] = {
@@ -176,7 +176,7 @@ constexpr FwdMeasurement kFwdMeasurements[] = {
     {fwd_feature::kExpBeforePvWait, kAllFwdVariants, "log/fwd_sm90_part2.md#exponentials-before-the-wait-really"},
     {fwd_feature::kSpeculativeExp, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
     {fwd_feature::kSpeculativeOnMasked, kAllFwdVariants, "log/fwd_sm90.md#a-warp-that-stores-and-edges-ahead"},
-    {fwd_feature::kCheckSumsAfterPv, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
+    {fwd_feature::kExpAfterPvWait, kAllFwdVariants, "log/fwd_sm90_part2.md#ahead-of-the-references"},
     {fwd_feature::kCheckBoundByNorm, kAllFwdVariants, "log/fwd_sm90.md#softcap-by-sums-of-squares"},
     {fwd_feature::kPingPong, variant_bit(FwdVariant::kOneWave), "log/fwd_sm90_part2.md#turns-again"},
     {fwd_feature::kPingPong, variant_bit(FwdVariant::kDropout), "log/fwd_sm90_part2.md#dropout-by-turns"},
@@ -220,8 +220,8 @@ constexpr const char* fwd_policy_conflict(const Sm90FwdTile& tile, const FwdPoli
   if (policy.has(kNoMask) && variant != FwdVariant::kPlain) return "masked calls have no other kernel";
   if (policy.has(kSpeculativeOnMasked) && !speculative) return "speculation on masked blocks alone";
   if (score_mod && speculative && variant != FwdVariant::kAlibi) return "no speculative softcap";
-  if (policy.has(kCheckSumsAfterPv) && (!speculative || policy.has(kExpBeforePvWait) || score_mod)) {
-    return "no sums to check behind the wait for P V";
+  if (policy.has(kExpAfterPvWait) && (!speculative || policy.has(kExpBeforePvWait) || score_mod)) {
+    return "exponentials before and behind the wait for P V";
   }
   if ((policy.has(kCheckBoundByNorm) || policy.row_sums > 1) && !softcap) return "for softcap alone";
   if (policy.has(kPackedDropout) != (variant == FwdVariant::kDropout)) return "packed dropout is that of kDropout";

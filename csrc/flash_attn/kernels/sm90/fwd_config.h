@@ -66,7 +66,7 @@ struct FwdConfig {
   static constexpr bool kExpBeforePvWait = kPolicy.has(plan::fwd_feature::kExpBeforePvWait);
   static constexpr bool kSpeculativeExp = kPolicy.has(plan::fwd_feature::kSpeculativeExp);
   static constexpr bool kSpeculativeOnMasked = kPolicy.has(plan::fwd_feature::kSpeculativeOnMasked);
-  static constexpr bool kCheckSumsAfterPv = kPolicy.has(plan::fwd_feature::kCheckSumsAfterPv);
+  static constexpr bool kExpAfterPvWait = kPolicy.has(plan::fwd_feature::kExpAfterPvWait);
   static constexpr bool kCheckBoundByNorm = kPolicy.has(plan::fwd_feature::kCheckBoundByNorm);
   static constexpr bool kPingPong = kPolicy.has(plan::fwd_feature::kPingPong);
   static constexpr bool kPackedDropout = kPolicy.has(plan::fwd_feature::kPackedDropout);

@@ -219,9 +219,9 @@ struct FwdMainloop {
     // 3. Issue O += P V of the block before.
     issue_pv<Config::kRandomBitsInPv>(clears);
     arrive_at_order_barrier();
-    // 4. S is complete. Softmax, beside P V; K is released as soon as S needs no recomputation.
+    // 4. S is complete, with kExpAfterPvWait P V too. Softmax; K is released as soon as S needs no recomputation.
     const int key = (Config::kMaskBoundsInRegs ? n_block : work.order.block(i)) * Config::kBlockN;
-    wait_for<1>(acc_s);
+    wait_for<Config::kExpAfterPvWait && !kMasked ? 0 : 1>(acc_s);
     if constexpr (!Config::kRandomBitsInPv) dropout.read_col_bits(storage, k_state.stage);
     if constexpr (!SoftmaxStep::kMayRecomputeS) release_k();
     float correction[kRows];

@@ -156,41 +156,8 @@ struct SpeculativeMaskedSoftmax {
   }
 };
 
-// Speculative, with the wait for P V between the exponentials and the check. All warps wait there, speculative or not:
-// wgmma.wait_group is one instruction of the whole warpgroup.
-template <class Config>
-struct SpeculativeAroundPvSoftmax {
-  static constexpr bool kMayRecomputeS = true;
-
-  template <class Mainloop>
-  __device__ __forceinline__ static typename Config::Flag run(Mainloop& m, const FwdWork<Config>& work, int key,
-                                                              int q_stage, float (&correction)[Mainloop::kRows]) {
-    constexpr int kRows = Mainloop::kRows;
-    const Flash_fwd_params& params = m.params;
-    auto scores = row_col_view(m.acc_s);
-    float offset[kRows], sums[kRows];
-    for (int mi = 0; mi < kRows; ++mi) offset[mi] = m.softmax.row_max[mi] * params.softmax_scale_log2;
-    typename Config::Flag rescale = false;
-    const bool speculative = may_speculate(m, work, key);
-    if (!speculative) {
-      rescale = m.softmax.update_row_max(scores, params.softmax_scale_log2, correction, params.rescale_threshold_log2);
-      m.softmax.set_offsets(scores, params.softmax_scale_log2, offset);
-    }
-    m.softmax.exp2_with_sums(scores, params.softmax_scale_log2, [&](int mi, int) { return offset[mi]; }, sums);
-    cute::warpgroup_wait<0>();
-    if (speculative && !m.softmax.speculation_holds(sums)) {
-      m.recompute_s(q_stage);
-      return update_softmax(m, scores, correction);
-    }
-    m.softmax.add(sums);
-    return rescale;
-  }
-};
-
 template <class Config, bool kMasked>
-using SpeculativeStep = std::conditional_t<
-    kMasked, SpeculativeMaskedSoftmax<Config>,
-    std::conditional_t<Config::kCheckSumsAfterPv, SpeculativeAroundPvSoftmax<Config>, SpeculativeSoftmax<Config>>>;
+using SpeculativeStep = std::conditional_t<kMasked, SpeculativeMaskedSoftmax<Config>, SpeculativeSoftmax<Config>>;
 
 template <class Config, bool kMasked>
 using FwdSoftmaxStep =
