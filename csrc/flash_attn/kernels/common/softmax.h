@@ -148,12 +148,15 @@ struct Softmax {
     }
   }
 
-  // Second half of update().
+  // Second half of update(). Offsets: row_max * scale, subtracted from exponents; large ones from the scores
+  // beforehand.
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale) {
     using namespace cute;
     float offset[kRows];
-    set_offsets(scores, scale, offset);
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
+    if (is_large) subtract_row_max(scores, offset);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
 #pragma unroll
@@ -162,14 +165,6 @@ struct Softmax {
         row_sum[mi][0] += scores(mi, ni);
       }
     }
-  }
-
-  // Offsets subtracted from exponents: row_max * scale. Large ones are subtracted from the scores beforehand.
-  template <class Scores>
-  __device__ __forceinline__ void set_offsets(Scores& scores, float scale, float (&offset)[kRows]) const {
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) offset[mi] = row_max[mi] * scale;
-    if (is_large) subtract_row_max(scores, offset);
   }
 
   // update() of softcapped scores (scale 1) by `series`; false, with nothing done, where the warp has scores beyond the
@@ -301,40 +296,22 @@ struct Softmax {
 
   template <class Scores, class OffsetOf>
   __device__ __forceinline__ bool exp2_speculative(Scores& scores, float scale, const OffsetOf& offset_of) {
-    float sums[kRows];
-    exp2_with_sums(scores, scale, offset_of, sums);
-    if (!speculation_holds(sums)) return false;
-    add(sums);
-    return true;
-  }
-
-  // First half of exp2_speculative(): `sums` are of this block alone.
-  template <class Scores, class OffsetOf>
-  __device__ __forceinline__ static void exp2_with_sums(Scores& scores, float scale, const OffsetOf& offset_of,
-                                                        float (&sums)[kRows]) {
     using namespace cute;
+    float sums[kRows] = {};  // of this block alone
+    bool holds = true;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      sums[mi] = 0.0f;
 #pragma unroll
       for (int ni = 0; ni < size<1>(scores); ++ni) {
         scores(mi, ni) = exp2f(scores(mi, ni) * scale - offset_of(mi, ni));
         sums[mi] += scores(mi, ni);
       }
+      holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
     }
-  }
-
-  // Whether speculation was right for the whole warp.
-  __device__ __forceinline__ static bool speculation_holds(const float (&sums)[kRows]) {
-    bool holds = true;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) holds &= sums[mi] <= kMaxSpeculativeSum;  // false for NaN
-    return __all_sync(0xffffffffu, holds);
-  }
-
-  __device__ __forceinline__ void add(const float (&sums)[kRows]) {
+    if (!__all_sync(0xffffffffu, holds)) return false;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
+    return true;
   }
 
   // Large row_max * scale rounds by more than 16-bit probabilities do: subtract first, so that the maximal score
