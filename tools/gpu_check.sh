@@ -7,11 +7,11 @@
 # with FLASH_ATTN_KERNEL_ARCHIVE set only the binding is compiled. Every stage has its own time limit (seconds, by
 # INSTALL_LIMIT, TESTS_LIMIT, BENCH_LIMIT, DEMO_LIMIT; the sanitizer's tools, each a stage of its own, by
 # MEMCHECK_LIMIT, RACECHECK_LIMIT, INITCHECK_LIMIT, SYNCCHECK_LIMIT, else SANITIZE_LIMIT); SANITIZE_TOOLS names the
-# tools to run. A failing stage does not stop the next one. The last lines are a table of stages; the exit status is
-# the number of stages that did not pass.
+# tools to run, each as SANITIZE_SHARDS (2) processes side by side. A failing stage does not stop the next one. The
+# last lines are a table of stages; the exit status is the number of stages that did not pass.
 set -u
 
-[ $# -ge 1 ] || { sed -n '2,12p' "$0"; exit 64; }
+[ $# -ge 1 ] || { sed -n '2,13p' "$0"; exit 64; }
 mkdir -p "$1" || exit 64
 out=$(cd "$1" && pwd)
 shift
@@ -88,7 +88,7 @@ declare -A excluded_kernels=([memcheck]="" [racecheck]="" [initcheck]="" [syncch
 # outputs and gradients that are NaN beforehand (tools/sanitize_cases.py). torch probes driver functions that may be
 # missing, so memcheck is told not to count refused API calls; our own launches are checked by our code.
 stage_sanitize() {
-    local tool sanitizer
+    local tool sanitizer shards=${SANITIZE_SHARDS:-2}
     if ! sanitizer=$(find_sanitizer); then
         status=1 seconds=0
         record sanitize "compute-sanitizer not found"
@@ -107,7 +107,8 @@ stage_sanitize() {
         done
         : >"$log"
         limited "$tool" "${!limit:-${SANITIZE_LIMIT:-50}}" "$log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py" "${cases[@]}"
+            xargs -a <(seq 0 $((shards - 1))) -P "$shards" -I{} \
+            "$sanitizer" "${options[@]}" "$python" "$root/tools/sanitize_cases.py" --shard "{}/$shards" "${cases[@]}"
         record "$tool" "$(grep -E 'SUMMARY|wrong results|rror:' "$log" | tail -n 3 | paste -sd ';' | cut -c1-300)" "$log"
     done
 }

@@ -1,9 +1,11 @@
 """Small forward and backward problems that cover the kernels' code paths, each checked, to run under compute-sanitizer.
 
-compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT] [--nan-outputs]
+compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT] [--shard I/N]
+    [--nan-outputs]
 
 The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN; each
-has the same values in every run, with --only too. The exit status is 1 when a result is wrong.
+has the same values in every run, with --only and --shard too. The exit status is 1 when a result is wrong. Shards, of
+which each has every Nth case, run side by side: most of a sanitizer's time is the host's.
 
 --nan-outputs is for initcheck, which does not see what TMA stores write and reports every later read of it: outputs and
 gradients are then NaN before the call. What initcheck cannot find so, an element that is never written, is a wrong
@@ -186,17 +188,26 @@ def checks(device):
         yield name, "", run_check
 
 
+def shard(text):
+    """(index, count) of "I/N"."""
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError(f"expected I/N with 0 <= I < N, got {text}")
+    return index, count
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="run the cases whose name contains this text")
+    parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="run every Nth case from case I on")
     parser.add_argument("--nan-outputs", action="store_true", help="fill outputs and gradients with NaN beforehand")
     options = parser.parse_args(arguments)
     if options.nan_outputs:
         calls.backends = NanOutputBackends
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
-    for name, family, run_check in checks(options.device):
+    for name, family, run_check in itertools.islice(checks(options.device), options.shard[0], None, options.shard[1]):
         if options.only not in name:
             continue
         torch.manual_seed(0)

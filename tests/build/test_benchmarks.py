@@ -644,3 +644,18 @@ def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):
     assert [entry["score"] for entry in entries] == [pytest.approx(2**-0.5), pytest.approx(3**-0.5), 0.0]
     triton_sweep.print_table("dq", 64, entries)
     assert "(128, 64, 8, 2)     0.000          inf" in capsys.readouterr().out
+
+
+# ---- SDPA ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_by_sdpa_are_timed_in_every_way(tmp_path):
+    pytest.importorskip("transformers")
+    import sdpa_step
+
+    path = tmp_path / "steps.json"
+    assert sdpa_step.main(["--device", "cpu", "--steps", "1", "--out", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [set(row["ms"]) for row in result["rows"]] == [{"torch", "scope"}] * len(sdpa_step.TINY)
+    assert all(ms > 0 for row in result["rows"] for ms in row["ms"].values())
+    assert result["versions"]["transformers"] and result["device"]["type"] == "cpu"

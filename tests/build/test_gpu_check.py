@@ -67,6 +67,15 @@ def test_cases_run(only, nan_outputs, capsys, monkeypatch):
     assert len(lines) > 2 and all(line.startswith("ok ") for line in lines[1:-1])
 
 
+def test_shards_have_every_case_once(capsys, monkeypatch):
+    monkeypatch.setattr(sanitize_cases, "checks", lambda device: ((f"case {i}", "", lambda: None) for i in range(8)))
+    ran = []
+    for i in range(3):
+        assert sanitize_cases.main(["--device", "cpu", "--shard", f"{i}/3"]) == 0
+        ran += [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert sorted(ran) == [f"case {i}" for i in range(8)]
+
+
 def test_bounds_are_the_running_maximum():
     assert sequence_bounds((5, 3, -7, 9, 2**31 - 1, 0), 20) == [5, 5, 5, 9, 20, 20]
 
@@ -124,7 +133,13 @@ def test_every_tool_is_a_stage(gpu_check):
 def test_a_tool_that_reports_fails_its_stage(gpu_check, tool):
     status, found, _ = gpu_check(FAIL=tool)
     assert status == 1
-    assert found == {**dict.fromkeys(("install", *TOOLS), "passed"), tool: "rc 3"}
+    assert found == {**dict.fromkeys(("install", *TOOLS), "passed"), tool: "rc 123"}  # of xargs
+
+
+def test_shards_are_all_run(gpu_check):
+    _, _, out = gpu_check(SANITIZE_SHARDS="3", SANITIZE_TOOLS="memcheck")
+    ran = [line.split("--shard ")[1] for line in (out / "memcheck.log").read_text().splitlines() if "cases: " in line]
+    assert sorted(ran) == ["0/3", "1/3", "2/3"]
 
 
 def test_every_tool_has_its_own_limit(gpu_check):
