@@ -117,6 +117,13 @@ def nan_gradients(tensors, given):
     return [x.new_full(x.shape, float("nan")) if gradient is None else gradient for x, gradient in zip(tensors, given)]
 
 
+def with_nan_out(given, index=12):
+    """The arguments of fwd_kvcache with a result to write that is full of NaN."""
+    q, v_cache, out = given[0], given[2], given[index]
+    out = nan_output(q, v_cache) if out is None else out.fill_(float("nan"))
+    return *given[:index], out, *given[index + 1 :]
+
+
 class NanOutputs:
     """A backend whose forwards and backwards get tensors to write, full of NaN."""
 
@@ -131,6 +138,8 @@ class NanOutputs:
             return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
                 dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest, **named
             )
+        if name == "fwd_kvcache":
+            return lambda *given, **named: function(*with_nan_out(given), **named)
         return function
 
 

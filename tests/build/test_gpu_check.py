@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -65,6 +66,21 @@ def test_cases_run(only, nan_outputs, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "0 wrong results"
     assert len(lines) > 2 and all(line.startswith("ok ") for line in lines[1:-1])
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_results_over_a_cache_are_nan_beforehand(planned, monkeypatch):
+    """What a call leaves unwritten is a wrong result then, with a result that is given and without."""
+    seen = []
+
+    def fwd_kvcache(*given, real=sanitize_cases.flash_attn.backends.of(torch.empty(0)).fwd_kvcache, **named):
+        seen.append(given[12].isnan().all().item() and given[12].shape == given[0].shape)
+        return real(*given, **named)
+
+    monkeypatch.setattr(sanitize_cases.flash_attn.backends.of(torch.empty(0)), "fwd_kvcache", fwd_kvcache)
+    monkeypatch.setattr(sanitize_cases.calls, "backends", sanitize_cases.NanOutputBackends)
+    sanitize_kvcache.check(*sanitize_kvcache.CASES[0], "cpu", planned=planned)
+    assert seen == [True]
 
 
 def test_shards_have_every_case_once(capsys, monkeypatch):

@@ -98,6 +98,19 @@ def test_splits(device, num_splits):
     check_call(case, device, num_splits=num_splits)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("num_splits", (2, 7, 40))
+def test_slots_that_nobody_writes(device, num_splits, head_dim):
+    """More than 32 CTAs a tile, most of which leave no partial result: NaN in the memory of the others is not read."""
+    case = KvCase((5000,), capacity=5000, nheads=8, nheads_k=1, head_dim=head_dim)
+    problem = make_problem(case, device)
+    if device == "cuda":
+        used = [torch.full((elements,), float("nan"), device=device) for elements in (1 << 24, 1 << 20, 1 << 16)]
+        del used
+    out, lse = run(problem, num_splits=num_splits)
+    check_attention(problem, out, lse)
+
+
 @pytest.mark.parametrize("seqlen_new", (None, 0, 2))
 def test_lengths_zero_full_and_padding(device, seqlen_new):
     new = seqlen_new or 0

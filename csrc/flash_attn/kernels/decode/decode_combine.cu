@@ -51,11 +51,13 @@ __device__ float warp_sum(float value) {
 // The partial results of a tile, one per lane and 32 at a time; the first ones are looked up before they are written.
 struct LanePartials {
   int index;
-  int slot;
+  int slot;        // -1: none
+  int first_slot;  // of the tile's first partial result, which exists
 
   __device__ LanePartials(const Flash_kvcache_params& params, const SplitTile& tile)
       : index(tile.first + static_cast<int>(threadIdx.x % 32)) {
     look_up(params, tile);
+    first_slot = max(__shfl_sync(0xffffffffu, slot, 0), 0);  // a tile that is not split has none
   }
 
   __device__ void next(const Flash_kvcache_params& params, const SplitTile& tile) {
@@ -80,8 +82,8 @@ struct RowWarps {
 };
 
 // Addresses of each lane's row statistics and of a row of the partial results from `first_partial` on, computed before
-// the attention ends so that only the loads follow its end. A missing partial result, whose weight is 0, is read as
-// that of lane 0, which exists.
+// the attention ends so that only the loads follow its end. A missing partial result, whose weight is 0, is read as the
+// tile's first: a slot that nobody wrote may hold NaN.
 template <int kQuads>
 struct RowLoads {
   const float2* stats;
@@ -90,16 +92,16 @@ struct RowLoads {
   int row_index[kBatchedLoads];
   int quad_index[kQuads];  // columns beyond the padded head dim are read as column 0, and not stored
 
-  __device__ RowLoads(const Flash_kvcache_params& params, int slot, int row, int first_partial)
+  __device__ RowLoads(const Flash_kvcache_params& params, const LanePartials& partials, int row, int first_partial)
       : stats(reinterpret_cast<const float2*>(params.partial_stats)),
         rows(reinterpret_cast<const float4*>(params.partial_o)) {
-    const int present = max(__shfl_sync(0xffffffffu, slot, 0), 0);
-    stats_index = (slot >= 0 ? slot : present) * params.slot_rows + row;
+    const int present = partials.slot >= 0 ? partials.slot : partials.first_slot;
+    stats_index = present * params.slot_rows + row;
     const int quads = params.padded_dim / 4;
 #pragma unroll
     for (int i = 0; i < kBatchedLoads; ++i) {
-      const int other = __shfl_sync(0xffffffffu, slot, first_partial + i);
-      row_index[i] = ((other >= 0 ? other : present) * params.slot_rows + row) * quads;
+      const int other = __shfl_sync(0xffffffffu, present, first_partial + i);
+      row_index[i] = (other * params.slot_rows + row) * quads;
     }
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -168,12 +170,12 @@ __device__ RowStats sum_partials(const Flash_kvcache_params& params, const Split
       add_rows(sum, weight, j, values);
       j += kBatchedLoads;
       if (j >= end) break;
-      RowLoads<kQuads>(params, partials.slot, row, j).load_rows(values);
+      RowLoads<kQuads>(params, partials, row, j).load_rows(values);
     }
     remaining -= 32;
     if (remaining <= 0) break;
     partials.next(params, tile);
-    loads = RowLoads<kQuads>(params, partials.slot, row, warps.first_partial());
+    loads = RowLoads<kQuads>(params, partials, row, warps.first_partial());
   }
   if (__any_sync(0xffffffffu, rejected)) stats.sum = RowStats::kRejected;
   return stats;
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int row = min(splits_row ? begin : begin + warp, max(end - 1, 0));
   const bool writes = warps.index == 0 && (splits_row || begin + warp < end);
   const LanePartials partials(params, tile);
-  RowLoads<kQuads> loads(params, partials.slot, row, warps.first_partial());
+  RowLoads<kQuads> loads(params, partials, row, warps.first_partial());
   loads.materialize();
   const RowOutput<Element, kQuads> output(params, tile, row);
   if (splits_row) __syncthreads();  // all reads of the scratch precede its reuse
