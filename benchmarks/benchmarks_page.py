@@ -8,7 +8,16 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from markdown_tables import decode_table, figures_block, loss_table, rewritten, row_table, score_table, speed_block
+from markdown_tables import (
+    decode_table,
+    figures_block,
+    loss_table,
+    rewritten,
+    row_table,
+    score_table,
+    speed_block,
+    steps_block,
+)
 from scores import OURS, environment_line, load, modes, overhead_lines, ratios, score_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +46,10 @@ cache was overwritten, "a layer" a graph of 20 calls, each with a cache of its o
 TRAINING = """\
 A character-level GPT (`examples/train_char_lm.py`) trained with each attention from one seed on the same batches. The
 other rows evaluate plain attention in another order or precision: their differences to it are the noise of the dtype.
+"""
+STEPS = """\
+Forward, backward and AdamW under autocast to bfloat16, the ways in turns step by step, the median (docs/sdpa.md says
+what the two ways are). In PyTorch's choice most of these calls are cuDNN's.
 """
 
 
@@ -157,6 +170,13 @@ def training_lines():
     return [*lines, "", plot_line("plots_train/train_char_lm.png")]
 
 
+def sdpa_lines():
+    name = "h100_sdpa_step"
+    command = f"python benchmarks/sdpa_step.py --out {name}.json"
+    lines = ["", "## A model that calls SDPA", "", *wrapped(STEPS), "", *steps_block(stored(name))]
+    return [*lines, "", *wrapped(f"From `{RESULTS / name}.json`; reproduce with `{command}`.")]
+
+
 def page():
     """The text of docs/benchmarks.md."""
     name = "h200_train"
@@ -166,7 +186,7 @@ def page():
     lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
     for section in SECTIONS:
         lines += section_lines(section)
-    return "\n".join([*lines, *decoding_lines(), *training_lines()]) + "\n"
+    return "\n".join([*lines, *decoding_lines(), *training_lines(), *sdpa_lines()]) + "\n"
 
 
 def readme(text):
@@ -174,6 +194,7 @@ def readme(text):
     trained = stored("h200_train")
     blocks = {
         "figures": figures_block(trained, RESULTS / "h200_train.json"),
+        "steps": steps_block(stored("h100_sdpa_step")),
         "speed": speed_block(trained, stored("h200_fwd_other"), stored("h200_decode"), stored("h200_decode_fa3")),
     }
     for name, block in blocks.items():

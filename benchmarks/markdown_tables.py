@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from statistics import geometric_mean
 
 from plots import PLOTTED_GROUPS
@@ -191,3 +192,17 @@ def speed_block(trained, other, decoded, recorded):
     told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}; the others "
     told += f"at {environment_line(other).rsplit(', ', 1)[1]} and {environment_line(decoded).rsplit(', ', 1)[1]}."
     return [*markdown_table(header, rows), "", told, "All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]
+
+
+def steps_block(result):
+    """Steps of a transformers model by SDPA (benchmarks/sdpa_step.py): milliseconds, and what the provider gains."""
+    header = ["layers × width, heads, tokens", "PyTorch's choice", "its flash attention", "`register`", "`use`"]
+    lines = []
+    for row in result["rows"]:
+        ms, tokens = row["ms"], f"{row['batch']} × {row['seqlen']}"
+        shape = f"{row['layers']} × {row['dim']}, {row['heads']}/{row['heads_k']}, {tokens}"
+        gained = [f"{ms[name]:.1f} ({ms[name] / ms['provider']:.2f}×)" for name in ("torch", "flash")]
+        lines.append([shape, *gained, *(f"{ms[name]:.1f}" for name in ("provider", "scope"))])
+    told = "Milliseconds of a training step of transformers' Llama with *sdpa* attention (relative to `register`); "
+    told += f"{environment_line(result)}, transformers {result['versions']['transformers']}."
+    return [*markdown_table(header, lines), "", *textwrap.wrap(told, 118, break_on_hyphens=False)]

@@ -71,13 +71,14 @@ def test_cases_run(only, nan_outputs, capsys, monkeypatch):
 @pytest.mark.parametrize("planned", [False, True])
 def test_results_over_a_cache_are_nan_beforehand(planned, monkeypatch):
     """What a call leaves unwritten is a wrong result then, with a result that is given and without."""
-    seen = []
+    seen, backend = [], sanitize_cases.flash_attn.backends.of(torch.empty(0))
+    real = backend.fwd_kvcache
 
-    def fwd_kvcache(*given, real=sanitize_cases.flash_attn.backends.of(torch.empty(0)).fwd_kvcache, **named):
+    def fwd_kvcache(*given, **named):
         seen.append(given[12].isnan().all().item() and given[12].shape == given[0].shape)
         return real(*given, **named)
 
-    monkeypatch.setattr(sanitize_cases.flash_attn.backends.of(torch.empty(0)), "fwd_kvcache", fwd_kvcache)
+    monkeypatch.setattr(backend, "fwd_kvcache", fwd_kvcache)
     monkeypatch.setattr(sanitize_cases.calls, "backends", sanitize_cases.NanOutputBackends)
     sanitize_kvcache.check(*sanitize_kvcache.CASES[0], "cpu", planned=planned)
     assert seen == [True]
