@@ -76,8 +76,11 @@ def test_schemas_are_those_of_before():
         "flash_attn_core::kvcache_append_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
         "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, "
         "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, "
+        "Tensor(e!)? k_token_descale, Tensor(f!)? v_token_descale, "
         "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None) -> (Tensor, Tensor)"
+        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None, "
+        "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, bool v_per_channel=False, "
+        "ScalarType? out_dtype=None) -> (Tensor, Tensor)"
     )
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "
