@@ -243,10 +243,11 @@ class KvCachePlanArgs(NamedTuple):
     window_right: int
     num_splits: int
     batch_invariant: bool
+    eight_bit: bool = False  # of a cache of codes
 
     def sizes(self):
-        """All but the tensors."""
-        return self[self._fields.index("batch") :]
+        """What all backends schedule by, but for the tensors."""
+        return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
 
 _SCHEMA_TYPES = {

@@ -221,9 +221,7 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
         context.check_writable(("out", "k_cache", "v_cache", "k_descale", "v_descale"), overwritten)
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
-        if not args.q.is_cpu:
-            scaled.reject_kvcache(args)
-        scaling = args.scaling()
+        scaling = args.scaling() if args.q.is_cpu else scaled.kvcache_arguments(args)
     out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
@@ -254,7 +252,9 @@ def kvcache_plan(args: KvCachePlanArgs):
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
-    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan)
+    # On the CPU nothing is scheduled.
+    codes = {"eight_bit": True} if args.eight_bit and not args.cache_seqlens.is_cpu else {}
+    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **codes)
     context.written((args.plan,))
     return plan
 

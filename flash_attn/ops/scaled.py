@@ -37,17 +37,16 @@ def forward(args: AttentionArgs, attend):
     return (out, *others)
 
 
-def reject_kvcache(args: KvCacheArgs):
-    """Raise NotImplementedError for a call of a device other than the CPU: decoding converts no caches."""
-    names = (("k_cache", args.k_cache), ("v_cache", args.v_cache), ("q", args.q))
-    found = next(((name, x.dtype) for name, x in names if x.dtype in eight_bit.EIGHT_BIT), None)
-    if found is None:
-        raise RuntimeError("descales, out_dtype: expected None without 8-bit tensors, got some")
-    name, dtype = found
-    raise NotImplementedError(
-        f"{name}: expected float16 or bfloat16 on {args.q.device.type}, got {eight_bit.named(dtype)}: decoding has no "
-        "kernels for 8 bits there yet (flash_attn_varlen_func with block_table reads such pages, the CPU all caches)"
-    )
+def kvcache_arguments(args: KvCacheArgs):
+    """What kernels over an 8-bit cache take by name: queries have 16 bits there, and results their dtype."""
+    q, k_cache, v_cache = args.q, args.k_cache, args.v_cache
+    eight_bit.check_dtypes(q, k_cache, v_cache, args.out_dtype, names=("k_cache", "v_cache"))
+    if q.dtype in eight_bit.EIGHT_BIT:
+        raise NotImplementedError(
+            f"q: expected float16 or bfloat16 on {q.device.type}, got {eight_bit.named(q.dtype)}: decoding has no "
+            "kernels for 8 bits of q there yet"
+        )
+    return {name: value for name, value in args.scaling().items() if name != "out_dtype"}
 
 
 def _check_shapes(args: AttentionArgs):
