@@ -6,6 +6,7 @@ import pkgutil as _pkgutil
 __path__ = _pkgutil.extend_path(__path__, __name__)
 __version__ = "2.8.3"  # the API level that clients test for; our own release stands in __build__
 
+from flash_attn import fp8
 from flash_attn._build import build_info as _build_info
 from flash_attn.batch_invariance import is_batch_invariant, set_batch_invariant
 from flash_attn.dropout import dropout_mask
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fp8",
     "is_batch_invariant",
     "set_batch_invariant",
 ]

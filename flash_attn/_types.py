@@ -1,7 +1,7 @@
 """Types of the public functions' arguments and results, for annotations alone."""
 
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from torch import Tensor
 
@@ -10,3 +10,5 @@ from torch import Tensor
 TensorOrTuple = Union[Tensor, Any]
 
 WindowSize = Union[Sequence[int], Tensor]  # (left, right) in keys, -1 for unbounded
+
+Descale = Optional[Union[float, Tensor]]  # of 8-bit tensors: value = code * descale

@@ -67,6 +67,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         kernel: the family: "mma_sync", "wgmma" or "split_kv" on CUDA; "tiled", "torch_flash", "by_row" on the CPU;
             "none" where there is nothing to compute.
         variant, dtype, head_dim, head_dim_v: of the instantiation, whose head dims are those of the call rounded up.
+        kv_dtype: "e4m3" or "int8", of an 8-bit cache on CUDA.
         block_m, block_n: rows and keys of a tile. stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
         num_splits, split: how keys are split. workspace_bytes: memory beside the results.

@@ -8,6 +8,8 @@ Common to all of them:
 
 dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 and float64 too. Sums are kept in
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
+8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is, without gradient and dropout: exact
+             attention of code * descale. CUDA has no kernels of its own for them yet, and converts them.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
@@ -30,10 +32,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from flash_attn import backends
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.autograd_functions import (  # noqa: F401
     FlashAttnFunc,
     FlashAttnKVPackedFunc,
@@ -85,6 +88,17 @@ _OPTIONS_DOC = """
             the same with -inf there. "flashinfer": logarithm to base 2, -inf there.
 """
 
+_DESCALES_DOC = """
+        q_descale: of float8_e4m3fn q, whose values are then code * descale: a number, or float32 on its device of one
+            element, (nheads,), (batch, nheads), or with nheads_k in place of nheads. None is 1. This and the following
+            are keyword only.
+        k_descale: of float8_e4m3fn or int8 k: as for q, with nheads_k; or of each row, (batch, 1 or seqlen_k,
+            nheads_k), packed (total_k, 1, nheads_k), with pages (num_pages, 1 or page_size, nheads_k).
+        v_descale: the same for v.
+        v_descale_axis: None, or "channel" for a v_descale of (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v).
+        out_dtype: dtype of out where q has 8 bits: float16 or bfloat16. Default: that of v, or bfloat16.
+"""
+
 _RESULT_DOC = """
     Returns:
         out: {out}, contiguous.
@@ -108,7 +122,9 @@ def _documented(out: str, lse: str) -> Callable[[_Function], _Function]:
     def fill(function: _Function) -> _Function:
         if function.__doc__ is not None:  # None under python -OO
             result = _RESULT_DOC.format(out=out, lse=lse).strip()
-            function.__doc__ = function.__doc__.replace("<options>", _OPTIONS_DOC.strip()).replace("<result>", result)
+            sections = {"<options>": _OPTIONS_DOC, "<descales>": _DESCALES_DOC, "<result>": result}
+            for place, text in sections.items():
+                function.__doc__ = function.__doc__.replace(place, text.strip())
         return function
 
     return fill
@@ -134,6 +150,11 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    v_descale_axis: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> TensorOrTuple:
     """Attention over a batch of sequences of one length; MHA, GQA and MQA.
 
@@ -142,12 +163,14 @@ def flash_attn_func(
         k: (batch, seqlen_k, nheads_k, head_dim)
         v: (batch, seqlen_k, nheads_k, head_dim_v)
         <options>
+        <descales>
 
     <result>
     """
     return attend(
         (q, k, v), DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink, lse_convention,
+        (q_descale, k_descale, v_descale, v_descale_axis, out_dtype),
     )  # fmt: skip
 
 
@@ -247,6 +270,11 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     lse_convention: str = "fa2",
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    v_descale_axis: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> TensorOrTuple:
     """Attention over sequences of different lengths, concatenated without padding.
 
@@ -272,6 +300,7 @@ def flash_attn_varlen_func(
             alone: they may go beyond the next sequence's. Keyword only. Forward only.
         leftpad_k: int32 (batch,). Number of keys skipped at the start of each sequence; they count in its length and
             in seqused_k; keyword only. Forward only.
+        <descales>
 
     <result>
     """
@@ -279,7 +308,7 @@ def flash_attn_varlen_func(
     return attend_rows_in_use(
         seqused_q, (q, k, v), sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sinks, return_max_logit, batch_invariant, s_aux, learnable_sink,
-        lse_convention,
+        lse_convention, (q_descale, k_descale, v_descale, v_descale_axis, out_dtype),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn._types import Descale, TensorOrTuple, WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import arguments, library
@@ -47,6 +47,11 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    v_descale_axis: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> TensorOrTuple:
     """Attention of new queries over a KV cache, which first receives the new k and v in place. No backward.
 
@@ -58,6 +63,10 @@ def flash_attn_with_kvcache(
     LSE +inf; its row of block_table may hold anything. The same holds on the GPU, without waiting for it, for a
     sequence whose length does not fit into the cache, or that needs a page, cache row or rotary angle that does not
     exist; where the host sees such a length or entry (an int, CPU tensors), it is an error.
+
+    Caches of float8_e4m3fn and int8 (on CUDA with q of 16 bits): attention of code * descale. New k and v that are
+    wider are quantised when they are written, behind the rotation and rounded as a cache of their dtype would be
+    (`flash_attn.eight_bit` has the arithmetic).
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim)
@@ -92,6 +101,14 @@ def flash_attn_with_kvcache(
         lse_convention: str, of softmax_lse, as in `flash_attn_func`: "fa2", "fa3" or "flashinfer".
         sinks, s_aux, learnable_sink: (nheads,) float32 or half precision. As in `flash_attn_func`; a row without keys
             has out 0 and LSE the sink, a padding request has none.
+        q_descale: as in `flash_attn_func`, of float8_e4m3fn q, whose k_cache is float8_e4m3fn too.
+        k_descale: of an 8-bit k_cache: a number, or float32 on its device of one element, (nheads_k,),
+            (batch, nheads_k), of each page or row (num_pages, 1 or page_size, nheads_k), without pages
+            (batch_cache, 1 or seqlen_cache, nheads_k). Where there is one for each row, those of the new rows, largest
+            value / 448 (int8: 127), are written; any other is what new rows are quantised by. None is 1.
+        v_descale: the same of v_cache.
+        v_descale_axis: None, or "channel" for a v_descale of (nheads_k, head_dim) or (batch, nheads_k, head_dim).
+        out_dtype: as in `flash_attn_func`.
 
     Returns:
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
@@ -125,11 +142,15 @@ def flash_attn_with_kvcache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
+    scaling = arguments.scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype)
+    scaling, tokens = (
+        arguments.written_descales(scaling, k_cache, v_cache) if k is not None else (scaling, (None, None))
+    )
     args = KvCacheArgs(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out, None if plan is None else plan.tensor, scale, causal, left, right,
+        alibi_slopes, out, None if plan is None else plan.tensor, *tokens, scale, causal, left, right,
         arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
-        batch_invariant, sinks,
+        batch_invariant, sinks, *scaling,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flash_attn._types import WindowSize
 from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.eight_bit import EIGHT_BIT, named
 from flash_attn.ops import arguments, calls, context, library
 from flash_attn.ops.attention_args import KvCachePlanArgs
 
@@ -34,6 +36,7 @@ class KvCachePlan:
         cache_leftpad: int32 (batch,), as in the calls.
         num_splits: int. The most splits of a sequence's keys, 1 for none; 0 chooses.
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
+        kv_cache_dtype: torch.dtype of the cache, where it is float8_e4m3fn or int8; None is that of the queries.
 
     Raises RuntimeError or TypeError that names the argument.
     """
@@ -52,6 +55,7 @@ class KvCachePlan:
         cache_leftpad: Tensor | None = None,
         num_splits: int = 0,
         batch_invariant: bool = False,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
@@ -62,6 +66,9 @@ class KvCachePlan:
         self._window = arguments.normal_window(arguments.flag("causal", causal), window_size)
         self.num_splits = arguments.integer("num_splits", num_splits, least=0)
         self.batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
+        if kv_cache_dtype is not None and not isinstance(kv_cache_dtype, torch.dtype):
+            raise TypeError(f"kv_cache_dtype: expected None or a torch.dtype, got {arguments.shown(kv_cache_dtype)}")
+        self._eight_bit = kv_cache_dtype in EIGHT_BIT
         self.tensor: Tensor = calls.kvcache_plan(self._args(cache_seqlens, cache_leftpad, None))
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
@@ -70,7 +77,7 @@ class KvCachePlan:
         left, right = self._window
         return KvCachePlanArgs(
             cache_seqlens, cache_leftpad, plan, *self._sizes, causal=right == 0, window_left=left, window_right=right,
-            num_splits=self.num_splits, batch_invariant=self.batch_invariant,
+            num_splits=self.num_splits, batch_invariant=self.batch_invariant, eight_bit=self._eight_bit,
         )  # fmt: skip
 
     @staticmethod
@@ -108,6 +115,9 @@ class KvCachePlan:
         if sizes != self._sizes:
             name, made, asked = next(x for x in zip(_SIZES, self._sizes, sizes) if x[1] != x[2])
             raise RuntimeError(f"plan: expected one made for {name} {asked}, got one for {made}")
+        if (k_cache.dtype in EIGHT_BIT) is not self._eight_bit:
+            made = "8 bits" if self._eight_bit else "at least 16 bits"
+            raise RuntimeError(f"plan: expected one made for kv_cache_dtype {named(k_cache.dtype)}, got one for {made}")
         window = arguments.normal_window(causal, window_size)
         if window != self._window:
             raise RuntimeError(f"plan: expected one made for the window {window}, got one for {self._window}")

@@ -3,10 +3,10 @@
 What holds for all of them is what holds for those of `flash_attn` (dtypes, heads, head dims, positions, errors), but:
 
 softmax_lse  of a fully masked row is -inf here.
-dtypes       8-bit inputs are rejected.
+8 bits       q, k and v of float8_e4m3fn with q_descale, k_descale, v_descale (batch, nheads_k), and all else that
+             `flash_attn.flash_attn_func` takes. Descales of wider tensors have no effect, as there.
 accepted     and without effect on the result: num_splits, pack_gqa, sm_margin, scheduler_metadata.
-rejected     with NotImplementedError that names it: qv, q_descale, k_descale, v_descale, attention_chunk,
-             cu_seqlens_k_new, rotary_seqlens.
+rejected     with NotImplementedError that names it: qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens.
 sinks        (nheads,), also named s_aux and learnable_sink: as in `flash_attn.flash_attn_func`; keyword only.
 out          a tensor for the result, which is returned; keyword only, without gradients.
 """
@@ -114,12 +114,15 @@ def flash_attn_func(
         out: (batch, seqlen_q, nheads, head_dim_v)
         softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q) float32.
     """
-    _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _checks.reject_unsupported(qv, attention_chunk)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    if _writes_straight(out, q, k, v, sinks):
+    arguments.check_tensors(("q", "k", "v"), (q, k, v))
+    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    if not scaling and _writes_straight(out, q, k, v, sinks):
         return _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs)
     result = flash_attn.flash_attn_func(
-        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks=sinks
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks=sinks,
+        **scaling,
     )  # fmt: skip
     return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
@@ -150,10 +153,14 @@ def flash_attn_qkvpacked_func(
         num_heads_q: int. Heads of q among those of the second form.
         All others and the results: as in `flash_attn_func`.
     """
-    _checks.reject_unsupported(None, q_descale, k_descale, v_descale, attention_chunk)
+    _checks.reject_unsupported(None, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    scaling = _checks.scaling(qkv, qkv, qkv, q_descale, k_descale, v_descale)
+    if qkv.dim() == 5 and scaling:
+        q, k, v = qkv.unbind(2)
+        return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks, **scaling), return_attn_probs)
     if qkv.dim() != 4:
         return _result(flash_attn.flash_attn_qkvpacked_func(qkv, *options, sinks=sinks), return_attn_probs)
     if num_heads_q is None:
@@ -162,7 +169,7 @@ def flash_attn_qkvpacked_func(
     if others < 0 or others % 2:
         raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {num_heads_q}")
     q, k, v = qkv.split([num_heads_q, others // 2, others // 2], dim=2)
-    return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks), return_attn_probs)
+    return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks, **scaling), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -213,9 +220,11 @@ def flash_attn_varlen_func(
         out: (total_q, nheads, head_dim_v)
         softmax_lse (with return_attn_probs): (nheads, total_q) float32.
     """
-    _checks.reject_unsupported(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _checks.reject_unsupported(qv, attention_chunk)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    if _writes_straight(out, q, k, v, sinks):
+    arguments.check_tensors(("q", "k", "v"), (q, k, v))
+    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    if not scaling and _writes_straight(out, q, k, v, sinks):
         return _forward_into(
             out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
@@ -226,6 +235,7 @@ def flash_attn_varlen_func(
     result = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
         softcap, None, deterministic, return_attn_probs, seqused_q=seqused_q, seqused_k=seqused_k, sinks=sinks,
+        **scaling,
     )  # fmt: skip
     return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
@@ -284,10 +294,9 @@ def flash_attn_with_kvcache(
         with return_softmax_lse: out, softmax_lse (batch, nheads, seqlen_q) or (nheads, total_q) float32, and two empty
             tensors where FlashAttention-3 has the partial results of its splits.
     """
-    _checks.reject_unsupported(
-        qv, q_descale, k_descale, v_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens
-    )  # fmt: skip
+    _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens)
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+    scaling = _checks.scaling(q, k_cache, v_cache, q_descale, k_descale, v_descale, out)
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     appends = any(x is not None for x in (k, v, rotary_cos, rotary_sin))
     if appends:
@@ -296,12 +305,12 @@ def flash_attn_with_kvcache(
         result, lse = flash_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0), True,
-            out=out, sinks=sinks,
+            out=out, sinks=sinks, **scaling,
         )  # fmt: skip
     else:
         result, lse = _packed_over_cache(
             q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale,
-            causal, window_size, softcap, sinks, out,
+            causal, window_size, softcap, sinks, out, scaling,
         )  # fmt: skip
     if not return_softmax_lse:
         return result
@@ -310,7 +319,7 @@ def flash_attn_with_kvcache(
 
 def _packed_over_cache(
     q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale, causal,
-    window_size, softcap, sinks, out,
+    window_size, softcap, sinks, out, scaling,
 ):  # fmt: skip
     """(out, lse) of packed queries over the pages of a cache; the rows of a cache without pages are pages too."""
     rows, cu_rows = pack(q, cu_seqlens_q)
@@ -318,7 +327,7 @@ def _packed_over_cache(
     result, lse, _ = flash_attn.flash_attn_varlen_func(
         rows, k_cache, v_cache, cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1], 0.0,
         softmax_scale, causal, window_size, softcap, None, False, True, page_table,
-        seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad, sinks=sinks,
+        seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad, sinks=sinks, **scaling,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return copied(out, result), lse

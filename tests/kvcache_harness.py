@@ -191,6 +191,7 @@ def plan_for(problem, **options):
     c = problem.case
     seqlen_cache = problem.table.shape[1] * c.page_size if c.page_size else c.capacity
     options = {"causal": c.causal, "window_size": c.window, "cache_leftpad": problem.leftpad, **options}
+    options.setdefault("kv_cache_dtype", problem.k_cache.dtype)
     return KvCachePlan(
         problem.lengths, c.seqlen_q, c.nheads, c.nheads_k, c.head_dim, seqlen_cache, seqlen_new=c.new, **options
     )

@@ -14,9 +14,11 @@ SUPPORTED_ARCHS = ("80", "90")
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache"}  # of a direction: Flash_<...>_params
 PLANS = {"fwd": "FwdPlan", "bwd": "BwdPlan"}
 DTYPES = {"fp16": "kFp16", "bf16": "kBf16"}
+CACHE_DTYPES = {"e4m3": "kE4m3", "int8": "kInt8"}  # of a KV cache alone
+ALL_DTYPES = {**DTYPES, **CACHE_DTYPES}
 INSTANTIATION = re.compile(
     r"flash_(?P<direction>fwd|bwd|fwd_split)_hdim(?P<head_dim>\d+)(_(?P<head_dim_v>\d+))?"
-    rf"_(?P<dtype>{'|'.join(DTYPES)})_(?P<family>sm80|sm90)"
+    rf"_(?P<dtype>{'|'.join(ALL_DTYPES)})_(?P<family>sm80|sm90)"
 )
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 # Suffix of the family's functions in flash.h, and the one architecture it is compiled for (None: all that are asked).
@@ -28,7 +30,7 @@ class KernelFile:
     path: Path
     direction: str  # fwd, bwd or fwd_split (against a KV cache)
     head_dim: int
-    dtype: str
+    dtype: str  # of fwd_split: of the cache
     family: str = "sm80"
     head_dim_v: str | None = None  # of V and the output, where it is another
 
@@ -49,7 +51,7 @@ class KernelFile:
     def arguments(self) -> str:
         """Of the template."""
         head_dims = f"{self.head_dim}, {self.head_dim_v}" if self.head_dim_v else self.head_dim
-        return f"Dtype::{DTYPES[self.dtype]}, {head_dims}"
+        return f"Dtype::{ALL_DTYPES[self.dtype]}, {head_dims}"
 
     @property
     def only_arch(self) -> str | None:
@@ -98,7 +100,7 @@ def select(
 ) -> list[KernelFile]:
     """The files of a development subset that have code for some of `archs`; None selects all."""
     known_dims = sorted({f.head_dim for f in files})
-    known_dtypes = [d for d in DTYPES if any(f.dtype == d for f in files)]
+    known_dtypes = [d for d in ALL_DTYPES if any(f.dtype == d for f in files)]
     for dim in head_dims or []:
         if not dim.isdigit() or int(dim) not in known_dims:
             raise BuildError(f"FLASH_ATTN_HEAD_DIMS: expected some of {known_dims}, got {dim!r}")
@@ -119,7 +121,7 @@ def build_info(selected: list[KernelFile], archs: list[str], cuda: str) -> dict:
     return {
         "archs": archs,
         "head_dims": sorted({f.head_dim for f in selected}),
-        "dtypes": [d for d in DTYPES if any(f.dtype == d for f in selected)],
+        "dtypes": [d for d in ALL_DTYPES if any(f.dtype == d for f in selected)],
         "cuda": cuda,
     }
 

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 
 import torch
+from fp8_cache_harness import call, eight_bit_problem
+from fp8_harness import E4M3, INT8, LSE, lse_error, relative_rmse
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
 from flash_attn import flash_attn_combine
@@ -42,6 +44,19 @@ CASES = (
     (KvCase((1200, 31), 2, 2, 1300, head_dim=96, causal=True, sinks=True), {"batch_invariant": True}),
     (KvCase((300, 0, -1, 64), 40, 40, 400, causal=True, head_dim=128, page_size=16, sinks=True), {}),
 )
+# Over caches of codes: (case, codes, shape of descales, options).
+EIGHT_BIT_CASES = (
+    (KvCase((300, 0, -1, 17), 1, 1, 330, page_size=16, head_dim=128, nheads=8), E4M3, "token", {"num_splits": 4}),
+    (KvCase((300, 0, -1, 17), 3, 3, 330, page_size=3, causal=True, rotary_dim=32, head_dim=72), INT8, "token", {}),
+    (KvCase((300, 0, -1, 17), 2, 2, 330, page_size=48, window=(70, 3), head_dim=256), E4M3, "page", {}),
+    (KvCase((40, 7), 2, 2, head_dim=37, layout="unaligned", causal=True, dtype="float16"), INT8, "inline", {}),
+    (KvCase((200, 31), capacity=260, window=(50, 0), alibi=True, leftpad=(20, 40), nheads=6), E4M3, "inline", {}),
+    (KvCase((260, 31), 70, 70, 400, head_dim=64, causal=True, softcap=5.0, dtype="float16"), INT8, "batch", {}),
+    (KvCase((260, 31), 40, 2, 300, head_dim=128, nheads=8, nheads_k=1, causal=True), E4M3, "head", {}),
+    (KvCase((1200, 31), 2, 2, 1300, head_dim=128, causal=True, sinks=True), INT8, "token", {"batch_invariant": True}),
+    (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, page_size=16), INT8, "expanded", {}),
+    (KvCase((1200, 700), capacity=1300, nheads=2, head_dim=256, sinks=True), E4M3, "tensor", {}),
+)
 
 
 def on_cpu(problem):
@@ -59,6 +74,22 @@ def check(case, options, device, planned):
     after = on_cpu(problem)
     check_append(after, before)
     check_attention(after, out.cpu(), lse.cpu())
+
+
+def check_eight_bit(case, stored, shape, options, device, planned):
+    """One call beside the same on the CPU, which writes the same codes and descales."""
+    problem, *descales = eight_bit_problem(case, device, stored, shape)
+    reference, references = on_cpu(problem.clone()), [x.cpu() for x in descales]
+    expected, expected_lse = call(reference, "cpu", *references, **options)
+    if planned:
+        options = {"plan": plan_for(problem, **options), "out": torch.empty_like(problem.q)}
+    out, lse = call(problem, device, *descales, **options)
+    assert relative_rmse(out.cpu(), expected) < 6e-3
+    assert lse_error(lse.cpu(), expected_lse) < LSE
+    if problem.cos is None:
+        for ours, theirs in ((problem.k_cache, reference.k_cache), (problem.v_cache, reference.v_cache)):
+            assert torch.equal(ours.view(torch.int8).cpu(), theirs.view(torch.int8))
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(descales, references))
 
 
 def check_misfits(page_size, device):
@@ -93,6 +124,9 @@ def checks(device):
         for planned in {index % 2 == 1, "num_splits" in options}:
             name = f"kvcache {case} {options}" + ", planned" * planned
             yield name, functools.partial(check, case, options, device, planned)
+    for index, (case, stored, shape, options) in enumerate(EIGHT_BIT_CASES):
+        name = f"kvcache {str(stored)[6:]} {shape} {case} {options}" + ", planned" * (index % 2)
+        yield name, functools.partial(check_eight_bit, case, stored, shape, options, device, index % 2 == 1)
     for page_size in (0, 16):
         yield f"kvcache misfits, page size {page_size}", functools.partial(check_misfits, page_size, device)
     yield "combine", functools.partial(check_combine, device)

@@ -137,13 +137,14 @@ struct CallGuard {
   py::gil_scoped_release release;
 };
 
-// Adds what was given by name. Under the GIL.
-ScoreOptions with_named(ScoreOptions scores, const py::kwargs& named) {
+// Sets what was given by name, in the records that have it. Under the GIL.
+template <class... Options>
+void set_named(const py::kwargs& named, Options&... options) {
   for (const auto& [key, given] : named) {
     const std::string name = py::cast<std::string>(key);
     const py::handle value = given;
     bool is_known = false;
-    scores.visit_named([&](const char* known, auto& option, const char* expected) {
+    const auto set = [&](const char* known, auto& option, const char* expected) {
       if (name != known) return;
       is_known = true;
       using Option = std::decay_t<decltype(option)>;
@@ -152,9 +153,14 @@ ScoreOptions with_named(ScoreOptions scores, const py::kwargs& named) {
         throw py::type_error(name + ": expected " + expected + ", got " + Py_TYPE(value.ptr())->tp_name);
       }
       option = py::detail::cast_op<Option>(std::move(caster));
-    });
+    };
+    (options.visit_named(set), ...);
     if (!is_known) throw py::type_error(name + ": expected no argument of this name");
   }
+}
+
+ScoreOptions with_named(ScoreOptions scores, const py::kwargs& named) {
+  set_named(named, scores);
   return scores;
 }
 
@@ -322,11 +328,12 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
                        bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                        bool rotary_interleaved, int64_t num_splits, const OptionalTensor& plan, bool batch_invariant,
                        const py::kwargs& named) {
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}};
+  CacheDescales descales;
+  set_named(named, scores, descales);
   const CallGuard guard;
   return kFunction({q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx, leftpad_k, block_table,
-                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant});
+                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant, descales});
 }
 
 std::string build_info() {
@@ -424,7 +431,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
-        py::arg("plan") = py::none(), py::call_guard<CallGuard>());
+        py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::call_guard<CallGuard>());
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");

@@ -70,9 +70,9 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
     require(unit, name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
 
 
-def check_query(q: torch.Tensor, axes: str) -> None:
+def check_query(q: torch.Tensor, axes: str, *further_dtypes: torch.dtype) -> None:
     check_on_cpu("q", q)
-    require(q.dtype in DTYPES, "q", "dtype float16, bfloat16, float32 or float64", _dtype_name(q.dtype))
+    check_dtype("q", q, *DTYPES, *further_dtypes)
     check_rank("q", q, axes)
     check_last_stride("q", q)
     require(q.shape[-1] <= MAX_HEAD_DIM, "q", f"a head dim of at most {MAX_HEAD_DIM}", q.shape[-1])
@@ -85,33 +85,40 @@ def check_rank(name: str, tensor: torch.Tensor, axes: str) -> None:
     require(tensor.dim() == rank, name, f"{rank} dimensions ({axes})", tensor.dim())
 
 
-def check_like_query(name: str, tensor: torch.Tensor, q: torch.Tensor, shape, any_stride: bool = False) -> None:
-    """A tensor of q's device and dtype and of the given shape."""
+def check_like_query(
+    name: str, tensor: torch.Tensor, q: torch.Tensor, shape, any_stride: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """A tensor of q's device, of the given shape and of q's dtype or another one."""
     check_device(name, tensor)
-    same = tensor.dtype == q.dtype
-    require(same, name, f"the dtype of q ({_dtype_name(q.dtype)})", _dtype_name(tensor.dtype))
+    if dtype in (None, q.dtype):
+        same = tensor.dtype == q.dtype
+        require(same, name, f"the dtype of q ({_dtype_name(q.dtype)})", _dtype_name(tensor.dtype))
+    else:
+        check_dtype(name, tensor, dtype)
     check_shape(name, tensor, shape)
     if not any_stride:
         check_last_stride(name, tensor)
 
 
-def check_key_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, batch=None, names=("k", "v")) -> None:
+def check_key_value(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, batch=None, names=("k", "v"), dtypes=(None, None)
+) -> None:
     """k and v against q; the axes that k itself decides (sequence or pages, heads) are read from k. v follows k, but
-    for a head dim of its own.
+    for a head dim of its own. dtypes: those of k and v where they are not q's.
     """
     k_name, v_name = names
     check_device(k_name, k)
     check_device(v_name, v)
-    same = k.dtype == q.dtype
+    same = k.dtype == (dtypes[0] or q.dtype)
     require(same, k_name, f"the dtype of q ({_dtype_name(q.dtype)})", _dtype_name(k.dtype))
     check_rank(k_name, k, axes)
     leading = list(k.shape[:-1])
     if batch is not None:
         leading[0] = batch
-    check_like_query(k_name, k, q, [*leading, q.shape[-1]])
+    check_like_query(k_name, k, q, [*leading, q.shape[-1]], dtype=dtypes[0])
     check_sizes(k_name, k, "pages")
     value_dim = v.shape[-1] if v.dim() == k.dim() else q.shape[-1]
-    check_like_query(v_name, v, q, [*k.shape[:-1], value_dim])
+    check_like_query(v_name, v, q, [*k.shape[:-1], value_dim], dtype=dtypes[1])
     in_range = value_dim == q.shape[-1] or 1 <= value_dim <= MAX_HEAD_DIM
     require(in_range, v_name, f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
     h, h_k = q.shape[-2], k.shape[-2]

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from ..dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
+from ..eight_bit import Descales
 from . import checks
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
+from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import LN2, LOG2E, ScoreOptions, ScoreRule, Tile, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
@@ -62,12 +64,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def new_s_dmask(q: torch.Tensor, shape, return_softmax: bool, dropout: Dropout | None) -> torch.Tensor:
+def new_s_dmask(out: torch.Tensor, shape, return_softmax: bool, dropout: Dropout | None) -> torch.Tensor:
     """Zeros (b, h, sq, sk) with both lengths rounded up, or an empty tensor when it is not wanted."""
     if not return_softmax or dropout is None:
-        return q.new_empty(0)
+        return out.new_empty(0)
     batch, heads, sq, sk = shape
-    return q.new_zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), round_up(sk, S_DMASK_MULTIPLE))
+    return out.new_zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), round_up(sk, S_DMASK_MULTIPLE))
 
 
 def new_max_logit(q: torch.Tensor, wanted: bool):
@@ -77,7 +79,7 @@ def new_max_logit(q: torch.Tensor, wanted: bool):
 
 def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
     """Exact attention: q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v) -> out (b, sq, h, d_v) and lse
-    (b, h, sq), written in place.
+    (b, h, sq), written in place. k and v may be of other dtypes than q.
 
     Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Fully masked rows: out 0, lse the
     sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), updated in place.
@@ -175,7 +177,7 @@ class _RowState:
 def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
     """Whether torch's CPU flash kernel computes this, of scores that are all finite."""
     shapes_fit = rule.fits_torch_kernel(q.shape[1], k.shape[1]) and q.shape[-1] == v.shape[-1] > 0
-    return shapes_fit and dropout is None and _scores_are_finite(q, k, rule)
+    return q.dtype == k.dtype == v.dtype and shapes_fit and dropout is None and _scores_are_finite(q, k, rule)
 
 
 def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
@@ -266,13 +268,18 @@ def fwd(
     batch_invariant=False,
     *,
     explain=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    v_per_channel=False,
+    out_dtype=None,
     **named,
 ):
     """Forward attention of equally long sequences.
 
     Arguments:
         q: (b, sq, h, d), float16, bfloat16, float32 or float64, d <= 256; k: (b, sk, h_k, d), h divisible by h_k;
-            v: (b, sk, h_k, d_v), d_v <= 256.
+            v: (b, sk, h_k, d_v), d_v <= 256. k and v also float8_e4m3fn or int8; q also float8_e4m3fn, with k of it.
         out: None or a tensor (b, sq, h, d_v) (any strides) that is written and returned.
         alibi_slopes: None or float32 (h) or (b, h): bias -slope * |i + sk - sq - j|.
         p_dropout: drop probability in [0, 1); gen: None or the CPU generator that makes the seed.
@@ -280,6 +287,9 @@ def fwd(
         is_causal, window_left, window_right: see ScoreRule; negative is unbounded; causal sets the right side to 0.
         return_softmax: return S_dmask (only with dropout).
         batch_invariant: compute each batch entry by itself, with the bits that it has in every batch, dense or packed.
+        q_descale, k_descale, v_descale: None or float32 factors of 8-bit tensors, in the shapes of
+            `eight_bit.check_descales`; v_per_channel says that v's is (h_k, d_v) or (b, h_k, d_v).
+        out_dtype: None, or float16 or bfloat16 where q has 8 bits.
         explain: check the arguments and return the plan alone, a dict (see `explain.explain_attention`).
         named: the options of ScoreOptions that have a default.
             sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
@@ -293,10 +303,11 @@ def fwd(
     Raises RuntimeError naming the argument; nothing is written then.
     """
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
-    checks.check_query(q, DENSE_Q_AXES)
-    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    call = EightBit.of(q, k, v, Descales(q_descale, k_descale, v_descale, v_per_channel), out_dtype)
+    check_operands(q, k, v, DENSE_Q_AXES, DENSE_Q_AXES, call, p_dropout, same_batch=True)
+    check_descales(q, k, v, call, q.shape[0])
     if out is not None:
-        checks.check_like_query("out", out, q, checks.output_shape(q, v))
+        checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     batch, sq, heads, _ = q.shape
     options.check(q, batch, p_dropout)
     checks.check_generator(gen)
@@ -305,18 +316,24 @@ def fwd(
     rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
-        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
+        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, problems, is_plain)
     dropout = new_dropout(p_dropout, gen)
     if out is None:
-        out = torch.empty(checks.output_shape(q, v), dtype=q.dtype)
+        out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
+    scaling = scaling_of(q, k, v, call)
+    if scaling is not None:
+        q, k, v = scaling.queries(q), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
+    result = result_like(out, scaling)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
     if batch_invariant:
-        _attend_each(q, k, v, out, lse, rule, dropout, sinks, max_logit)
+        _attend_each(q, k, v, result, lse, rule, dropout, sinks, max_logit)
     else:
-        attend(q, k, v, out, lse, rule, dropout, sinks, max_logit)
-    s_dmask = new_s_dmask(q, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
+        attend(q, k, v, result, lse, rule, dropout, sinks, max_logit)
+    if scaling is not None:
+        scaling.store(out, result)
+    s_dmask = new_s_dmask(out, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():
         write_s_dmask(q, k, lse, rule, dropout, s_dmask)
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]

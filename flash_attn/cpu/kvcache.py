@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 
+from ..eight_bit import EIGHT_BIT, Descales
 from . import checks
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, attend
 from .invariant import BLOCK_KEYS, attend_invariant
 from .kvcache_plan import PlanKey, check_plan
+from .kvcache_scaling import Quantizer, TokenDescales, check_new_dtypes, check_tokens
 from .overlap import check_written, same_view
+from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import ScoreOptions, ScoreRule, compute_dtype, is_unbounded
 from .varlen import PAGED_AXES, check_pages, gather_pages
 
@@ -86,14 +89,20 @@ class Cache(NamedTuple):
 
     def read(self, entry: CacheEntry):
         """Keys and values in use of one entry: (rows, h_k, d) each."""
+        return self.rows(self.k, entry), self.rows(self.v, entry)
+
+    def rows(self, x: torch.Tensor | None, entry: CacheEntry):
+        """The rows in use of one entry of x, which is laid out as the cache is; None of None."""
+        if x is None:
+            return None
         if self.block_table is None:
-            return tuple(x[entry.row, entry.start : entry.total] for x in (self.k, self.v))
-        return tuple(gather_pages(x, self.block_table, entry.row, entry.start, entry.total) for x in (self.k, self.v))
+            return x[entry.row, entry.start : entry.total]
+        return gather_pages(x, self.block_table, entry.row, entry.start, entry.total)
 
     def append(self, entry: CacheEntry, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new rows (rows, h_k, d) after the cached ones."""
+        row_indices = self.row_indices(entry.row, entry.cached, entry.total)
         for cache, rows in ((self.k, k), (self.v, v)):
-            row_indices = self.row_indices(entry.row, entry.cached, entry.total)
             cache[row_indices // cache.shape[1], row_indices % cache.shape[1]] = rows
 
 
@@ -123,6 +132,13 @@ def fwd_kvcache(
     batch_invariant=False,
     *,
     explain=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    v_per_channel=False,
+    out_dtype=None,
+    k_token_descale=None,
+    v_token_descale=None,
     **named,
 ):
     """Attention of new queries over a cache that is first extended, in place, by new keys and values.
@@ -145,6 +161,10 @@ def fwd_kvcache(
         num_splits: at least 0; without effect, nothing is split here.
         plan: None, or what `kvcache_plan` returned for the same sizes and lengths; it is only checked.
         batch_invariant: compute every row by `attend_invariant`.
+        q_descale, k_descale, v_descale, v_per_channel, out_dtype: as in `fwd`, k and v being the caches. Wider new rows
+            are quantised by the descale that they will be read with.
+        k_token_descale, v_token_descale: in place of k_descale, v_descale with new rows: float32 (cache_batch, seqlen,
+            h_k), or (blocks, page_size, h_k), of each row. Those of the new rows are computed and written.
         explain, named: as in `fwd`. A skipped entry has no sink.
 
     Returns [out, lse] as in `fwd`.
@@ -154,14 +174,23 @@ def fwd_kvcache(
     """
     one_position = not is_causal and is_unbounded(window_left) and is_unbounded(window_right)
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
-    cache = _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, options, out, plan)
+    tokens = TokenDescales(k_token_descale, v_token_descale)
+    given = Descales(q_descale, k_descale, v_descale, v_per_channel)
+    descales = given._replace(**{name: x for name, x in zip("kv", tokens) if x is not None})
+    call = EightBit.of(q, kcache, vcache, descales, out_dtype)
+    quantizer = Quantizer(given, tokens)
+    cache = _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call)
+    _check_new_keys(q, cache, k, v, seqlens_k, rotary_cos, call)
+    check_tokens(kcache, vcache, k, v, given, tokens)
     checks.require(num_splits >= 0, "num_splits", "a value >= 0", num_splits)
     entries = _check_entries(q, cache, k, seqlens_k, cache_batch_idx, leftpad_k, window_left)
     _check_rotary(q, k, entries, rotary_cos, rotary_sin, one_position)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": seqlens_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": leftpad_k, "block_table": block_table,
-            "alibi_slopes": alibi_slopes, "sinks": options.sinks}  # fmt: skip
-    _check_written(cache, out, plan, rotary_cos is not None, read)
+            "alibi_slopes": alibi_slopes, "sinks": options.sinks,
+            **dict(zip(("q_descale", "k_descale", "v_descale"), given))}  # fmt: skip
+    alike = rotary_cos is None and (call is None or k is None or k.dtype in EIGHT_BIT or quantizer.is_alike())
+    _check_written(cache, out, plan, tokens, alike, read)
     if plan is not None:
         key = _plan_key(q, cache, k, is_causal, window_left, window_right, num_splits, batch_invariant)
         check_plan(plan, key, [entry.cached for entry in entries], leftpad_k)
@@ -173,7 +202,8 @@ def fwd_kvcache(
         block_keys = BLOCK_KEYS if batch_invariant else 0
         fields = explain_attention("kvcache", q, kcache, vcache, rule, problems, options.sinks is None, block_keys)
         return {**fields, "appends": k is not None, "rotates": rotary_cos is not None}
-    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    out = torch.empty(q.shape, dtype=output_dtype(q, vcache, call)) if out is None else out
+    scaling = scaling_of(q, kcache, vcache, call)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     attend_entry = attend_invariant if batch_invariant else attend
     for entry in entries:
@@ -184,45 +214,58 @@ def fwd_kvcache(
             continue
         queries = q[i]
         if k is not None:
-            new_k = k[i]
+            new_k, new_v = k[i], v[i]
             if rotary_cos is not None:
                 angles = (rotary_cos, rotary_sin, rotary_interleaved)
                 new_k = _rotate_at(new_k, entry.cached, k.shape[1], *angles)
                 queries = _rotate_at(queries, entry.cached, 1 if one_position else sq, *angles)
-            cache.append(entry, new_k, v[i])
+            if call is not None:
+                new_k, new_v = quantizer.codes(cache, entry, new_k, new_v)
+            cache.append(entry, new_k, new_v)
         keys, values = cache.read(entry)
-        operands = (queries, keys, values, out[i], lse[i])
+        if scaling is not None:
+            queries = scaling.queries(queries, i)
+            keys = scaling.scaled(keys, cache.rows(scaling.k_rows, entry))
+            values = scaling.scaled(values, cache.rows(scaling.v_rows, entry))
+        result = result_like(out[i], scaling)
+        operands = (queries, keys, values, result, lse[i])
         attend_entry(*(x.unsqueeze(0) for x in operands), rule.for_batch(i), sinks=options.sinks)
+        if scaling is not None:
+            scaling.store(out[i], result, i)
     return [out, lse]
 
 
-def _check_tensors(q, kcache, vcache, k, v, seqlens_k, block_table, options, out, plan) -> Cache:
-    checks.check_query(q, DENSE_Q_AXES)
+def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan, call) -> Cache:
     cache_axes = DENSE_Q_AXES if block_table is None else PAGED_AXES
-    checks.check_key_value(q, kcache, vcache, cache_axes, names=("k_cache", "v_cache"))
+    check_operands(q, kcache, vcache, DENSE_Q_AXES, cache_axes, call, names=("k_cache", "v_cache"))
     checks.check_shape("v_cache", vcache, kcache.shape)
     if kcache.shape[2] > 0:
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
+    check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
-        checks.check_like_query("out", out, q, q.shape)
+        checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))
     if plan is not None:
         checks.check_strided("plan", plan)
     cache = Cache(kcache, vcache, block_table)
     checks.check_block_table(block_table, q.shape[0])
-    _check_new_keys(q, cache, k, v, seqlens_k)
+    checks.check_lengths("cache_seqlens", seqlens_k, [q.shape[0]])
     return cache
 
 
-def _check_written(cache: Cache, out, plan, rotates: bool, read: dict) -> None:
-    """The caches are written where new rows come. One cache for keys and values is none if the same rows go to it."""
+def _check_written(cache: Cache, out, plan, tokens: TokenDescales, alike: bool, read: dict) -> None:
+    """The caches are written where new rows come. One cache for keys and values is none if the same rows go to it.
+
+    alike: equal rows of k and v become equal rows of the caches.
+    """
     k, v = read["k"], read["v"]
     appends = k is not None and k.numel() > 0
     written, caches = {"out": out, "plan": plan}, {"k_cache": cache.k, "v_cache": cache.v}
+    written.update(k_descale=tokens.k, v_descale=tokens.v)
     if not appends:
         check_written(written, {**read, **caches})
         return
-    if not rotates and same_view(cache.k, cache.v) and same_view(k, v):
+    if alike and same_view(cache.k, cache.v) and same_view(k, v):
         del caches["v_cache"]
     check_written({**written, **caches}, read)
 
@@ -236,14 +279,19 @@ def _plan_key(q, cache: Cache, k, is_causal, window_left, window_right, num_spli
     )  # fmt: skip
 
 
-def _check_new_keys(q, cache: Cache, k, v, seqlens_k) -> None:
-    checks.check_lengths("cache_seqlens", seqlens_k, [q.shape[0]])
+def _check_new_keys(q, cache: Cache, k, v, seqlens_k, rotary_cos, call: EightBit | None) -> None:
     if k is None:
         checks.require(v is None, "v", "None when k is None", "a tensor")
         return
     checks.require(v is not None, "v", "a tensor when k is given", None)
     checks.require(seqlens_k is not None, "cache_seqlens", "cache lengths when k is given", None)
-    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
+    dtypes = (None, None)
+    if call is not None:
+        checks.check_on_cpu("k", k)
+        checks.check_on_cpu("v", v)
+        check_new_dtypes(q, cache.k, cache.v, k, v, rotary_cos)
+        dtypes = (k.dtype, v.dtype)
+    checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0], dtypes=dtypes)
     checks.check_shape("k", k, [q.shape[0], k.shape[1], *cache.k.shape[2:]])
     checks.check_shape("v", v, k.shape)
 

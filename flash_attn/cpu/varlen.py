@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..eight_bit import E4M3, Descales
 from . import checks
 from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
+from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
 from .scores import ScoreOptions, ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
@@ -83,6 +85,8 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     page_size = cache.shape[1]
     if start >= stop:
         return cache.new_empty(0, *cache.shape[2:])
+    if cache.dtype is E4M3:  # it has no assignment by a mask
+        return gather_pages(cache.view(torch.int8), block_table, row, start, stop).view(cache.dtype)
     first = start // page_size
     pages = block_table[row, first : -(-stop // page_size)].long()
     missing = (pages < 0) | (pages >= cache.shape[0])
@@ -92,8 +96,10 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, row: int, start
     return rows.flatten(0, 1)[start - first * page_size : stop - first * page_size]
 
 
-def _sequence_keys(x: torch.Tensor, block_table: torch.Tensor | None, sequence: Sequence) -> torch.Tensor:
-    """The keys or values of one sequence as a batch of one: (1, sk, h_k, d)."""
+def _sequence_keys(x: torch.Tensor | None, block_table: torch.Tensor | None, sequence: Sequence):
+    """The keys or values of one sequence as a batch of one, (1, sk, h_k, d), or None of None."""
+    if x is None:
+        return None
     if block_table is None:
         return x[sequence.k0 : sequence.k1].unsqueeze(0)
     return gather_pages(x, block_table, sequence.index, sequence.k0, sequence.k1).unsqueeze(0)
@@ -127,6 +133,11 @@ def varlen_fwd(
     batch_invariant=False,
     *,
     explain=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    v_per_channel=False,
+    out_dtype=None,
     **named,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
@@ -149,12 +160,15 @@ def varlen_fwd(
     Raises RuntimeError naming the argument; nothing is written then.
     """
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
-    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k)
+    call = EightBit.of(q, k, v, Descales(q_descale, k_descale, v_descale, v_per_channel), out_dtype)
+    check_operands(q, k, v, PACKED_AXES, PACKED_AXES if block_table is None else PAGED_AXES, call, p_dropout)
+    batch = _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k)
+    check_descales(q, k, v, call, batch)
     checks.check_lengths("seqused_k", seqused_k, [batch])
     checks.check_lengths("leftpad_k", leftpad_k, [batch])
     options.check(q, batch, p_dropout)
     if out is not None:
-        checks.check_like_query("out", out, q, checks.output_shape(q, v))
+        checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     checks.check_generator(gen)
     sinks = options.sinks
     read = {
@@ -170,31 +184,39 @@ def varlen_fwd(
     total_q, heads, _ = q.shape
     rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
-        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit
+        is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
     dropout = new_dropout(p_dropout, gen)
-    out = torch.zeros(checks.output_shape(q, v), dtype=q.dtype) if out is None else out.zero_()
+    if out is None:
+        out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
+    out.zero_()
+    scaling = scaling_of(q, k, v, call)
     lse = torch.full((heads, total_q), math.inf, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
-    s_dmask = new_s_dmask(q, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
+    s_dmask = new_s_dmask(out, (batch, heads, max_seqlen_q, max_seqlen_k), return_softmax, dropout)
     for sequence in layout:
         i, rows = sequence.index, slice(sequence.q0, sequence.q1)
         if sequence.q0 == sequence.q1:
             continue
         keys, values = _sequence_keys(k, block_table, sequence), _sequence_keys(v, block_table, sequence)
-        queries, row_lse = q[rows].unsqueeze(0), lse[:, rows].unsqueeze(0)
+        queries, rows_out, row_lse = q[rows].unsqueeze(0), out[rows].unsqueeze(0), lse[:, rows].unsqueeze(0)
+        if scaling is not None:
+            queries = scaling.queries(queries, i)
+            keys = scaling.scaled(keys, _sequence_keys(scaling.k_rows, block_table, sequence))
+            values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
+        result = result_like(rows_out, scaling)
         rule_i = rule.for_batch(i)
         dropout_i = None if dropout is None else dropout.for_batch(i)
-        attend(queries, keys, values, out[rows].unsqueeze(0), row_lse, rule_i, dropout_i, sinks, max_logit)
+        attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
+        if scaling is not None:
+            scaling.store(rows_out, result, i)
         if s_dmask.numel():
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
 
 
-def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
+def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
     """The checks that forward and backward have in common; returns the number of sequences."""
-    checks.check_query(q, PACKED_AXES)
-    checks.check_key_value(q, k, v, PACKED_AXES if block_table is None else PAGED_AXES)
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     checks.check_block_table(block_table, batch)
     checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
@@ -240,7 +262,8 @@ def varlen_bwd(
         to no sequence are 0; softmax_d (h, total_q + 128 * b), sequence i starting at column cu_seqlens_q[i] + 128 * i.
     """
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
-    batch = _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    check_operands(q, k, v, PACKED_AXES, PACKED_AXES, None)
+    batch = _check_packed(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
     checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])

@@ -9,6 +9,8 @@ import operator
 import torch
 from torch import Tensor
 
+from flash_attn.eight_bit import EIGHT_BIT, named
+
 _BELOW, _BEYOND = -(2**63), 2**63
 _STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
 _AN_INT_OR_TENSOR = "an int or an integer tensor"
@@ -29,7 +31,7 @@ def attention_inputs(names, values):
 
 
 def autocast(inputs):
-    """Inputs of which one is float32, all in the dtype of autocast where it is on (float64 ones excepted).
+    """Inputs of which one is float32, all in the dtype of autocast where it is on (but float64 and 8 bits).
 
     Half precision inputs alone stay as they are, whatever the dtype of autocast.
     """
@@ -37,7 +39,7 @@ def autocast(inputs):
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return inputs
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
+    return tuple(x if x.dtype == torch.float64 or x.dtype in EIGHT_BIT else x.to(dtype) for x in inputs)
 
 
 def check_tensors(names, values):
@@ -102,6 +104,8 @@ def check_packed(name, x, count, varlen):
     if x.dim() != (4 if varlen else 5) or x.shape[-3] != count:
         rows = "total" if varlen else "batch, seqlen"
         raise RuntimeError(f"{name}: expected shape ({rows}, {count}, heads, head_dim), got {list(x.shape)}")
+    if x.dtype in EIGHT_BIT:
+        raise RuntimeError(f"{name}: expected at least 16 bits (8-bit q, k, v come unpacked), got {named(x.dtype)}")
 
 
 def check_cache(name, cache):
@@ -138,6 +142,44 @@ def one_of_names(names, values):
         if value is not tensor:
             raise TypeError(f"{name}: expected None, for {first} is given and both are the same argument, got a Tensor")
     return tensor
+
+
+def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
+    """What 8-bit tensors bring, as the last fields of the operators' records; () where nothing is given."""
+    if q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None:
+        return ()
+    if v_descale_axis not in (None, "channel"):
+        raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
+    given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
+    return (*(_descale(name, q, value) for name, value in given), v_descale_axis is not None, out_dtype)
+
+
+def _descale(name, q, value):
+    """A number becomes a tensor on q's device, without waiting for it."""
+    if isinstance(value, Tensor):
+        check_constant(name, value)
+    elif value is not None:
+        value = torch.full((), number(name, value), dtype=_FLOAT32, device=q.device)
+    return value
+
+
+def written_descales(scaling, k_cache, v_cache):
+    """(scaling, (k, v)) of a call that appends: descales of each row of a cache apart, for they are written."""
+    if not scaling:
+        return scaling, (None, None)
+    q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
+    k_tokens = v_tokens = None
+    if _is_of_rows(k_descale, k_cache):
+        k_descale, k_tokens = None, k_descale
+    if _is_of_rows(v_descale, v_cache) and not v_per_channel:
+        v_descale, v_tokens = None, v_descale
+    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_tokens, v_tokens)
+
+
+def _is_of_rows(descale, cache):
+    return descale is not None and descale.dim() == 3 and descale.shape == cache.shape[:3]
 
 
 def head_dim(name, x):

@@ -3,6 +3,7 @@
 import torch
 
 from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.ops import arguments, library, lse
 from flash_attn.ops.attention_args import DENSE, AttentionArgs
 from flash_attn.ops.rows import RowsInUse
@@ -13,9 +14,12 @@ _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 def attend(
     inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None,
-    lse_convention="fa2",
+    lse_convention="fa2", scaling=None,
 ):  # fmt: skip
-    """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns."""
+    """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns.
+
+    scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype) of a function that takes 8-bit tensors.
+    """
     names = _NAMES[len(inputs) - 1]
     varlen = sequences is not DENSE
     if len(inputs) < 3:
@@ -35,7 +39,10 @@ def attend(
     causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
     lse.check_convention(lse_convention)
     want_dmask = dropout_p > 0 and bool(return_attn_probs)
-    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda
+    scaling = () if scaling is None else arguments.scaling(inputs[0], *scaling)
+    # Calls with 8-bit tensors are padded where their operands are made.
+    padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda and inputs[-1].dtype not in EIGHT_BIT
+    padded = padded and inputs[0].dtype not in EIGHT_BIT
     if padded:
         value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
         inputs = tuple(
@@ -47,7 +54,7 @@ def attend(
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
         softcap, deterministic, want_dmask, bool(return_max_logit),
-        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(),
+        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(), *scaling,
     )  # fmt: skip
     out, softmax_lse, dmask, _, *max_logit = library.attention(args)
     if padded:

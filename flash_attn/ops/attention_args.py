@@ -9,7 +9,10 @@ Annotations stay objects (no postponed evaluation): the schemas are made of them
 from operator import attrgetter
 from typing import NamedTuple, Optional, Union
 
+import torch
 from torch import Tensor
+
+from flash_attn.eight_bit import EIGHT_BIT, Descales
 
 
 class Sequences(NamedTuple):
@@ -56,6 +59,11 @@ class AttentionArgs(NamedTuple):
     return_softmax: bool
     return_max_logit: bool
     batch_invariant: bool = False
+    q_descale: Optional[Tensor] = None
+    k_descale: Optional[Tensor] = None
+    v_descale: Optional[Tensor] = None
+    v_per_channel: bool = False
+    out_dtype: Optional[torch.dtype] = None
 
     def named(self):
         """The values of NAMED_OPTIONS, by name."""
@@ -66,14 +74,41 @@ class AttentionArgs(NamedTuple):
         return self.q, self.k, self.v, self.sinks
 
     def forward_only(self) -> Optional[str]:
-        """The first argument given that has no backward, by name."""
+        """The first argument given that has no backward, by name; k where it has 8 bits."""
         if self.seqused_k is None and self.leftpad_k is None and self.block_table is None:
-            return None
+            return "k" if self.k is not None and self.k.dtype in EIGHT_BIT else None
         return next(name for name in FORWARD_ONLY if getattr(self, name) is not None)
+
+    def is_scaled(self) -> bool:
+        """Whether a tensor has 8 bits or an argument of such calls is given."""
+        return (
+            self.q_descale is not None
+            or self.k_descale is not None
+            or self.v_descale is not None
+            or self.out_dtype is not None
+            or self.q.dtype in EIGHT_BIT
+            or (self.k is not None and self.k.dtype in EIGHT_BIT)
+            or (self.v is not None and self.v.dtype in EIGHT_BIT)
+        )
+
+    def descales(self) -> Descales:
+        return Descales(self.q_descale, self.k_descale, self.v_descale, self.v_per_channel)
+
+    def scaling(self):
+        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        return {name: getattr(self, name) for name in SCALING}
+
+    def without_scaling(self, q, k, v):
+        """The same call of operands that descales have been applied to."""
+        return self._replace(
+            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None
+        )  # fmt: skip
 
 
 # Options of scores that FlashAttention-2 does not have: both records have them, and the backends take them by name.
 NAMED_OPTIONS = ("sinks",)
+# What calls with 8-bit tensors have beside the others, also taken by name.
+SCALING = ("q_descale", "k_descale", "v_descale", "v_per_channel", "out_dtype")
 ATTENTION_INPUTS = ("q", "k", "v", "sinks")  # the fields that have gradients
 FORWARD_ONLY = ("seqused_k", "leftpad_k", "block_table")
 
@@ -142,6 +177,8 @@ class KvCacheArgs(NamedTuple):
     alibi_slopes: Optional[Tensor]
     out: Optional[Tensor]
     plan: Optional[Tensor]
+    k_token_descale: Optional[Tensor]  # in place of k_descale: of each row, written with new ones; what an operator
+    v_token_descale: Optional[Tensor]  # writes has no default, for torch.library counts on its position
     softmax_scale: float
     causal: bool
     window_left: int
@@ -151,10 +188,33 @@ class KvCacheArgs(NamedTuple):
     num_splits: int
     batch_invariant: bool
     sinks: Optional[Tensor] = None
+    q_descale: Optional[Tensor] = None
+    k_descale: Optional[Tensor] = None
+    v_descale: Optional[Tensor] = None
+    v_per_channel: bool = False
+    out_dtype: Optional[torch.dtype] = None
 
     def named(self):
         """Those of NAMED_OPTIONS that it has, by name."""
         return {"sinks": self.sinks}
+
+    def is_scaled(self) -> bool:
+        """Whether a tensor has 8 bits or an argument of such calls is given."""
+        return (
+            self.k_descale is not None
+            or self.v_descale is not None
+            or self.k_token_descale is not None
+            or self.v_token_descale is not None
+            or self.q_descale is not None
+            or self.out_dtype is not None
+            or self.k_cache.dtype in EIGHT_BIT
+            or self.v_cache.dtype in EIGHT_BIT
+            or self.q.dtype in EIGHT_BIT
+        )
+
+    def scaling(self):
+        """What calls with 8-bit tensors have beside the others, as the backends take it by name."""
+        return {name: getattr(self, name) for name in (*SCALING, "k_token_descale", "v_token_descale")}
 
     def differentiable(self):
         """The values of KVCACHE_INPUTS."""
@@ -183,13 +243,21 @@ class KvCachePlanArgs(NamedTuple):
     window_right: int
     num_splits: int
     batch_invariant: bool
+    eight_bit: bool = False  # of a cache of codes
 
     def sizes(self):
-        """All but the tensors."""
-        return self[self._fields.index("batch") :]
+        """What all backends schedule by, but for the tensors."""
+        return self[self._fields.index("batch") : self._fields.index("eight_bit")]
 
 
-_SCHEMA_TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", int: "SymInt", float: "float", bool: "bool"}
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Optional[Tensor]: "Tensor?",
+    Optional[torch.dtype]: "ScalarType?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+}
 
 
 def schema(record, returns, written=None):

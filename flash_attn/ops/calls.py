@@ -6,7 +6,8 @@ The output has v's head dim. Gradients come back in the packing of the inputs. b
 import torch
 
 from flash_attn import backends
-from flash_attn.ops import context
+from flash_attn.eight_bit import result_dtype
+from flash_attn.ops import context, scaled
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, KvCachePlanArgs
 
 _BLOCK = 128  # S_dmask and softmax_d are padded to multiples of this many rows and columns
@@ -50,13 +51,18 @@ def _to_int32(name, x):
 
 def forward(args: AttentionArgs, backend=None):
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
-    backend = backend or backends.of(args.q)
+    backend, scaling = backend or backends.of(args.q), {}
+    if args.is_scaled():
+        if not args.q.is_cpu:
+            return scaled.forward(args, lambda plain: forward(plain, backend))
+        scaled.check_unpacked(args)
+        scaling = args.scaling()
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
             q, k, v, None, args.alibi_slopes, args.dropout_p, args.softmax_scale, args.causal, args.window_left,
             args.window_right, args.softcap, args.return_softmax, None, args.return_max_logit,
-            args.batch_invariant, **args.named(),
+            args.batch_invariant, **args.named(), **scaling,
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
@@ -64,7 +70,7 @@ def forward(args: AttentionArgs, backend=None):
             _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
             _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
             args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
-            args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(),
+            args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(), **scaling,
         )  # fmt: skip
     return tuple(result)
 
@@ -82,23 +88,33 @@ def copied(out, result):
 
 def forward_in_use(
     q, k, v, rows, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None, alibi_slopes=None,
-    max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, out=None,
+    max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, scaling=None,
+    out=None,
 ):  # fmt: skip
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
-    scores: (softmax_scale, causal, window_left, window_right, softcap). out: written and returned, packed. A maximum
-    that is None is the most that there can be.
+    scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
+    8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the most that there can be.
     """
-    straight = out is not None and rows.order is None
+    straight = out is not None and rows.order is None and not scaling
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     softmax_scale, *mask = scores
-    result, lse = backends.of(q).varlen_fwd(
-        *map(rows_contiguous, (rows.gather(q), k, v)), out if straight else None,
-        _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k), _index("seqused_k", seqused_k),
-        _index("leftpad_k", leftpad_k), _index("block_table", block_table), alibi_slopes, max_seqlen_q or q.shape[0],
-        max_seqlen_k or most_keys, dropout_p, softmax_scale, False, *mask, False, None, 0, False, batch_invariant,
-        sinks=sinks,
-    )[:2]  # fmt: skip
+    queries, max_seqlen_q, max_seqlen_k = rows.gather(q), max_seqlen_q or q.shape[0], max_seqlen_k or most_keys
+    if scaling:
+        args = AttentionArgs(
+            queries, k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
+            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, *mask, False, False, False, batch_invariant,
+            **scaling,
+        )  # fmt: skip
+        result, lse = forward(args)[:2]
+    else:
+        result, lse = backends.of(q).varlen_fwd(
+            *map(rows_contiguous, (queries, k, v)), out if straight else None,
+            _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k),
+            _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
+            alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, *mask, False, None, 0, False,
+            batch_invariant, sinks=sinks,
+        )[:2]  # fmt: skip
     result, lse = rows.scatter(result), rows.scatter(lse, 1)
     return result if straight else copied(out, result), lse
 
@@ -117,10 +133,11 @@ def forward_fake(args: AttentionArgs):
     dmask_shape = (0,)
     if args.return_softmax and args.dropout_p > 0:
         dmask_shape = (batch, heads, round_up(max_seqlen_q, _BLOCK), round_up(max_seqlen_k, _BLOCK))
+    dtype = result_dtype(q, v, args.out_dtype)
     return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype),
         q.new_empty(lse_shape, dtype=_accumulator(q)),
-        q.new_empty(dmask_shape),
+        q.new_empty(dmask_shape, dtype=dtype),
         q.new_empty((2,), dtype=torch.int64),
         *([q.new_empty(heads, dtype=_accumulator(q))] if args.return_max_logit else []),
     )
@@ -199,16 +216,18 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
     overwritten = () if args.out is None else (args.out,)
     if k is not None and v is not None:
         k, v = rows_contiguous(k), rows_contiguous(v)
-        overwritten = (args.out, args.k_cache, args.v_cache)
+        overwritten = (args.out, args.k_cache, args.v_cache, args.k_token_descale, args.v_token_descale)
     if overwritten:
-        context.check_writable(("out", "k_cache", "v_cache"), overwritten)
-    backend = backend or backends.of(args.q)
+        context.check_writable(("out", "k_cache", "v_cache", "k_descale", "v_descale"), overwritten)
+    backend, scaling = backend or backends.of(args.q), {}
+    if args.is_scaled():
+        scaling = args.scaling() if args.q.is_cpu else scaled.kvcache_arguments(args)
     out, lse = backend.fwd_kvcache(
         rows_contiguous(args.q), args.k_cache, args.v_cache, k, v, _index("cache_seqlens", args.cache_seqlens),
         rotary_cos, rotary_sin, _index("cache_batch_idx", args.cache_batch_idx),
         _index("cache_leftpad", args.cache_leftpad), _pages(args.block_table), args.alibi_slopes, args.out,
         args.softmax_scale, args.causal, args.window_left, args.window_right, args.softcap, args.rotary_interleaved,
-        args.num_splits, args.plan, args.batch_invariant, **args.named(),
+        args.num_splits, args.plan, args.batch_invariant, **args.named(), **scaling,
     )  # fmt: skip
     if overwritten or args.plan is not None:
         context.written((args.plan, *overwritten))
@@ -218,21 +237,24 @@ def kvcache_forward(args: KvCacheArgs, backend=None):
 def kvcache_operator(args: KvCacheArgs):
     """`kvcache_forward` as an operator, which cannot return what it is given: with `out` the first result is empty."""
     out, lse = kvcache_forward(args)
-    return (out if args.out is None else args.q.new_empty(0)), lse
+    return (out if args.out is None else out.new_empty(0)), lse
 
 
 def kvcache_operator_fake(args: KvCacheArgs):
     """Outputs of `kvcache_operator` by shape, dtype, strides and device alone."""
     q = args.q
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulator(q))
-    return q.new_empty(q.shape if args.out is None else 0), lse
+    dtype = result_dtype(q, args.v_cache, args.out_dtype)
+    return q.new_empty(q.shape if args.out is None else 0, dtype=dtype), lse
 
 
 def kvcache_plan(args: KvCachePlanArgs):
     """Fill the plan of calls of `kvcache_forward`, or make one where it is None -> plan."""
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
-    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan)
+    # On the CPU nothing is scheduled.
+    codes = {"eight_bit": True} if args.eight_bit and not args.cache_seqlens.is_cpu else {}
+    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **codes)
     context.written((args.plan,))
     return plan
 

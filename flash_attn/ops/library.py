@@ -76,17 +76,20 @@ def _save(ctx, args, output):
 def _input_gradients(ctx, dout, dlse):
     """The gradients of ATTENTION_INPUTS, None for those that are not given."""
     if ctx.forward_only is not None:
-        raise NotImplementedError(f"{ctx.forward_only}: expected None in training, got a tensor: it has no backward")
+        expected = "at least 16 bits" if ctx.forward_only == "k" else "None"
+        raise NotImplementedError(
+            f"{ctx.forward_only}: expected {expected} in training, got a tensor: it has no backward"
+        )
     if dout is None and dlse is None:
         return (None,) * len(ATTENTION_INPUTS)
     args = AttentionBackwardArgs(dout, dlse, *ctx.saved_tensors, *ctx.options)
     if dout is None:
         args = args._replace(dout=torch.zeros_like(args.out))
-    grads = iter(_attention_backward(args))
+    grads = iter(attention_backward(args))
     return tuple(None if x is None else next(grads) for x in (args.q, args.k, args.v, args.sinks))
 
 
-def _attention_backward(args: AttentionBackwardArgs):
+def attention_backward(args: AttentionBackwardArgs):
     if context.survey(BACKWARD_INPUTS, args.differentiable())[0]:
         return _backward_op(*args)
     if torch.is_grad_enabled():
@@ -212,7 +215,10 @@ def _fill_plan(args):
 
 _register_attention()
 _kvcache_op = _register_kvcache("kvcache_fwd", {"out": "c", "plan": "d"})
-_kvcache_append_op = _register_kvcache("kvcache_append_fwd", {"k_cache": "a", "v_cache": "b", "out": "c", "plan": "d"})
+_kvcache_append_op = _register_kvcache(
+    "kvcache_append_fwd",
+    dict(zip(("k_cache", "v_cache", "out", "plan", "k_token_descale", "v_token_descale"), "abcdef")),
+)
 _kvcache_plan_op = _register_writing(
     "kvcache_plan", KvCachePlanArgs, "()", _fill_plan, lambda args: None, {"plan": "a"}
 )  # fmt: skip

@@ -57,7 +57,11 @@ class RowsInUse:
 
     def gather(self, x, axis=0):
         """x with the rows in use first."""
-        return x if self.order is None else x.index_select(axis, self.order)
+        if self.order is None:
+            return x
+        if x.element_size() == 1:  # no index_select of float8
+            return x.view(torch.int8).index_select(axis, self.order).view(x.dtype)
+        return x.index_select(axis, self.order)
 
     def scatter(self, x, axis=0):
         """The inverse of gather."""

@@ -8,6 +8,7 @@ as that of FlashAttention-3 does not.
 import torch
 
 from flash_attn import flash_attn_combine
+from flash_attn.eight_bit import result_dtype
 from flash_attn.ops import calls
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn_3 import _checks
@@ -52,7 +53,8 @@ def _fwd(*args):
 
 def fwd_fake(q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, *_):
     """Results of `fwd` by shape, dtype and device alone."""
-    result = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+    dtype = result_dtype(q, v, None)
+    result = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype) if out is None else out
     rows = (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return result, lse, no_scratch(lse), no_scratch(lse)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from flash_attn import backends
+from flash_attn import backends, flash_attn_with_kvcache
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import arguments, context
+from flash_attn.ops import arguments, calls, context
+from flash_attn.ops.attention_args import AttentionArgs
 from flash_attn.ops.calls import _index, copied, forward_in_use, rows_contiguous
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn.ops.rows import RowsInUse, equal_steps, pack, unpack
@@ -30,9 +31,8 @@ def forward(
     LSE is (batch, nheads, seqlen_q), with cu_seqlens_q (nheads, total_q), and -inf in fully masked rows.
     """
     context.reject_forward_mode("flash_attn_3.fwd")
-    _checks.reject_unsupported(
-        qv, q_descale, k_descale, v_descale, attention_chunk, cu_seqlens_k_new, seqlens_rotary
-    )  # fmt: skip
+    _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, seqlens_rotary)
+    scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     score = (scale, causal, window_size_left, window_size_right, softcap)
     if out is not None:
@@ -44,16 +44,22 @@ def forward(
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
     if appends or (in_batches and not _all_none(cache) and v.shape[-1] == q.shape[-1]):
-        result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score, sinks=sinks,
+        result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score, sinks=sinks, scaling=scaling,
                                   rotary_interleaved=rotary_interleaved, num_splits=num_splits)  # fmt: skip
-    elif in_batches and _all_none(cache):
+    elif in_batches and _all_none(cache) and not scaling:
         result, lse = backends.of(q).fwd(
             rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), out, None, 0.0, *score, False, None,
             False, is_batch_invariant(), sinks=sinks,
         )[:2]  # fmt: skip
         some_masked = _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right)
+    elif in_batches and _all_none(cache):
+        args = AttentionArgs(
+            q, k, v, *[None] * 6, sinks, 0, 0, 0.0, *score, False, False, False, is_batch_invariant(), **scaling,
+        )  # fmt: skip
+        result, lse = calls.forward(args)[:2]
+        result = copied(out, result)
     else:
-        result, lse = _packed(q, k, v, **own_rows, **cache, out=out, score=score, sinks=sinks)
+        result, lse = _packed(q, k, v, **own_rows, **cache, out=out, score=score, sinks=sinks, scaling=scaling)
     if out is not None:
         context.written((out,))
     return result, mark_masked_rows(lse) if some_masked else lse
@@ -76,8 +82,15 @@ def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
 
 def _over_cache(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score,
-    sinks, rotary_interleaved, num_splits,
+    sinks, scaling, rotary_interleaved, num_splits,
 ):  # fmt: skip
+    if scaling:
+        scale, causal, *window, softcap = score
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table, scale,
+            causal, window, softcap, rotary_interleaved, None, max(num_splits, 0), True, out=out, sinks=sinks,
+            **scaling,
+        )  # fmt: skip
     arguments.check_cache("k", k_cache)  # a copy would not receive the new keys
     arguments.check_cache("v", v_cache)
     q, k, v, rotary_cos, rotary_sin = (
@@ -95,7 +108,8 @@ def _over_cache(
 
 
 def _packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score, sinks
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score, sinks,
+    scaling,
 ):  # fmt: skip
     """Attention of packed queries over packed keys, or over those of a cache as pages."""
     packed_q, cu_rows = pack(q, cu_seqlens_q)
@@ -107,7 +121,7 @@ def _packed(
     packed_out = None if cu_seqlens_q is None else out
     result, lse = forward_in_use(
         packed_q, k, v, in_use, cu_seqlens_k, seqused_k, leftpad_k, page_table, scores=score,
-        batch_invariant=is_batch_invariant(), sinks=sinks, out=packed_out,
+        batch_invariant=is_batch_invariant(), sinks=sinks, scaling=scaling, out=packed_out,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return result if packed_out is not None else copied(out, result), lse

@@ -92,6 +92,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dout, dlse, *_):
     _checks.reject_beside("in training", **ctx.forward_only)
     q, k, v, out, lse, *lengths = ctx.saved_tensors
+    _checks.reject_training(q, k, v)
     grads = gradients(torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, *lengths, *ctx.options)
     return (*grads, *[None] * (len(_PARAMETERS) - 3))
 

@@ -76,13 +76,17 @@ def test_schemas_are_those_of_before():
         "flash_attn_core::kvcache_append_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
         "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, "
         "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(c!)? out, Tensor(d!)? plan, "
+        "Tensor(e!)? k_token_descale, Tensor(f!)? v_token_descale, "
         "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None) -> (Tensor, Tensor)"
+        "bool rotary_interleaved, SymInt num_splits, bool batch_invariant, Tensor? sinks=None, "
+        "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, bool v_per_channel=False, "
+        "ScalarType? out_dtype=None) -> (Tensor, Tensor)"
     )
     assert str(operator_schema("kvcache_plan")) == (
         "flash_attn_core::kvcache_plan(Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(a!) plan, SymInt batch, "
         "SymInt seqlen_q, SymInt seqlen_new, SymInt heads, SymInt heads_k, SymInt head_dim, SymInt seqlen_cache, "
-        "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant) -> ()"
+        "bool causal, SymInt window_left, SymInt window_right, SymInt num_splits, bool batch_invariant, "
+        "bool eight_bit=False) -> ()"
     )
 
 
@@ -126,7 +130,8 @@ def test_arguments_without_backward_are_named(name):
 
 def test_sizes_of_a_plan_are_all_but_its_tensors():
     sizes = names(KvCachePlanArgs).sizes()
-    assert sizes == tuple(n for n in KvCachePlanArgs._fields if KvCachePlanArgs.__annotations__[n] in (int, bool))
+    plain = [n for n in KvCachePlanArgs._fields if KvCachePlanArgs.__annotations__[n] in (int, bool)]
+    assert [*sizes, "eight_bit"] == plain  # by name, for CUDA alone
 
 
 def numbered_positions(source):

@@ -262,7 +262,7 @@ def test_combine(device):
 # ---- what is not served ----
 
 TENSOR = torch.ones(1)
-UNSUPPORTED = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR, "attention_chunk": 64}
+UNSUPPORTED = {"qv": TENSOR, "attention_chunk": 64}
 OF_THE_CACHE = {"cu_seqlens_k_new": TENSOR, "rotary_seqlens": TENSOR}
 
 

@@ -8,6 +8,7 @@
 
 namespace {
 
+using flash::Dtype;
 using flash::kUnbounded;
 using flash::SplitRule;
 using flash::Window;
@@ -35,7 +36,7 @@ void check_row(const char* name, const DecodeProblem& problem, const Device& dev
   const DecodePlan plan = flash::plan::plan_decode(problem, device);
   check::that(!plan.is_too_large && plan.stages > 0, name, "fits");
   check::that(plan.kernel == expected.kernel, name, "kernel", static_cast<int>(plan.kernel));
-  const int rows = flash::plan::kv_tile(problem.head_dim, plan.tile_size).rows();
+  const int rows = flash::plan::kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype).rows();
   check::that(rows == expected.tile_rows, name, "rows of a tile", rows);
   check::that(plan.thread_blocks == expected.thread_blocks, name, "thread blocks", plan.thread_blocks);
   check::that(plan.split_points.rule == expected.rule, name, "split points", static_cast<int>(plan.split_points.rule));
@@ -162,6 +163,44 @@ void check_chunks() {
   stays("16 packed rows");
 }
 
+// Caches of codes: tiles of 32 keys a step, two of them a block of 16 bits at head dim 128; no other family reads them.
+void check_eight_bit() {
+  constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
+  const auto of_codes = [](DecodeProblem problem) {
+    problem.kv_dtype = Dtype::kE4m3;
+    return problem;
+  };
+  const DecodeProblem problem = of_codes(decoding(16, 32, 8, 128, 8192));
+  check_row("8 bits", problem, kH200, {kSplit, 16, 264, SplitRule::kAnywhere, true, true, true, 128});
+  check_row("8 bits, no clusters", problem, kA100, {kSplit, 16, 216, SplitRule::kAnywhere, true, false, true, 128});
+  check_row("8 bits, head dim 96", of_codes(decoding(16, 32, 8, 96, 8192)), kH200,
+            {kSplit, 16, 264, SplitRule::kAnywhere, false, false, true, 128});
+  check_row("8 bits, 32 rows", of_codes(decoding(1, 32, 1, 128, 8192)), kH200,
+            {kSplit, 32, 32, SplitRule::kAnywhere, false, false, true, 32});
+  check_row("8 bits, 64 rows", of_codes(decoding(1, 64, 1, 64, 8192)), kH200,
+            {kSplit, 64, 16, SplitRule::kAnywhere, false, false, true, 64});
+  check_row("8 bits, head dim 256", of_codes(decoding(1, 64, 1, 256, 8192)), kH200,
+            {kSplit, 16, 132, SplitRule::kAnywhere, true, false, true, 64});
+  const DecodePlan codes = flash::plan::plan_decode(problem, kH200);
+  const DecodePlan wide = flash::plan::plan_decode(decoding(16, 32, 8, 128, 8192), kH200);
+  check::that(codes.stages == wide.stages && codes.min_blocks_per_cta == wide.min_blocks_per_cta, "bytes in flight",
+              codes.stages, codes.min_blocks_per_cta);
+  DecodeProblem chunk = of_codes({1, 2048, 32, 8, 128, 16384});
+  chunk.options.forward = forward_of(chunk);
+  check::that(flash::plan::plan_decode(chunk, kH200).kernel == kSplit, "chunks of prompts too");
+  DecodeProblem other = problem;
+  const auto is_plain = [&] { return flash::plan::plan_decode(other, kH200).is_plain; };
+  other.options.page_size = 16;
+  check::that(is_plain(), "pages of half a step");
+  other.options.page_size = 24;
+  check::that(!is_plain(), "pages that half steps straddle");
+  other.options.page_size = 0;
+  other.options.v_per_channel = true;
+  check::that(!is_plain(), "a descale for each column of V");
+  const auto fields = flash::plan::explain(problem, codes);
+  check::that(flash::plan::one_line(fields).find("kv_dtype=e4m3") != std::string::npos, "explained");
+}
+
 // Options may choose kernels, but must not move the split points of a schedule that was made without them.
 void check_schedule_does_not_depend_on_options() {
   for (int seqlen_q : {1, 5, 300}) {
@@ -212,25 +251,29 @@ void check_explanation() {
 
 void check_tiles() {
   using namespace flash::plan;
-  for (const Device& device : kDevices) {
+  for (int i = 0; i < 6; ++i) {
+    const Device& device = kDevices[i % 3];
+    const Dtype dtype = i < 3 ? Dtype::kBf16 : Dtype::kInt8;
     for (int head_dim : {8, 64, 128, 192, 256}) {
-      for (int size = 0; size < kKvSizes; ++size) {
-        const KvTile tile = kv_tile(head_dim, size);
+      for (int size = 0; kv_size_exists(head_dim, size, dtype); ++size) {
+        const KvTile tile = kv_tile(head_dim, size, dtype);
         const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
         const int bytes = kv_smem_bytes(tile, residency.stages);
         check::that(residency.stages >= 1, "a stage fits", head_dim, size, device.smem_per_multiprocessor);
         check::that(bytes <= device.smem_per_block, "shared memory of a block", bytes);
         check::that(residency.blocks_per_sm * (bytes + kReservedSmemBytes) <= device.smem_per_multiprocessor,
                     "of all blocks", bytes, residency.blocks_per_sm);
-        check::that(tile.step == kv_tile(head_dim, 0).step, "all sizes take the same steps", head_dim, size);
+        check::that(tile.step == kv_tile(head_dim, 0, dtype).step, "all sizes take the same steps", head_dim, size);
         check::that(tile.blocks_per_sm * kv_threads(tile) * 255 <= 65536 * 2, "register file", head_dim, size);
         check::that(kSplitKeys % kv_block_n(tile) == 0, "fixed splits are whole n_blocks", head_dim);
+        check::that(tile.kv_bytes == dtype_bytes(dtype) && tile.head_dim >= head_dim, "of the dtype", head_dim);
       }
       for (int64_t rows : {1, 16, 17, 32, 33, 1000}) {
-        const KvTile tile = kv_tile(head_dim, kv_tile_size(head_dim, rows));
-        const KvTile largest = kv_tile(head_dim, kKvSizes - 1);
-        check::that(tile.rows() >= rows || tile.rows() == largest.rows(), "the rows fit or the tile is large", rows);
-        check::that(kv_size_exists(head_dim, kv_tile_size(head_dim, rows)), "the size has a kernel", head_dim, rows);
+        const int size = kv_tile_size(head_dim, rows, dtype);
+        check::that(kv_size_exists(head_dim, size, dtype), "the size has a kernel", head_dim, rows);
+        const bool is_largest = !kv_size_exists(head_dim, size + 1, dtype);
+        check::that(kv_tile(head_dim, size, dtype).rows() >= rows || is_largest, "the rows fit or the tile is large",
+                    rows);
       }
     }
   }
@@ -357,6 +400,7 @@ int main() {
   check_splits();
   check_variant();
   check_chunks();
+  check_eight_bit();
   check_schedule_does_not_depend_on_options();
   check_empty();
   check_explanation();

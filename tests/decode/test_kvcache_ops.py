@@ -31,7 +31,7 @@ def test_opcheck_kvcache(device, page_size, append, given, sinks):
     extra = (torch.empty_like(problem.q), plan_for(problem).tensor) if given else (None, None)
     arguments = (
         problem.q, problem.k_cache.nan_to_num(), problem.v_cache.nan_to_num(), problem.k, problem.v, None, None,
-        problem.lengths, problem.rows, None, problem.table, None, *extra, *OPTIONS, problem.sinks,
+        problem.lengths, problem.rows, None, problem.table, None, *extra, None, None, *OPTIONS, problem.sinks,
     )  # fmt: skip
     opcheck(op.default, arguments)
 
@@ -60,7 +60,8 @@ def written(op):
 def test_schemas_tell_what_is_written():
     """A plan holds workspace, which every call that uses it writes."""
     assert written(CORE.kvcache_fwd.default) == ["out", "plan"]
-    assert written(CORE.kvcache_append_fwd.default) == ["k_cache", "v_cache", "out", "plan"]
+    descales = ["k_token_descale", "v_token_descale"]
+    assert written(CORE.kvcache_append_fwd.default) == ["k_cache", "v_cache", "out", "plan", *descales]
     assert written(CORE.kvcache_plan.default) == ["plan"]
     assert written(CORE.combine.default) == []
     assert written(CORE.combine_out.default) == ["out"]

@@ -1,4 +1,4 @@
-// The dtypes of Q, K and V, of torch and of the kernels.
+// The dtypes of Q, K and V, and of the codes of an 8-bit cache: of torch and of the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,12 @@ constexpr const char* kCombinedDtypes = "float16, bfloat16 or float32";
 inline bool is_supported(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 inline Dtype dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
+  switch (tensor.scalar_type()) {
+    case at::kHalf: return Dtype::kFp16;
+    case at::kFloat8_e4m3fn: return Dtype::kE4m3;
+    case at::kChar: return Dtype::kInt8;
+    default: return Dtype::kBf16;
+  }
 }
 
 }  // namespace flash

@@ -26,11 +26,17 @@ namespace flash {
 inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, int device) {
   const plan::DecodePlan plan = plan::plan_decode(problem, device_of(device));
   if (plan.is_too_large) {
-    const int64_t rows = plan::kv_tile(problem.head_dim, plan.tile_size).rows(), heads_k = problem.heads_k;
+    const int64_t rows = plan::kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype).rows(),
+                  heads_k = problem.heads_k;
     checks::fail("q", "expected at most ", plan::kMaxKvTiles, " tiles of ", rows, " rows, got ", plan.work_items,
                  " for each of ", heads_k, " K/V heads");
   }
   return plan;
+}
+
+// Elements of a KvCachePlan. One over 8 bits, whose blocks have other sizes, passes for none over 16.
+inline int64_t kvcache_plan_elements(const plan::DecodeProblem& problem, const plan::DecodePlan& plan) {
+  return plan.schedule_words + plan.workspace_words + (is_eight_bit(problem.kv_dtype) ? 4 : 0);
 }
 
 // ---- attention ----
@@ -55,7 +61,7 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   check_device_supported(q);
   const plan::DecodeProblem problem = decode_problem(call);
   const plan::DecodePlan plan = checked_decode_plan(problem, q.device().index());
-  if (call.plan.has_value()) checks::plan(*call.plan, q.device(), plan.schedule_words + plan.workspace_words);
+  if (call.plan.has_value()) checks::plan(*call.plan, q.device(), kvcache_plan_elements(problem, plan));
 
   at::Tensor out = call.out.has_value() ? *call.out : new_empty(q, q.sizes(), q.scalar_type());
   at::Tensor lse = new_empty(q, {q.size(0), q.size(2), q.size(1)}, at::kFloat), workspace;
@@ -110,7 +116,7 @@ inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const pla
 inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
                                int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
                                int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
-                               int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_) {
+                               int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_, bool eight_bit) {
   checks::kvcache_schedule(seqlens_k, leftpad_k,
                            {batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits}, plan_);
   const CallDevice guard(seqlens_k.device());
@@ -121,10 +127,11 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
                               static_cast<int>(head_dim), static_cast<int>(std::min<int64_t>(seqlen_cache, kMaxLength)),
                               clamped_int(num_splits),    batch_invariant};
   problem.options.seqlen_new = static_cast<int>(seqlen_new);
+  if (eight_bit) problem.kv_dtype = Dtype::kE4m3;
   problem.options.window = make_window({1.0, is_causal, window_left, window_right, 0.0, std::nullopt, std::nullopt});
   const int device = seqlens_k.device().index();
   const plan::DecodePlan plan = checked_decode_plan(problem, device);
-  const int64_t elements = plan.schedule_words + plan.workspace_words;
+  const int64_t elements = kvcache_plan_elements(problem, plan);
   if (plan_.has_value()) checks::plan(*plan_, seqlens_k.device(), elements);
   at::Tensor result = plan_.has_value() ? *plan_ : new_empty(seqlens_k, {elements}, at::kInt);
 

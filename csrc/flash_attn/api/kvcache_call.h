@@ -10,6 +10,24 @@
 
 namespace flash {
 
+// Of 8-bit caches. FlashAttention-2 has none: the module's functions take them by name.
+struct CacheDescales {
+  OptionalTensor q;  // q has 16 bits here: none
+  OptionalTensor k, v;
+  bool v_per_channel = false;       // v has a column for each of V's
+  OptionalTensor k_token, v_token;  // in place of k and v: of each row, written with new ones
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("q_descale", q, "a Tensor");
+    visit("k_descale", k, "a Tensor");
+    visit("v_descale", v, "a Tensor");
+    visit("v_per_channel", v_per_channel, "a bool");
+    visit("k_token_descale", k_token, "a Tensor");
+    visit("v_token_descale", v_token, "a Tensor");
+  }
+};
+
 struct KvCacheCall {
   const at::Tensor& q;        // (batch, seqlen_q, heads, d)
   const at::Tensor& k_cache;  // (cache_batch, capacity, heads_k, d) or (pages, page_size, heads_k, d)
@@ -28,7 +46,9 @@ struct KvCacheCall {
   int64_t num_splits;
   const OptionalTensor& plan;  // a schedule and its workspace (KvCachePlan)
   bool batch_invariant;
+  const CacheDescales& descales;
 
+  bool is_eight_bit() const { return flash::is_eight_bit(dtype_of(k_cache)); }
   bool is_paged() const { return block_table.has_value(); }
   int64_t seqlen_new() const { return k.has_value() ? k->size(1) : 0; }
 

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "api/checks.h"
 #include "api/kvcache_call.h"
@@ -17,11 +19,20 @@ inline void packed_rows(const char* name, int64_t seqlen_q, int64_t heads, int64
   if (heads_k > 0) at_most(name, seqlen_q * (heads / heads_k), "rows for each K/V head");
 }
 
-// A tensor with q's device and dtype; -1 in `expected`: any size.
+inline bool has_codes(const at::Tensor& tensor) { return tensor.defined() && is_eight_bit(dtype_of(tensor)); }
+
+inline void same_dtype(const char* name, const at::Tensor& tensor, const char* like_name, const at::Tensor& like) {
+  if (tensor.scalar_type() != like.scalar_type()) {
+    fail(name, "expected the dtype of ", like_name, " (", dtype_name(like.scalar_type()), "), got ",
+         dtype_name(tensor.scalar_type()));
+  }
+}
+
+// A tensor with q's device and dtype; -1 in `expected`: any size. any_dtype: it has been checked.
 inline void like_query(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::vector<int64_t> expected,
-                       const char* axes) {
+                       const char* axes, bool any_dtype = false) {
   device(name, tensor, q);
-  dtype_of_q(name, tensor, q);
+  if (!any_dtype) dtype_of_q(name, tensor, q);
   rank(name, tensor, static_cast<int64_t>(expected.size()), axes);
   for (size_t i = 0; i < expected.size(); ++i) {
     if (expected[i] < 0) expected[i] = tensor.size(static_cast<int64_t>(i));
@@ -32,8 +43,9 @@ inline void like_query(const char* name, const at::Tensor& tensor, const at::Ten
 
 inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool paged) {
   const char* axes = paged ? "blocks, page_size, heads, head_dim" : "batch, seqlen, heads, head_dim";
-  like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes);
-  like_query("v_cache", v, q, k.sizes().vec(), axes);
+  like_query("k_cache", k, q, {-1, -1, -1, q.size(3)}, axes, has_codes(k));
+  if (has_codes(k) && v.defined()) same_dtype("v_cache", v, "k_cache", k);
+  like_query("v_cache", v, q, k.sizes().vec(), axes, has_codes(k));
   sizes("k_cache", k, paged ? "pages" : "sequences");
   head_counts(q, k);
   packed_rows("q", q.size(1), q.size(2), k.size(2));
@@ -50,9 +62,83 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   if (!v.has_value()) fail("v", "expected a tensor when k is given, got None");
   if (!seqlens.has_value()) fail("cache_seqlens", "expected cache lengths when k is given, got None");
   const char* axes = "batch, seqlen, heads, head_dim";
-  like_query("k", *k, q, {q.size(0), -1, k_cache.size(2), q.size(3)}, axes);
-  like_query("v", *v, q, k->sizes().vec(), axes);
+  const bool quantizes = has_codes(k_cache);
+  if (quantizes) {
+    device("k", *k, q);
+    if (k->scalar_type() != q.scalar_type() && k->scalar_type() != k_cache.scalar_type()) {
+      fail("k", "expected dtype ", dtype_name(q.scalar_type()), " or ", dtype_name(k_cache.scalar_type()), ", got ",
+           dtype_name(k->scalar_type()));
+    }
+    dtype("v", *v, k->scalar_type());
+  }
+  like_query("k", *k, q, {q.size(0), -1, k_cache.size(2), q.size(3)}, axes, quantizes);
+  like_query("v", *v, q, k->sizes().vec(), axes, quantizes);
   at_most("k", k->size(1), "rows");
+}
+
+// ---- descales of 8-bit caches: flash_attn/eight_bit.py is the twin ----
+
+// fp32 on q's device, of a cache of codes.
+inline void descale_of(const char* name, const at::Tensor& descale, const at::Tensor& cache, const at::Tensor& q) {
+  if (!has_codes(cache)) {
+    fail(name, "expected None for ", std::string(1, name[0]), " of ", dtype_name(cache.scalar_type()),
+         ", got a tensor");
+  }
+  device(name, descale, q);
+  dtype(name, descale, at::kFloat);
+}
+
+inline void descale_shape(const char* name, const at::Tensor& descale, bool one_element,
+                          const std::vector<std::vector<int64_t>>& shapes) {
+  if (one_element && descale.numel() == 1) return;
+  std::string expected = one_element ? "one element or shape " : "shape ";
+  for (const std::vector<int64_t>& allowed : shapes) {
+    if (descale.sizes() == at::IntArrayRef(allowed)) return;
+    const std::string shown = text(at::IntArrayRef(allowed));
+    if (expected.find(shown) == std::string::npos) expected += (&allowed == &shapes[0] ? "" : " or ") + shown;
+  }
+  fail(name, "expected ", expected, ", got ", descale.sizes());
+}
+
+inline void given_descale(const char* name, const OptionalTensor& descale, const at::Tensor& cache, const at::Tensor& q,
+                          bool per_channel) {
+  if (!descale.has_value()) {
+    if (per_channel) fail(name, "expected a tensor with v_descale_axis, got None");
+    return;
+  }
+  descale_of(name, *descale, cache, q);
+  const int64_t batch = q.size(0), heads_k = cache.size(2), head_dim = cache.size(3);
+  if (per_channel) return descale_shape(name, *descale, false, {{heads_k, head_dim}, {batch, heads_k, head_dim}});
+  const int64_t sequences = cache.size(0), rows = cache.size(1);
+  descale_shape(name, *descale, true,
+                {{heads_k}, {batch, heads_k}, {sequences, rows, heads_k}, {sequences, 1, heads_k}});
+}
+
+// Of each row, written with new ones. given: the argument that it takes the place of.
+inline void token_descale(const char* name, const OptionalTensor& descale, const OptionalTensor& given,
+                          const at::Tensor& cache, const OptionalTensor& rows, const at::Tensor& q) {
+  if (!descale.has_value()) return;
+  if (given.has_value()) fail(name, "expected None beside a descale of each row, got a tensor");
+  descale_of(name, *descale, cache, q);
+  shape(name, *descale, cache.sizes().slice(0, 3));
+  if (!rows.has_value() || has_codes(*rows)) {
+    const std::string own(1, name[0]);
+    fail(own.c_str(), "expected new rows of at least 16 bits with ", name, " of each row, got ",
+         rows.has_value() ? dtype_name(rows->scalar_type()) : "None");
+  }
+}
+
+inline void descales(const KvCacheCall& call) {
+  if (call.descales.q.has_value()) {
+    fail("q_descale", "expected None for q of ", dtype_name(call.q.scalar_type()), ", got a tensor");
+  }
+  given_descale("k_descale", call.descales.k, call.k_cache, call.q, false);
+  given_descale("v_descale", call.descales.v, call.v_cache, call.q, call.descales.v_per_channel);
+  token_descale("k_descale", call.descales.k_token, call.descales.k, call.k_cache, call.k, call.q);
+  token_descale("v_descale", call.descales.v_token, call.descales.v, call.v_cache, call.v, call.q);
+  if (call.rotary_cos.has_value() && call.k.has_value() && has_codes(*call.k)) {
+    fail("rotary_cos", "expected None with k of 8 bits, got a tensor");
+  }
 }
 
 inline void cache_location(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& cache_batch_idx,
@@ -111,13 +197,22 @@ inline void not_negative(const char* name, int64_t value) {
   }
 }
 
+// Whether rows of K and V that are equal become equal codes.
+inline bool quantizes_alike(const KvCacheCall& call) {
+  if (!call.is_eight_bit() || has_codes(*call.k)) return true;
+  const CacheDescales& descales = call.descales;
+  if (descales.k_token.has_value() || descales.v_token.has_value() || descales.v_per_channel) return false;
+  if (!descales.k.has_value() || !descales.v.has_value()) return descales.k.has_value() == descales.v.has_value();
+  return overlap::same_view(*descales.k, *descales.v);
+}
+
 // With new rows the caches are written. One tensor as both caches does not overlap itself if the same rows are appended
 // to both.
 inline void kvcache_overlap(const KvCacheCall& call) {
   const bool appends = call.k.has_value() && call.k->numel() > 0;
   if (!appends && !call.out.has_value() && !call.plan.has_value()) return;
   const bool is_one_cache = appends && !call.rotary_cos.has_value() && overlap::same_view(call.k_cache, call.v_cache) &&
-                            overlap::same_view(*call.k, *call.v);
+                            overlap::same_view(*call.k, *call.v) && quantizes_alike(call);
   const OptionalTensor none, k = call.k_cache, v = call.v_cache;
   const overlap::Operands read = {{"q", call.q},
                                   {"k_cache", appends ? none : k},
@@ -131,9 +226,13 @@ inline void kvcache_overlap(const KvCacheCall& call) {
                                   {"cache_leftpad", call.leftpad},
                                   {"block_table", call.block_table},
                                   {"alibi_slopes", call.scores.alibi_slopes},
-                                  {"sinks", call.scores.sinks}};
+                                  {"sinks", call.scores.sinks},
+                                  {"k_descale", call.descales.k},
+                                  {"v_descale", call.descales.v}};
   overlap::check({{"out", call.out},
                   {"plan", call.plan},
+                  {"k_descale", call.descales.k_token},
+                  {"v_descale", call.descales.v_token},
                   {"k_cache", appends ? k : none},
                   {"v_cache", appends && !is_one_cache ? v : none}},
                  read);
@@ -149,6 +248,7 @@ inline void kvcache(const KvCacheCall& call) {
   output(call.out, q, q.sizes());
   new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
   cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
+  descales(call);
   if (call.plan.has_value()) strided("plan", *call.plan);
   rotary(q, call.k, call.rotary_cos, call.rotary_sin, has_one_position(make_window(call.scores)));
   kvcache_overlap(call);

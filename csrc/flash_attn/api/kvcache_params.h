@@ -16,10 +16,10 @@
 
 namespace flash {
 
-// The widest vectors, of 16, 4 or 2 bytes, in which rows can be read: start, strides and row length are multiples of
-// it.
+// The widest vectors, of 16 or 4 bytes or one element, in which rows can be read: start, strides and row length are
+// multiples of it.
 inline int vector_bytes(const at::Tensor& tensor) {
-  const int element_bytes = dtype_bytes(dtype_of(tensor));
+  const int element_bytes = static_cast<int>(tensor.element_size());
   for (const int bytes : {16, 4}) {
     if (is_aligned(tensor, bytes) && tensor.size(-1) % (bytes / element_bytes) == 0) return bytes;
   }
@@ -91,6 +91,7 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   problem.capacity = static_cast<int>(call.capacity());
   problem.num_splits = clamped_int(call.num_splits);
   problem.batch_invariant = call.batch_invariant;
+  problem.kv_dtype = dtype_of(call.k_cache);
   plan::DecodeOptions& options = problem.options;
   options.seqlen_new = static_cast<int>(call.seqlen_new());
   options.window = make_window(call.scores);
@@ -102,8 +103,10 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   }
   options.q_vectors = vector_bytes(call.q) == 16;
   options.kv_vector_bytes = std::min(vector_bytes(call.k_cache), vector_bytes(call.v_cache));
-  const bool forward_reads = is_aligned(call.q) && is_aligned(call.k_cache) && is_aligned(call.v_cache) &&
-                             (!call.out.has_value() || is_aligned(*call.out)) && is_packed_cache(call);
+  options.v_per_channel = call.descales.v_per_channel;
+  const bool forward_reads = !call.is_eight_bit() && is_aligned(call.q) && is_aligned(call.k_cache) &&
+                             is_aligned(call.v_cache) && (!call.out.has_value() || is_aligned(*call.out)) &&
+                             is_packed_cache(call);
   if (forward_reads) options.forward = forward_problem(call);
   options.forced_family = forced_family();
   return problem;
@@ -154,12 +157,13 @@ inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodePro
   params.window = problem.options.window;
   params.q_vectors = problem.options.q_vectors;
   params.kv_vector_bytes = problem.options.kv_vector_bytes;
+  params.kv_dtype = problem.kv_dtype;
   params.device = device;
   params.multiprocessors = multiprocessor_count(device);
 }
 
 inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan& plan) {
-  const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size);
+  const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size, params.kv_dtype);
   params.tile_size = plan.tile_size;
   params.tile_rows = tile.rows();
   params.block_n = plan::kv_block_n(tile);
@@ -207,6 +211,47 @@ inline void set_params_new_rows(Flash_kvcache_params& params, const KvCacheCall&
   params.new_vectors = params.kv_vector_bytes == 16 && vector_bytes(*call.k) == 16 && vector_bytes(*call.v) == 16;
 }
 
+// Of a shape that checks::descales() has passed.
+inline KvDescale kv_descale(const at::Tensor& descale, bool per_channel) {
+  KvDescale result;
+  result.ptr = descale.const_data_ptr<float>();
+  if (descale.numel() == 1) return result;
+  const int64_t dims = descale.dim();
+  result.by_row = dims == 3 && !per_channel;
+  if (per_channel) result.col = descale.stride(-1);
+  if (result.by_row && descale.size(1) > 1) result.row = descale.stride(1);
+  result.head = descale.stride(per_channel ? -2 : -1);
+  if (dims > (per_channel ? 2 : 1)) result.batch = descale.stride(0);
+  return result;
+}
+
+// Of each row, whatever there is of them.
+inline KvDescale kv_token_descale(const at::Tensor& descale) {
+  KvDescale result;
+  result.ptr = descale.const_data_ptr<float>();
+  result.by_row = true;
+  result.batch = descale.stride(0);
+  result.row = descale.stride(1);
+  result.head = descale.stride(2);
+  return result;
+}
+
+inline void set_params_descales(Flash_kvcache_params& params, const KvCacheCall& call) {
+  params.q_dtype = dtype_of(call.q);
+  if (!call.is_eight_bit()) return;
+  params.new_dtype = call.k.has_value() ? dtype_of(*call.k) : params.q_dtype;
+  if (call.descales.k.has_value()) params.k_descale = kv_descale(*call.descales.k, false);
+  if (call.descales.v.has_value()) params.v_descale = kv_descale(*call.descales.v, call.descales.v_per_channel);
+  if (call.descales.k_token.has_value()) {
+    params.k_descale = kv_token_descale(*call.descales.k_token);
+    params.k_token_descale_ptr = call.descales.k_token->mutable_data_ptr<float>();
+  }
+  if (call.descales.v_token.has_value()) {
+    params.v_descale = kv_token_descale(*call.descales.v_token);
+    params.v_token_descale_ptr = call.descales.v_token->mutable_data_ptr<float>();
+  }
+}
+
 inline void set_params_rotary(Flash_kvcache_params& params, const KvCacheCall& call) {
   if (!call.rotary_cos.has_value()) return;
   const at::Tensor &cos = *call.rotary_cos, &sin = *call.rotary_sin;
@@ -236,6 +281,7 @@ inline Flash_kvcache_params set_params_kvcache(const KvCacheCall& call, const pl
   set_params_scores(params, call.scores);
   set_params_cache(params, call);
   set_params_new_rows(params, call);
+  set_params_descales(params, call);
   set_params_rotary(params, call);
   return params;
 }

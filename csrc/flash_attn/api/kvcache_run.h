@@ -39,6 +39,11 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
 }
 
 inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const at::Tensor& q, cudaStream_t stream) {
+  if (is_eight_bit(params.kv_dtype)) {
+    return E4M3_SWITCH(params.kv_dtype, [&] {
+      return HEADDIM_8BIT_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
+    });
+  }
   return FP16_SWITCH(dtype_of(q), [&] {
     return HEADDIM_SWITCH(params.d, [&] { return run_mha_fwd_split_<kDtype, kHeadDim>(params, stream); });
   });
@@ -47,12 +52,16 @@ inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const a
 inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (plan.appends) {
-    check_launch(run_kvcache_append(params, dtype_of(q), stream), "kvcache_append_kernel", q);
+    const bool quantizes = is_eight_bit(params.kv_dtype);
+    check_launch(
+        quantizes ? run_kvcache_append_quantized(params, stream) : run_kvcache_append(params, dtype_of(q), stream),
+        quantizes ? "kvcache_quantize_kernel" : "kvcache_append_kernel", q);
   }
   switch (plan.kernel) {
     case plan::DecodeKernel::kNone: return;
     case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, q);
-    case plan::DecodeKernel::kSplitKv: check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q);
+    case plan::DecodeKernel::kSplitKv:
+      check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q, params.kv_dtype);
   }
 }
 

@@ -77,7 +77,8 @@ inline void check_device_supported(const at::Tensor& q) {
   }
 }
 
-inline void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q) {
+// kv_dtype: of an 8-bit cache that the kernel reads.
+inline void check_launch(cudaError_t status, const char* kernel, const at::Tensor& q, Dtype kv_dtype = Dtype::kBf16) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();  // a launch error is not sticky: leave a clean state behind
   const int64_t head_dim = q.size(-1), capability = compute_capability(q.device().index());
@@ -85,9 +86,12 @@ inline void check_launch(cudaError_t status, const char* kernel, const at::Tenso
       std::string(kernel) + " (" + checks::dtype_name(q.scalar_type()) + ", head dim " + std::to_string(head_dim) + ")";
   const std::string build = std::string(" (this build: ") + kernel_build_info() + ")";
   if (status == cudaErrorNotSupported) {
-    const int64_t tile = plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
+    const bool has_codes = is_eight_bit(kv_dtype);
+    const int64_t tile = has_codes ? plan::kv8_tile(static_cast<int>(head_dim), 0).head_dim
+                                   : plan::fwd_tile(static_cast<int>(head_dim), plan::FwdVariant::kPlain).head_dim;
     checks::fail(what.c_str(), "this build has no such kernel. Rebuild flash_attn with FLASH_ATTN_HEAD_DIMS including ",
-                 tile, " and FLASH_ATTN_DTYPES including ", dtype_name(dtype_of(q)), build);
+                 tile, " and FLASH_ATTN_DTYPES including ", flash::dtype_name(has_codes ? kv_dtype : dtype_of(q)),
+                 build);
   }
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     checks::fail(what.c_str(), "this build has no code for compute capability ", capability / 10, ".", capability % 10,

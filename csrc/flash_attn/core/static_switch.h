@@ -24,6 +24,33 @@
     }                                                                 \
   }()
 
+// Dtypes of an 8-bit cache.
+#define E4M3_SWITCH(DTYPE, ...)                                       \
+  [&] {                                                               \
+    if ((DTYPE) == ::flash::Dtype::kE4m3) {                           \
+      constexpr static ::flash::Dtype kDtype = ::flash::Dtype::kE4m3; \
+      return __VA_ARGS__();                                           \
+    } else {                                                          \
+      constexpr static ::flash::Dtype kDtype = ::flash::Dtype::kInt8; \
+      return __VA_ARGS__();                                           \
+    }                                                                 \
+  }()
+
+// Head dims of kernels over an 8-bit cache.
+#define HEADDIM_8BIT_SWITCH(HEAD_DIM, ...) \
+  [&] {                                    \
+    if (HEAD_DIM <= 64) {                  \
+      constexpr static int kHeadDim = 64;  \
+      return __VA_ARGS__();                \
+    } else if (HEAD_DIM <= 128) {          \
+      constexpr static int kHeadDim = 128; \
+      return __VA_ARGS__();                \
+    } else {                               \
+      constexpr static int kHeadDim = 256; \
+      return __VA_ARGS__();                \
+    }                                      \
+  }()
+
 // HEAD_DIM is rounded up to the head dims of plan/tiles.h.
 #define HEADDIM_SWITCH(HEAD_DIM, ...)      \
   [&] {                                    \

@@ -17,6 +17,21 @@ struct Rotary {
   bool one_position = false;  // all queries are rotated as the first one: no mask
 };
 
+// Descales of an 8-bit K or V: value = code * descale. A stride is 0 along an axis that they do not vary along.
+struct KvDescale {
+  const float* ptr = nullptr;  // null: 1
+  bool by_row = false;         // of pages or rows: an element of the batch is a page or sequence of the cache
+  int64_t batch = 0, row = 0, head = 0, col = 0;
+
+  // Of a request and K/V head, unless they are by row.
+  FLASH_HOST_DEVICE const float* of_head(int64_t request, int64_t head_k) const {
+    return ptr + request * batch + head_k * head;
+  }
+  FLASH_HOST_DEVICE const float* of_row(int64_t page, int64_t at_row, int64_t head_k) const {
+    return ptr + page * batch + at_row * row + head_k * head;
+  }
+};
+
 // In the inherited fields, k and v are the caches (cache_batch, capacity, h_k, d) or pages (pages, page_size, h_k, d).
 struct Flash_kvcache_params : Flash_fwd_params {
   const int* __restrict__ seqlens_k = nullptr;        // (b) rows cached before the call; null: capacity
@@ -57,10 +72,17 @@ struct Flash_kvcache_params : Flash_fwd_params {
   const SchedHeader* __restrict__ schedule = nullptr;  // header and entries; null: every CTA finds its own range
   float* partial_o = nullptr;                          // (slots, slot_rows, padded head dim)
   float* partial_stats = nullptr;                      // (slots, slot_rows, 2): row max of the raw scores, row sum
+
+  // An 8-bit cache. The kernels of 16 bits know q's dtype by their template.
+  Dtype q_dtype = Dtype::kBf16, kv_dtype = Dtype::kBf16;
+  Dtype new_dtype = Dtype::kBf16;  // of knew and vnew: that of q, or codes
+  KvDescale k_descale, v_descale;
+  float* k_token_descale_ptr = nullptr;  // where the append writes the descales of new rows, in k_descale's layout;
+  float* v_token_descale_ptr = nullptr;  // null: it quantises by k_descale and v_descale
 };
 
-// One explicit specialisation per file flash_fwd_split_*.cu; the rules of run_mha_fwd_ hold. Launches the attention
-// and, where tiles may be split, the combine.
+// One explicit specialisation per file flash_fwd_split_*.cu, kDtype being that of the cache; the rules of run_mha_fwd_
+// hold. Launches the attention and, where tiles may be split, the combine.
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_fwd_split_(const Flash_kvcache_params& params, cudaStream_t stream);
 
@@ -69,6 +91,9 @@ cudaError_t run_decode_combine(const Flash_kvcache_params& params, Dtype dtype, 
 
 // Appends the new rows to the cache.
 cudaError_t run_kvcache_append(const Flash_kvcache_params& params, Dtype dtype, cudaStream_t stream);
+
+// Appends the new rows to an 8-bit cache, quantised unless they are codes.
+cudaError_t run_kvcache_append_quantized(const Flash_kvcache_params& params, cudaStream_t stream);
 
 // Fills cached_keys (b, 2) for the forward: request i has keys from row first_row + cache row * rows_per_sequence on;
 // none if it is invalid.

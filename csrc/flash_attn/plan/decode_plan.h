@@ -47,6 +47,7 @@ struct DecodeOptions {
   // The call as the forward's kernels see it; none: they cannot read q and the cache, or write out, where these lie.
   std::optional<FwdProblem> forward;
   const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
+  bool v_per_channel = false;           // V has a descale for each column
 };
 
 // What a call knows on the host.
@@ -59,8 +60,9 @@ struct DecodeProblem {
   int capacity = 0;    // rows that the cache holds per sequence
   int num_splits = 0;  // 0: the linearised work is split evenly; n: at most n splits per sequence
   bool batch_invariant = false;
-  bool is_packed = false;  // a packed forward: seqlen_q is then the sum of the queries of all sequences
-  int packed_keys = 0;     // keys of a packed sequence, on average
+  bool is_packed = false;         // a packed forward: seqlen_q is then the sum of the queries of all sequences
+  int packed_keys = 0;            // keys of a packed sequence, on average
+  Dtype kv_dtype = Dtype::kBf16;  // of the cache; one of 8 bits stands for both
   DecodeOptions options = {};
 
   constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
@@ -142,10 +144,10 @@ constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
 // Tiles and their rows.
 constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
   const int64_t rows = problem.rows();
-  plan.tile_size = kv_tile_size(problem.head_dim, rows);
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  plan.tile_size = kv_tile_size(problem.head_dim, rows, problem.kv_dtype);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   plan.stages = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block).stages;
-  plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows));
+  plan.row_tiles = static_cast<int>(kv_row_tiles(problem.head_dim, rows, problem.kv_dtype));
   plan.work_items = problem.is_packed
                         ? varlen_slot_count(static_cast<int>(problem.all_rows()), problem.batch, tile.rows())
                         : static_cast<int64_t>(problem.batch) * plan.row_tiles;
@@ -155,12 +157,13 @@ constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, De
 
 // Number of CTAs, and where they may split a tile. `even`: evenly, wherever that splits a tile.
 constexpr void plan_splits(const DecodeProblem& problem, const Device& device, bool even, DecodePlan& plan) {
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   const int block_n = kv_block_n(tile);
   // Packed sequences count with their mean length, so that they are split as the same sequences in a dense batch.
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
-  plan.min_blocks_per_cta = even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 4) : 1;
+  plan.min_blocks_per_cta =
+      even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 2 * tile.kv_bytes) : 1;
   // More CTAs than a full cache has CTA ranges for would idle. The bound changes no range.
   const int64_t max_blocks = plan.work_items * problem.heads_k * kv_max_blocks(problem.capacity, block_n);
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
@@ -185,7 +188,7 @@ constexpr void plan_splits(const DecodeProblem& problem, const Device& device, b
 // Batch-invariant: a tile is split at all its fixed split points, or not at all where it has none, where the call asks
 // for no split, or where the partial results would take too much memory.
 constexpr void plan_fixed_splits(const DecodeProblem& problem, DecodePlan& plan) {
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
   plan.split_blocks = kSplitKeys / kv_block_n(tile);
   plan.max_splits = static_cast<int>(ceil_div(problem.capacity, kSplitKeys));
@@ -209,7 +212,7 @@ constexpr bool kv_may_split(const SplitPoints& split_points, int64_t max_blocks)
 
 // The combine and the memory of partial results.
 constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   plan.combines = kv_may_split(plan.split_points, kv_max_blocks(problem.capacity, kv_block_n(tile)));
   plan.schedule_words = static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
   plan.workspace_words = plan.slots * kv_slot_floats(tile, plan.slot_rows);
@@ -221,20 +224,23 @@ constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
 // Whether the kernel without what decoding rarely needs serves the call.
 constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan) {
   const DecodeOptions& options = problem.options;
-  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size);
-  const bool whole_steps = options.page_size == 0 || (options.page_size % tile.step == 0 && !options.has_leftpad);
+  const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
+  const bool whole_steps =
+      options.page_size == 0 || (options.page_size % kv_page_rows(tile) == 0 && !options.has_leftpad);
   const bool any_split_point =
       plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kNowhere;
   const int64_t max_blocks = plan.work_items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
-  return !problem.is_packed && !options.has_score_mod && !options.has_rotary && problem.head_dim == tile.head_dim &&
-         options.q_vectors && options.kv_vector_bytes == 16 && whole_steps && any_split_point &&
-         plan.split_blocks == kUnbounded && max_blocks < kMaxBlocks32;
+  return tile.has_plain && !options.v_per_channel && !problem.is_packed && !options.has_score_mod &&
+         !options.has_rotary && problem.head_dim == tile.head_dim && options.q_vectors &&
+         options.kv_vector_bytes == 16 && whole_steps && any_split_point && plan.split_blocks == kUnbounded &&
+         max_blocks < kMaxBlocks32;
 }
 
 // The plan of a forward over the cache. The decode kernels are made for tiles of 16 packed rows; with more they are
-// taken only where m_blocks would leave multiprocessors idle.
+// taken only where m_blocks would leave multiprocessors idle, or over 8 bits, which no other family reads.
 inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
-  const bool may_choose = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
+  const bool may_choose =
+      problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed && !is_eight_bit(problem.kv_dtype);
   const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
   if (may_choose && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
     return plan_fwd(*problem.options.forward, device, problem.options.forced_family);

@@ -1,6 +1,7 @@
 // Everything the decode kernel derives from (dtype, head dim, tile size).
 #pragma once
 
+#include "kernels/decode/vector_swizzle.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/kvcache.h"
 #include "plan/tiles.h"
@@ -10,32 +11,19 @@ namespace decode {
 
 using namespace sm80;  // the warp-level instructions
 
-// Rows of kHeadDim elements in shared memory, their 16-byte vectors swizzled so that neither ldmatrix nor cp.async has
-// bank conflicts. `swizzled`: the swizzled number of a vector, vector ^ key(row); that of another vector at a constant
-// distance is next().
-template <int kHeadDim>
-struct VectorSwizzle {
-  static constexpr int kVectors = kHeadDim / 8;
-  static constexpr bool kWide = kVectors % 8 == 0;  // rows of whole 128-byte lines; else two rows share a line
-  static constexpr int kMask = kWide ? 7 : 3;
-
-  __host__ __device__ static constexpr int key(int row) { return kWide ? row & 7 : (row >> 1) & 3; }
-
-  // Swizzled number of vector `vector + distance`, given that of `vector`; vector and distance have no bits in common.
-  __host__ __device__ static constexpr int next(int swizzled, int distance) {
-    return (swizzled ^ (distance & kMask)) + (distance & ~kMask);
-  }
-};
-
 // kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
 // memory at first use: score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment
 // or with padded head dims, equal and fixed splits.
 enum class KvVariant { kAll, kPlain };
 
-template <Dtype kDtype, int kHeadDim_, int kSize, KvVariant kVariant>
+// kDtype: of the cache. Codes of 8 bits are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
+template <Dtype kDtype_, int kHeadDim_, int kSize, KvVariant kVariant>
 struct KvConfig {
-  using Element = ElementOf<kDtype>;
-  static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize);
+  static constexpr Dtype kDtype = kDtype_;
+  static constexpr bool kEightBit = is_eight_bit(kDtype);
+  using Element = ElementOf<kEightBit ? Dtype::kFp16 : kDtype>;    // of the MMAs
+  using Stored = std::conditional_t<kEightBit, uint8_t, Element>;  // of K and V
+  static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize, kDtype);
   static constexpr bool kPlain = kVariant == KvVariant::kPlain;
   static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
   static constexpr int kHeadDim = kTile.head_dim;
@@ -49,14 +37,21 @@ struct KvConfig {
   static constexpr int kBlockN = plan::kv_block_n(kTile);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
   static_assert(kStep == 16 || kStep == 32, "a lane looks up the page of one key");
+  static_assert(!kEightBit || kStep == 32, "32 keys are one ldmatrix of K, and a lane copies the descales of one key");
+  static_assert(kTile.kv_bytes == sizeof(Stored) && (kTile.has_plain || !kPlain), "plan and kernel agree");
 
-  using Swizzle = VectorSwizzle<kHeadDim>;
+  using Swizzle = VectorSwizzle<kHeadDim>;  // of Q and of results
+  using KvSwizzle = VectorSwizzle<kHeadDim * kTile.kv_bytes / 2>;
+  static constexpr int kVectorCols = 16 / kTile.kv_bytes;  // of K and V
   // Loads of K and V: kLanesPerRow lanes to a row, a 16-byte vector each.
-  static constexpr int kLanesPerRow = Swizzle::kWide ? (Swizzle::kVectors == 24 ? 8 : Swizzle::kVectors) : 4;
+  static constexpr int kLanesPerRow = KvSwizzle::kWide ? (KvSwizzle::kVectors == 24 ? 8 : KvSwizzle::kVectors) : 4;
   static constexpr int kRowsPerPass = 32 / kLanesPerRow;
   static constexpr int kWarpRows = kStep / kRowWarps;  // rows of a step that one warp loads
   static constexpr int kRowPasses = kWarpRows / kRowsPerPass;
-  static constexpr int kColPasses = Swizzle::kVectors / kLanesPerRow;
+  static constexpr int kColPasses = KvSwizzle::kVectors / kLanesPerRow;
+  // kPlain: pages of a step, and steps whose pages a warp looks up at once.
+  static constexpr int kStepPages = kStep / plan::kv_page_rows(kTile);
+  static constexpr int kPageSteps = 32 / kStepPages;
   static_assert(kWarpRows % kRowsPerPass == 0 && kWarpRows % 8 == 0, "a warp loads whole passes");
 
   // Shared memory: Q, row statistics, scratch of the schedule, work parts and the K/V stages of each warp group.
@@ -66,8 +61,11 @@ struct KvConfig {
   static constexpr int kPartsAt = kScratchAt + plan::kKvScratchBytes;
   static constexpr int kStagesAt = plan::kv_smem_bytes(kTile, 0);
   static_assert(kStagesAt == kPartsAt + plan::kKvPartBytes && kStagesAt % 128 == 0, "plan and kernel agree");
-  static constexpr int kStageElements = 2 * kStep * kHeadDim;  // of one warp group: K, then V
-  static_assert(kStageElements * sizeof(Element) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
+  static constexpr int kStageElements = kStep * plan::kv_key_bytes(kTile) / kTile.kv_bytes;  // of one warp group
+  static constexpr int kValuesAt = kStep * kHeadDim;  // elements of a stage: K, then V,
+  static constexpr int kDescalesAt = 2 * kValuesAt;   // then fp32 descales of the keys of K, and of V
+  static_assert(kStageElements * sizeof(Stored) >= 16 * kHeadDim * sizeof(float), "a stage holds 16 rows of results");
+  static_assert(kStageElements * sizeof(Stored) % 128 == 0, "stages are aligned as shared memory is");
 };
 
 }  // namespace decode

@@ -77,16 +77,45 @@ struct KvEpilogue {
     for (int half = 0; half < 2; ++half) {
       if (8 * half >= rows) break;
       const int row = lane / 4 + 8 * half;
+      if constexpr (Config::kEightBit) {
+        stage_dequantized(mainloop, mi, half, to);
+      } else {
 #pragma unroll
-      for (int ni = 0; ni < kHeadDim / 8; ++ni) {
-        const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
-        *reinterpret_cast<float2*>(to + smem_offset(row, ni * 8 + lane % 4 * 2)) = pair;
+        for (int ni = 0; ni < kHeadDim / 8; ++ni) {
+          const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
+          *reinterpret_cast<float2*>(to + smem_offset(row, ni * 8 + lane % 4 * 2)) = pair;
+        }
       }
       const float sum = quad_sum(mainloop.softmax.row_sum[2 * mi + half]);
       if (lane % 4 == 0) {
         stats[ring.group() * 16 + row] = {mainloop.softmax.row_max[2 * mi + half],
                                           mainloop.has_invalid_page ? RowStats::kRejected : sum};
       }
+    }
+  }
+
+  // A row times V's descales: results are those of dequantised values from here on.
+  __device__ __forceinline__ void stage_dequantized(Mainloop& mainloop, int mi, int half, float* to) const {
+    const int row = threadIdx.x % 32 / 4 + 8 * half, first_col = eight_bit::o_col(threadIdx.x % 4);
+    const KvDescale& descale = params.v_descale;
+    const float factor = descale.by_row ? mainloop.units.factor(2 * mi + half) : mainloop.v_descale;
+#pragma unroll
+    for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
+      const int col = vector * eight_bit::kVectorCols + first_col;
+      float4 value = scaled(
+          factor, {mainloop.acc_o(2 * half, mi, 2 * vector), mainloop.acc_o(2 * half, mi, 2 * vector + 1),
+                   mainloop.acc_o(2 * half + 1, mi, 2 * vector), mainloop.acc_o(2 * half + 1, mi, 2 * vector + 1)});
+      if (!Config::kPlain && descale.col != 0) scale_channels(value, col);
+      *reinterpret_cast<float4*>(to + smem_offset(row, col)) = value;
+    }
+  }
+
+  __device__ __forceinline__ void scale_channels(float4& value, int col) const {
+    const float* const descales = params.v_descale.of_head(part.request.index, part.head);
+    float* const values = &value.x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (col + i < params.d) values[i] *= descales[(col + i) * params.v_descale.col];
     }
   }
 
@@ -161,7 +190,11 @@ struct KvEpilogue {
   __device__ __forceinline__ void write_output(const KvQueries& queries, int row, int col, const RowStats& total,
                                                const float4& value) const {
     const PackedRow at = packed_row(params, part.head, part.row_tile * Config::kRows + row);
-    write_output_row<Element>(params, queries, at, col, total, value);
+    if (Config::kEightBit && params.q_dtype == Dtype::kBf16) {
+      write_output_row<ElementOf<Dtype::kBf16>>(params, queries, at, col, total, value);
+    } else {
+      write_output_row<Element>(params, queries, at, col, total, value);
+    }
   }
 };
 

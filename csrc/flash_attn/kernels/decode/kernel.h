@@ -87,7 +87,10 @@ __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcac
       mainloop.begin_split();
     }
     ring.wait();
-    if (ring.loads_query() && block == begin) __syncthreads();  // every thread copied some of it
+    if (ring.loads_query() && block == begin) {
+      __syncthreads();  // every thread copied some of it
+      if constexpr (Config::kEightBit) KvQuery<Config>{params, part, q_rows}.narrow();
+    }
     mainloop.step(block);
     ring.release();
     if (++block < end) continue;

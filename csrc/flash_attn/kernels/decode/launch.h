@@ -22,8 +22,10 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
 
 template <Dtype kDtype, int kHeadDim, int kSize>
 cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream_t stream) {
-  if (params.is_plain) {
-    return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
+  if constexpr (plan::kv_tile(kHeadDim, kSize, kDtype).has_plain) {
+    if (params.is_plain) {
+      return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
+    }
   }
   return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kAll>>(params, stream);
 }
@@ -33,12 +35,14 @@ cudaError_t run_mha_fwd_split_sm80(const Flash_kvcache_params& call, cudaStream_
   Flash_kvcache_params params = call;  // the combine has to know how the attention was launched
   cudaError_t status = cudaErrorInvalidValue;
   if (params.tile_size == 0) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 0>(params, stream);
-  if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);
-  if constexpr (plan::kv_size_exists(kHeadDim, 2)) {
+  if constexpr (plan::kv_size_exists(kHeadDim, 1, kDtype)) {
+    if (params.tile_size == 1) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 1>(params, stream);
+  }
+  if constexpr (plan::kv_size_exists(kHeadDim, 2, kDtype)) {
     if (params.tile_size == 2) status = run_flash_fwd_split_variant<kDtype, kHeadDim, 2>(params, stream);
   }
   if (status != cudaSuccess || !params.combines) return status;
-  return run_decode_combine(params, kDtype, stream);
+  return run_decode_combine(params, is_eight_bit(kDtype) ? params.q_dtype : kDtype, stream);
 }
 
 }  // namespace decode

@@ -18,8 +18,10 @@ template <class Config>
 struct KvMainloop {
   using Element = typename Config::Element;
   using Swizzle = typename Config::Swizzle;
+  using KvSwizzle = typename Config::KvSwizzle;
   static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
+  struct NoUnits {};
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
@@ -28,7 +30,7 @@ struct KvMainloop {
   const KvRing<Config>& ring;
   const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
 
-  Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D)
+  Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
   ExactSoftmax<kRows> softmax;
   bool has_invalid_page = false;  // some key so far lies in an invalid page
 
@@ -37,6 +39,8 @@ struct KvMainloop {
   // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
+  float k_descale = 1.0f, v_descale = 1.0f;  // of the tile's head, unless by row or channel
+  std::conditional_t<Config::kEightBit, ValueUnits<kRows>, NoUnits> units;
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)
@@ -50,11 +54,16 @@ struct KvMainloop {
     full_begin = visibility.key_begin(tokens.end - 1);
     full_end = visibility.key_end(tokens.begin);
     has_invalid_page = part.request.rejected;
+    if constexpr (Config::kEightBit) {
+      k_descale = head_descale(params.k_descale, part.request.index, part.head);
+      v_descale = head_descale(params.v_descale, part.request.index, part.head);
+    }
   }
 
   __device__ __forceinline__ void begin_split() {
     cute::clear(acc_o);
     softmax.clear();
+    if constexpr (Config::kEightBit) units.clear();
   }
 
   // The current step of the ring, of n_block `block`.
@@ -62,8 +71,13 @@ struct KvMainloop {
     using namespace cute;
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
     clear(acc_s);
-    multiply_q_k(acc_s);
+    if constexpr (Config::kEightBit) {
+      multiply_q_codes(acc_s);
+    } else {
+      multiply_q_k(acc_s);
+    }
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
+    if constexpr (Config::kEightBit) scale_scores(scores);
     const int key = block * Config::kBlockN + ring.group() * Config::kStep;
     const PackedCoords coords{params.group, part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
                               tokens.begin};
@@ -71,12 +85,21 @@ struct KvMainloop {
       modify_packed_scores(scores, params, coords, part.request.fits ? part.request.index : 0, part.head,
                            visibility.diagonal(tokens.begin), key);
     }
-    if (key < full_begin || key + Config::kStep > full_end) {
+    const bool is_masked = key < full_begin || key + Config::kStep > full_end;
+    if (is_masked) {
       apply_mask(scores, coords, visibility, tokens.begin, tokens.end, key, key + Config::kStep);
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
+    if constexpr (Config::kEightBit) {
+      if (params.v_descale.by_row) raise_units(scores, out, is_masked);
+    }
     softmax.update(scores, out, params.softmax_scale_log2);
-    multiply_p_v(acc_s);
+    if constexpr (Config::kEightBit) {
+      if (params.v_descale.by_row) scale_probabilities(scores, is_masked);
+      multiply_p_codes(acc_s);
+    } else {
+      multiply_p_v(acc_s);
+    }
     has_invalid_page |= ring.step_has_invalid_page();
   }
 
@@ -86,6 +109,76 @@ struct KvMainloop {
   template <class Acc>
   __device__ __forceinline__ static float (&square(Acc& acc, int mi, int ni))[4] {
     return reinterpret_cast<float (&)[4]>(acc(0, mi, ni));
+  }
+
+  // This lane's columns of a step's descales, as pairs.
+  __device__ __forceinline__ static float2 descale_pair(const float* descales, int pair) {
+    return *reinterpret_cast<const float2*>(descales + pair * 8 + lane() % 4 * 2);
+  }
+
+  // Raw scores are those of dequantised keys from here on: the row max, score modifiers and the LSE need no descale.
+  template <class Scores>
+  __device__ __forceinline__ void scale_scores(Scores& scores) const {
+#pragma unroll
+    for (int pair = 0; pair < Config::kStep / 8; ++pair) {
+      float2 descale{k_descale, k_descale};
+      if (params.k_descale.by_row) descale = descale_pair(ring.k_descales(), pair);
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        scores(mi, 2 * pair) *= descale.x;
+        scores(mi, 2 * pair + 1) *= descale.y;
+      }
+    }
+  }
+
+  // Descales of keys that a row does not see must not count: another call may not have these keys.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void raise_units(const Scores& scores, Out& out, bool is_masked) {
+    float factor[kRows], of_all = 0.0f;
+    const float* const descales = ring.k_descales() + Config::kStep;
+#pragma unroll
+    for (int pair = 0; pair < Config::kStep / 8; ++pair) {
+      const float2 descale = descale_pair(descales, pair);
+      of_all = fmaxf(of_all, fmaxf(fabsf(descale.x), fabsf(descale.y)));
+    }
+    bool any_raised = false;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      float largest = of_all;
+      if (is_masked) {
+        largest = 0.0f;
+#pragma unroll
+        for (int pair = 0; pair < Config::kStep / 8; ++pair) {
+          const float2 descale = descale_pair(descales, pair);
+          if (scores(mi, 2 * pair) > -INFINITY) largest = fmaxf(largest, fabsf(descale.x));
+          if (scores(mi, 2 * pair + 1) > -INFINITY) largest = fmaxf(largest, fabsf(descale.y));
+        }
+      }
+      factor[mi] = units.raise(mi, quad_max(largest));
+      any_raised |= factor[mi] != 1.0f;
+    }
+    if (!__any_sync(0xffffffffu, any_raised)) return;
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+      for (int ni = 0; ni < cute::size<1>(out); ++ni) out(mi, ni) *= factor[mi];
+    }
+  }
+
+  // A key that a row does not see may have a descale far above the row's unit, or NaN: its probability stays 0.
+  template <class Scores>
+  __device__ __forceinline__ void scale_probabilities(Scores& scores, bool is_masked) const {
+#pragma unroll
+    for (int mi = 0; mi < kRows; ++mi) {
+      const float inverse = units.inverse(mi);
+#pragma unroll
+      for (int pair = 0; pair < Config::kStep / 8; ++pair) {
+        const float2 descale = descale_pair(ring.k_descales() + Config::kStep, pair);
+        const float2 factor{descale.x * inverse, descale.y * inverse};
+        if (!is_masked || scores(mi, 2 * pair) != 0.0f) scores(mi, 2 * pair) *= factor.x;
+        if (!is_masked || scores(mi, 2 * pair + 1) != 0.0f) scores(mi, 2 * pair + 1) *= factor.y;
+      }
+    }
   }
 
   template <class Acc>
@@ -116,6 +209,72 @@ struct KvMainloop {
     }
   }
 
+  // A row tile of P, over 16 keys, as operand A.
+  template <class Acc>
+  __device__ __forceinline__ static void pack_probabilities(const Acc& acc_s, int mi, int slice, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 2 * (i % 2), square = 2 * slice + i / 2;
+      a[i] = pack_pair(acc_s(row, mi, square), acc_s(row + 1, mi, square), Element{});
+    }
+  }
+
+  // All keys of a step are one ldmatrix, and its words operands B (core/eight_bit.h); Q's columns are permuted alike.
+  template <class Acc>
+  __device__ __forceinline__ void multiply_q_codes(Acc& acc_s) const {
+    const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
+    const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
+    const Element* const q = q_rows + q_row * Config::kHeadDim;
+    const typename Config::Stored* const k = ring.k_stage() + lane() * Config::kHeadDim;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      uint32_t a[Config::kRowTiles][4], words[4];
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_vector, 2 * slice) * 8);
+      }
+      load_matrices(words, k + KvSwizzle::next(KvSwizzle::key(lane()), slice) * Config::kVectorCols);
+#pragma unroll
+      for (int ni = 0; ni < 4; ++ni) {
+        uint32_t b0, b1;
+        decode_keys<Config::kDtype>(words[ni], b0, b1);
+#pragma unroll
+        for (int mi = 0; mi < Config::kRowTiles; ++mi) multiply(square(acc_s, mi, ni), a[mi], b0, b1, Element{});
+      }
+    }
+  }
+
+  // A 16-byte vector of V makes two squares of O, of its even and of its odd columns.
+  template <class Acc>
+  __device__ __forceinline__ void multiply_p_codes(const Acc& acc_s) {
+    const int v_row = lane() % 16;
+    const int v_vector = lane() / 16 ^ KvSwizzle::key(v_row);
+    const typename Config::Stored* const v = ring.v_stage() + v_row * Config::kHeadDim;
+#pragma unroll
+    for (int slice = 0; slice < Config::kStep / 16; ++slice) {
+      uint32_t a[Config::kRowTiles][4];
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) pack_probabilities(acc_s, mi, slice, a[mi]);
+#pragma unroll
+      for (int vector = 0; vector < kSlices; vector += 2) {
+        uint32_t words[4];
+        load_matrices_transposed(
+            words, v + slice * 16 * Config::kHeadDim + KvSwizzle::next(v_vector, vector) * Config::kVectorCols);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15
+          decode_values<Config::kDtype>(words[2 * i], even[0], odd[0]);
+          decode_values<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
+#pragma unroll
+          for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+            multiply(square(acc_o, mi, 2 * (vector + i)), a[mi], even[0], even[1], Element{});
+            multiply(square(acc_o, mi, 2 * (vector + i) + 1), a[mi], odd[0], odd[1], Element{});
+          }
+        }
+      }
+    }
+  }
+
   template <class Acc>
   __device__ __forceinline__ void multiply_p_v(const Acc& acc_s) {
     const int v_row = lane() % 16;
@@ -125,13 +284,7 @@ struct KvMainloop {
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
 #pragma unroll
-      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = 2 * (i % 2), square = 2 * slice + i / 2;
-          a[mi][i] = pack_pair(acc_s(row, mi, square), acc_s(row + 1, mi, square), Element{});
-        }
-      }
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) pack_probabilities(acc_s, mi, slice, a[mi]);
 #pragma unroll
       for (int pair = 0; pair < kSlices; ++pair) {
         uint32_t b[4];

@@ -1,4 +1,6 @@
-// Loads the packed query rows of a tile into shared memory, rotated where the call asks for it.
+// Loads the packed query rows of a tile into shared memory, rotated where the call asks for it. Over an 8-bit cache
+// they are of either 16-bit type, and become fp16 in the order of columns that codes have as operands
+// (core/eight_bit.h).
 #pragma once
 
 #include "kernels/decode/config.h"
@@ -29,8 +31,29 @@ struct KvQuery {
       *reinterpret_cast<uint4*>(smem + smem_offset(row, vector * 8)) = value;
     }
     __syncthreads();
-    if (Config::kPlain || params.rotary.cos_ptr == nullptr || !part.request.is_valid()) return;
-    rotate(rows);
+    if (!Config::kPlain && params.rotary.cos_ptr != nullptr && part.request.is_valid()) {
+      if (Config::kEightBit && params.q_dtype == Dtype::kBf16) {
+        rotate(rows, reinterpret_cast<ElementOf<Dtype::kBf16>*>(smem));
+      } else {
+        rotate(rows, smem);
+      }
+      __syncthreads();
+    }
+    if constexpr (Config::kEightBit) narrow();
+  }
+
+  // Of an 8-bit cache: after copy_async(), all threads together; on return the rows are visible to all of them.
+  __device__ __forceinline__ void narrow() const {
+    static_assert(eight_bit::q_pair_position(2) == 1 && eight_bit::q_pair_position(1) == 4, "as written here");
+    constexpr int kGroups = Config::kHeadDim / eight_bit::kVectorCols;
+    for (int i = threadIdx.x; i < Config::kRows * kGroups; i += Config::kThreads) {
+      const int row = i / kGroups, col = i % kGroups * eight_bit::kVectorCols;
+      uint4& low = *reinterpret_cast<uint4*>(smem + smem_offset(row, col));
+      uint4& high = *reinterpret_cast<uint4*>(smem + smem_offset(row, col + 8));
+      const uint4 a = low, b = high;
+      low = {half_pair(a.x), half_pair(a.z), half_pair(b.x), half_pair(b.z)};
+      high = {half_pair(a.y), half_pair(a.w), half_pair(b.y), half_pair(b.w)};
+    }
     __syncthreads();
   }
 
@@ -73,7 +96,20 @@ struct KvQuery {
     return value;
   }
 
-  __device__ __forceinline__ void rotate(int rows) const {
+  // A pair of q's elements as fp16; finite ones beyond its range become its largest.
+  __device__ __forceinline__ uint32_t half_pair(uint32_t pair) const {
+    if (params.q_dtype != Dtype::kBf16) return pair;
+    return pack_pair(in_half_range(__uint_as_float(pair << 16)), in_half_range(__uint_as_float(pair & 0xffff0000u)),
+                     Element{});
+  }
+
+  __device__ __forceinline__ static float in_half_range(float value) {
+    constexpr float kLargestHalf = 65504.0f;
+    return fabsf(value) > kLargestHalf && fabsf(value) < INFINITY ? copysignf(kLargestHalf, value) : value;
+  }
+
+  template <class RowElement>
+  __device__ __forceinline__ void rotate(int rows, RowElement* smem) const {
     const Rotary& rotary = params.rotary;
     for (int i = threadIdx.x; i < rows * rotary.pairs; i += Config::kThreads) {
       const int row = i / rotary.pairs, pair = i - row * rotary.pairs;

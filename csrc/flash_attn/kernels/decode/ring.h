@@ -5,6 +5,7 @@
 #include "core/unmasked.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/config.h"
+#include "kernels/decode/descales.h"
 #include "kernels/decode/query.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
@@ -27,35 +28,35 @@ __device__ __forceinline__ void sync_group() {
 template <class Config>
 struct KvRing {
   using Element = typename Config::Element;
-  using Swizzle = typename Config::Swizzle;
+  using Stored = typename Config::Stored;
+  using Swizzle = typename Config::KvSwizzle;
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
   Element* const q_rows;              // shared: Q of the first tile is copied behind its first keys (kPlain)
-  Element* const stages;              // of this warp group
+  Stored* const stages;               // of this warp group
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
   WorkIterator<Config::kPlain> work;  // at the part of the next step to load
   int block = 0;                      // n_block of the next step to load
   int block_end = 0;
-  int free_stages;                  // free stages, and one more until the first step is found
-  int pending_steps = 0;            // steps loaded, not yet computed
-  int parts_loaded = 0;             // parts begun by the loads
-  int parts_computed = 0;           // parts begun by the MMAs
-  int fill_stage = 0;               // the stage that the next step is loaded into
-  int use_stage = 0;                // the stage of the current step
-  const Element* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
-  const Element* v_head = nullptr;
+  int free_stages;                 // free stages, and one more until the first step is found
+  int pending_steps = 0;           // steps loaded, not yet computed
+  int parts_loaded = 0;            // parts begun by the loads
+  int parts_computed = 0;          // parts begun by the MMAs
+  int fill_stage = 0;              // the stage that the next step is loaded into
+  int use_stage = 0;               // the stage of the current step
+  const Stored* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
+  const Stored* v_head = nullptr;
   int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see first_page_block
   int page_row = 0;
-  int first_page_block = 0;        // kPlain: lane 0 holds the page of this n_block, lane i that of the i-th after it
+  int first_page_block = 0;        // kPlain: of this n_block on, a lane holds each page of a step
   uint32_t invalid_page_bits = 0;  // bit i: the step loaded i steps ago has keys in invalid pages
   bool append_done = false;        // the append kernel has finished
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
       : params(params_),
         q_rows(reinterpret_cast<Element*>(smem)),
-        stages(reinterpret_cast<Element*>(smem + Config::kStagesAt) +
-               group() * params_.stages * Config::kStageElements),
+        stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
         work(params_, blockIdx.x, cta_work),
         free_stages(params_.stages + 1) {
@@ -67,16 +68,21 @@ struct KvRing {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
 
-  __device__ __forceinline__ const Element* k_stage() const { return stages + use_stage * Config::kStageElements; }
-  __device__ __forceinline__ const Element* v_stage() const { return k_stage() + Config::kStep * Config::kHeadDim; }
+  __device__ __forceinline__ const Stored* k_stage() const { return stages + use_stage * Config::kStageElements; }
+  __device__ __forceinline__ const Stored* v_stage() const { return k_stage() + Config::kValuesAt; }
 
-  __device__ __forceinline__ Element* first_stage() const {
+  // Descales of the step's keys, where they are by row; those of V are kStep further.
+  __device__ __forceinline__ const float* k_descales() const {
+    return reinterpret_cast<const float*>(k_stage() + Config::kDescalesAt);
+  }
+
+  __device__ __forceinline__ Stored* first_stage() const {
     return stages - group() * params.stages * Config::kStageElements;
   }
 
   // 16 rows of fp32 results fit into the stage that is filled next, which is free between two steps.
   __device__ __forceinline__ float* free_stage(int of_group) const {
-    Element* const first = first_stage() + of_group * params.stages * Config::kStageElements;
+    Stored* const first = first_stage() + of_group * params.stages * Config::kStageElements;
     return reinterpret_cast<float*>(first + fill_stage * Config::kStageElements);
   }
 
@@ -144,16 +150,17 @@ struct KvRing {
       enter_tile();
     }
     if constexpr (Config::kPlain) {
-      if (is_paged() && block - first_page_block >= 32) look_up_pages();
+      if (is_paged() && block - first_page_block >= Config::kPageSteps) look_up_pages();
     } else {
       find_page();
     }
   }
 
-  // Pages of the next 32 steps; used one step later, which hides the latency.
+  // Pages of the next kPageSteps steps; used one step later, which hides the latency.
   __device__ __forceinline__ void look_up_pages() {
     first_page_block = block;
-    const int key = key_begin() + lane() * Config::kBlockN;
+    const int key = key_begin() + lane() / Config::kStepPages * Config::kBlockN +
+                    lane() % Config::kStepPages * (Config::kStep / Config::kStepPages);
     const KvRequest& request = work.part.request;
     page = key < request.seqlen_k
                ? params.paged
@@ -168,12 +175,12 @@ struct KvRing {
     ++parts_loaded;
     block = part.block_begin();
     block_end = part.block_end();
-    first_page_block = block - 32;
+    first_page_block = block - Config::kPageSteps;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
-    k_head = static_cast<const Element*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
+    k_head = static_cast<const Stored*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
              part.head * params.k_strides.head;
-    v_head = static_cast<const Element*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
+    v_head = static_cast<const Stored*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
              part.head * params.v_strides.head;
   }
 
@@ -203,9 +210,11 @@ struct KvRing {
       wait_for_previous_kernel();
       append_done = true;
     }
-    Element* const k_to = stages + fill_stage * Config::kStageElements;
-    Element* const v_to = k_to + Config::kStep * Config::kHeadDim;
-    if constexpr (Config::kPlain) {
+    Stored* const k_to = stages + fill_stage * Config::kStageElements;
+    Stored* const v_to = k_to + Config::kValuesAt;
+    if constexpr (Config::kPlain && Config::kStepPages > 1) {
+      load_step_of_pages(first, keys, k_to, v_to);
+    } else if constexpr (Config::kPlain) {
       load_strided_step(first, keys, k_to, v_to);
     } else {
       load_general_step(first, keys, k_to, v_to);
@@ -228,7 +237,7 @@ struct KvRing {
   }
 
   // Consecutive rows: one page, or no pages.
-  __device__ __forceinline__ void load_strided_step(int first_key, int keys, Element* k_to, Element* v_to) {
+  __device__ __forceinline__ void load_strided_step(int first_key, int keys, Stored* k_to, Stored* v_to) {
     int row = key_begin(), at = 0;
     if (is_paged()) {
       at = __shfl_sync(0xffffffffu, page, block - first_page_block);
@@ -239,8 +248,8 @@ struct KvRing {
       }
     }
     const int64_t batch = at, first = row;
-    const Element* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
-    const Element* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
+    const Stored* const k_from = k_head + batch * params.k_strides.batch + first * params.k_strides.row;
+    const Stored* const v_from = v_head + batch * params.v_strides.batch + first * params.v_strides.row;
     if (keys >= Config::kStep && first_key <= 0) {
       copy_rows<false>(k_from, params.k_strides.row, first_key, keys, k_to);
       copy_rows<false>(v_from, params.v_strides.row, first_key, keys, v_to);
@@ -250,7 +259,59 @@ struct KvRing {
     }
   }
 
-  __device__ __forceinline__ void load_general_step(int first, int keys, Element* k_to, Element* v_to) {
+  // Consecutive rows in each of the step's pages, or no pages. A lane finds one key.
+  __device__ __forceinline__ void load_step_of_pages(int first_key, int keys, Stored* k_to, Stored* v_to) {
+    constexpr int kPages = Config::kStepPages, kPageRows = Config::kStep / kPages;
+    static_assert(Config::kRowWarps == 1, "a warp loads all rows of a step");
+    const int key = key_begin() + lane();
+    int at = 0, at_row = key;
+    unsigned in_pool = 0xffffffffu;  // by key of the step
+    if (is_paged()) {
+      at = __shfl_sync(0xffffffffu, page, (block - first_page_block) * kPages + lane() / kPageRows);
+      at_row -= params.paged.page_size.divide(key) * params.paged.page_size.divisor;
+      const bool own = static_cast<unsigned>(at) < static_cast<unsigned>(params.paged.num_pages);
+      in_pool = __ballot_sync(0xffffffffu, own);
+      if (!own) at = 0;
+      if (in_pool != 0xffffffffu) {
+        const bool invalid = !own && lane() < keys && key >= first_required_key();
+        invalid_page_bits |= __any_sync(0xffffffffu, invalid) ? 1 : 0;
+      }
+    }
+    const auto load = [&](const Stored* head, const MatrixStrides& strides, Stored* to) {
+      const Stored* from[kPages];
+#pragma unroll
+      for (int i = 0; i < kPages; ++i) {
+        const int64_t batch = __shfl_sync(0xffffffffu, at, i * kPageRows);
+        const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + lane() / kLanesPerRow;
+        from[i] = head + batch * strides.batch + row * strides.row;
+      }
+      const int64_t pass = Config::kRowsPerPass * strides.row;
+      const auto rows = [&](int row, int i) {
+        constexpr int kPasses = Config::kRowPasses / kPages;
+        return Row{from[i / kPasses] + i % kPasses * pass, row >= first_key && row < keys && (in_pool >> row & 1)};
+      };
+      if (keys >= Config::kStep && first_key <= 0 && in_pool == 0xffffffffu) {
+        copy<false>(rows, to);
+      } else {
+        copy<true>(rows, to);
+      }
+    };
+    load(k_head, params.k_strides, k_to);
+    load(v_head, params.v_strides, v_to);
+    load_descales(at, at_row, lane() >= first_key && lane() < keys && (in_pool >> lane() & 1), k_to);
+  }
+
+  // The descales of this lane's key where they are by row. row: of page `at`, or a key where there are no pages.
+  __device__ __forceinline__ void load_descales(int at, int row, bool valid, Stored* stage) const {
+    const KvRequest& request = work.part.request;
+    const CopiedDescales copied{is_paged() ? at : request.cache_row, is_paged() ? row : request.first_row + row,
+                                work.part.head, valid};
+    float* const to = reinterpret_cast<float*>(stage + Config::kDescalesAt) + lane();
+    if (row_warp() == 0) copied.copy_async(params.k_descale, to);
+    if (row_warp() == Config::kRowWarps - 1) copied.copy_async(params.v_descale, to + Config::kStep);
+  }
+
+  __device__ __forceinline__ void load_general_step(int first, int keys, Stored* k_to, Stored* v_to) {
     int lane_page = page;  // -1: none
     if (is_paged()) {
       const bool in_pool = static_cast<unsigned>(page) < static_cast<unsigned>(params.paged.num_pages);
@@ -260,6 +321,10 @@ struct KvRing {
         invalid_page_bits |= __any_sync(0xffffffffu, invalid && key_begin() + at >= first_required_key()) ? 1 : 0;
       }
       if (!in_pool) lane_page = -1;
+    }
+    if constexpr (Config::kEightBit) {
+      const bool valid = lane_page >= 0 && lane() >= first && lane() < keys;
+      load_descales(max(lane_page, 0), valid ? page_row : 0, valid, k_to);
     }
     if (params.kv_vector_bytes == 16 && step_is_strided()) {
       // If any row of the step has a key, the first one has.
@@ -279,9 +344,11 @@ struct KvRing {
     }
   }
 
-  // Reads below 16 bytes go through L1, which would keep a stale line that old and new rows share.
+  // Reads below 16 bytes, those of descales too, go through L1, which would keep a stale line that old and new rows
+  // share.
   __device__ __forceinline__ bool step_reads_new_rows() const {
     const KvRequest& request = work.part.request;
+    if (Config::kEightBit && (params.k_descale.by_row || params.v_descale.by_row)) return true;
     return request.first_row + key_begin() + Config::kStep > request.cached || params.kv_vector_bytes < 16;
   }
 
@@ -293,7 +360,7 @@ struct KvRing {
 
   // rows(row of the step, pass) -> Row. kBounded: zero-fills invalid rows and columns beyond the head dim.
   template <bool kBounded, class Rows>
-  __device__ __forceinline__ void copy(const Rows& rows, Element* to) const {
+  __device__ __forceinline__ void copy(const Rows& rows, Stored* to) const {
     const int lane_row = lane() / kLanesPerRow, lane_vector = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
@@ -305,8 +372,9 @@ struct KvRing {
       const Row from = rows(row, i);
 #pragma unroll
       for (int j = 0; j < Config::kColPasses; ++j) {
-        const int col = (lane_vector + j * kLanesPerRow) * 8;
-        Element* const vector = to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * 8;
+        const int col = (lane_vector + j * kLanesPerRow) * Config::kVectorCols;
+        Stored* const vector =
+            to + row * Config::kHeadDim + Swizzle::next(swizzled, j * kLanesPerRow) * Config::kVectorCols;
         if constexpr (kBounded) {
           copy16_async(vector, from.data + col, from.valid && (Config::kPlain || col < params.d));
         } else {
@@ -317,22 +385,21 @@ struct KvRing {
   }
 
   struct Row {
-    const Element* data;
+    const Stored* data;
     bool valid;
   };
 
   // Rows [first, keys) of a strided matrix.
   template <bool kBounded>
-  __device__ __forceinline__ void copy_rows(const Element* rows, int64_t stride, int first, int keys,
-                                            Element* to) const {
+  __device__ __forceinline__ void copy_rows(const Stored* rows, int64_t stride, int first, int keys, Stored* to) const {
     const int row0 = row_warp() * Config::kWarpRows + lane() / kLanesPerRow;
-    const Element* const from = rows + row0 * stride;
+    const Stored* const from = rows + row0 * stride;
     const int64_t pass = Config::kRowsPerPass * stride;
     copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
   }
 
   // Lane `row` holds the address of a row: `found` is its page.
-  __device__ __forceinline__ Row scattered_row(const Element* head, const MatrixStrides& strides, int lane_page,
+  __device__ __forceinline__ Row scattered_row(const Stored* head, const MatrixStrides& strides, int lane_page,
                                                int first, int keys, int row) const {
     const int at = __shfl_sync(0xffffffffu, lane_page, row);
     const int at_row = __shfl_sync(0xffffffffu, page_row, row);
@@ -340,33 +407,33 @@ struct KvRing {
     return {head + offset, at >= 0 && row >= first && row < keys};
   }
 
-  __device__ __forceinline__ void copy_scattered(const Element* head, const MatrixStrides& strides, int lane_page,
-                                                 int first, int keys, Element* to) const {
+  __device__ __forceinline__ void copy_scattered(const Stored* head, const MatrixStrides& strides, int lane_page,
+                                                 int first, int keys, Stored* to) const {
     copy<true>([&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
   }
 
-  // Rows without 16-byte alignment, in 4- or 2-byte copies; small code rather than fast.
-  __device__ __forceinline__ void copy_narrow(const Element* head, const MatrixStrides& strides, int lane_page,
-                                              int first, int keys, Element* to) const {
+  // Rows without 16-byte alignment, in copies of 4 bytes or of an element; small code rather than fast.
+  __device__ __forceinline__ void copy_narrow(const Stored* head, const MatrixStrides& strides, int lane_page,
+                                              int first, int keys, Stored* to) const {
     const int first_row = row_warp() * Config::kWarpRows;
 #pragma unroll 1
     for (int row = first_row; row < first_row + Config::kWarpRows; ++row) {
       const Row from = scattered_row(head, strides, lane_page, first, keys, row);
 #pragma unroll 1
       for (int vector = lane(); vector < Swizzle::kVectors; vector += 32) {
-        copy_vector(from.data + vector * 8, from.valid ? params.d - vector * 8 : 0,
-                    to + row * Config::kHeadDim + (vector ^ Swizzle::key(row)) * 8);
+        copy_vector(from.data + vector * Config::kVectorCols, from.valid ? params.d - vector * Config::kVectorCols : 0,
+                    to + row * Config::kHeadDim + (vector ^ Swizzle::key(row)) * Config::kVectorCols);
       }
     }
   }
 
-  __device__ __forceinline__ void copy_vector(const Element* from, int count, Element* to) const {
+  __device__ __forceinline__ void copy_vector(const Stored* from, int count, Stored* to) const {
     if (params.kv_vector_bytes == 4) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) copy4_async(to + i, from + i, i < count);
+      for (int i = 0; i < Config::kVectorCols; i += Config::kVectorCols / 4) copy4_async(to + i, from + i, i < count);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) to[i] = i < count ? from[i] : Element(0.0f);
+      for (int i = 0; i < Config::kVectorCols; ++i) to[i] = i < count ? from[i] : Stored(0.0f);
     }
   }
 };

@@ -1,0 +1,126 @@
+// Conversion of codes in registers to fp16, two at a time, and of numbers to codes.
+#pragma once
+
+#include <cstdint>
+
+#include "core/eight_bit.h"
+#include "params/dtype.h"
+
+namespace flash {
+namespace decode {
+
+__device__ __forceinline__ uint32_t hmul2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t hadd2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// Two 8-bit codes, those that `kSecond` chooses of a word, as fp16.
+template <bool kSecond>
+__device__ __forceinline__ uint32_t decode_e4m3(uint32_t word) {
+  using namespace eight_bit;
+#if __CUDA_ARCH__ >= 890
+  uint32_t result;
+  if constexpr (kSecond) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(result) : "r"(word));
+  } else {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(result) : "r"(word));
+  }
+  return result;
+#else
+  const uint32_t spread = __byte_perm(word, 0, kSecond ? kE4m3Second : kE4m3First);
+  const uint32_t magnitude = spread >> 1 & kE4m3Magnitude;
+  const uint32_t overflows = hfma2(magnitude, kHalf32768, kHalf4096);
+  return hfma2(overflows, 0, hmul2(magnitude | (spread & kE4m3Sign), kHalf256));
+#endif
+}
+
+// word: with kInt8Sign flipped.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t decode_int8(uint32_t word) {
+  return hadd2(__byte_perm(word, eight_bit::kInt8Exponent, kSelector), eight_bit::kInt8Bias);
+}
+
+// A word of ldmatrix: four columns of one key -> both B registers.
+template <Dtype kCodes>
+__device__ __forceinline__ void decode_keys(uint32_t word, uint32_t& b0, uint32_t& b1) {
+  if constexpr (kCodes == Dtype::kE4m3) {
+    b0 = decode_e4m3<false>(word);
+    b1 = decode_e4m3<true>(word);
+  } else {
+    word ^= eight_bit::kInt8Sign;
+    b0 = decode_int8<eight_bit::kInt8First>(word);
+    b1 = decode_int8<eight_bit::kInt8Second>(word);
+  }
+}
+
+// A word of ldmatrix.trans: two keys by an even and an odd column -> one B register of each column's product.
+template <Dtype kCodes>
+__device__ __forceinline__ void decode_values(uint32_t word, uint32_t& even, uint32_t& odd) {
+  if constexpr (kCodes == Dtype::kE4m3) {
+    word = __byte_perm(word, word, eight_bit::kInterleaveKeys);
+    even = decode_e4m3<false>(word);
+    odd = decode_e4m3<true>(word);
+  } else {
+    word ^= eight_bit::kInt8Sign;
+    even = decode_int8<eight_bit::kInt8EvenCols>(word);
+    odd = decode_int8<eight_bit::kInt8OddCols>(word);
+  }
+}
+
+// ---- quantising: flash_attn/eight_bit.py has the arithmetic; none of it may flush denormals, as fast math would ----
+
+__device__ __forceinline__ float multiply_ieee(float a, float b) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float reciprocal_ieee(float value) {
+  float result;
+  asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t encode_e4m3(float value) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value));
+  return value != value ? 0x7f : codes & 0xff;
+#else
+  return eight_bit::e4m3_code(__float_as_uint(value), __float_as_uint(fabsf(value) + 16384.0f));
+#endif
+}
+
+__device__ __forceinline__ uint32_t encode_int8(float value) {
+  if (value != value) return 0;
+  return static_cast<uint32_t>(__float2int_rn(fminf(fmaxf(value, -127.0f), 127.0f))) & 0xff;
+}
+
+__device__ __forceinline__ uint32_t encode(float value, Dtype codes) {
+  return codes == Dtype::kE4m3 ? encode_e4m3(value) : encode_int8(value);
+}
+
+// Of a row with the largest magnitude `amax`, NaN left out.
+__device__ __forceinline__ float descale_of(float amax, bool has_nan, Dtype codes) {
+  constexpr float kLargestFloat = 3.40282346638528859811704183484516925e+38f;
+  constexpr float kSmallest = 1.17549435082228750796873653722224568e-38f;  // 2^-126
+  constexpr float kE4m3 = static_cast<float>(1.0 / 448.0), kInt8 = static_cast<float>(1.0 / 127.0);
+  if (codes == Dtype::kInt8 && has_nan) return __int_as_float(0x7fc00000);
+  return fmaxf(multiply_ieee(fminf(amax, kLargestFloat), codes == Dtype::kE4m3 ? kE4m3 : kInt8), kSmallest);
+}
+
+}  // namespace decode
+}  // namespace flash

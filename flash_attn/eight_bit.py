@@ -1,0 +1,228 @@
+"""8-bit tensors: value = code * descale. The one definition of their arithmetic and of the shapes of descales.
+
+Codes are float8_e4m3fn or int8 (symmetric, -127 to 127), descales float32. Every step is one IEEE operation in
+float32, rounded to nearest even, so that CPU, GPU and a kernel give the same bits:
+
+    descale = max(min(amax, FLT_MAX) * fl(1 / 448), 2^-126)      amax = largest |x| that is no NaN; int8: 1 / 127
+    code    = rne(clamp(x * fl(1 / descale), -448, 448))                 rne: to e4m3 or to an integer
+
+x is float32 (float64 is rounded to it, half precision is exact in it). Infinities saturate. NaN is the code 0x7F of
+e4m3. int8 has no NaN: there it is 0, and where the descale is computed NaN makes the descale NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+EIGHT_BIT = (E4M3, INT8)
+LARGEST = {E4M3: 448.0, INT8: 127.0}
+_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+SMALLEST_DESCALE = 2.0**-126
+_RECIPROCAL = {dtype: torch.tensor(1 / largest, dtype=torch.float32).item() for dtype, largest in LARGEST.items()}
+
+
+# ---- arithmetic ----
+
+
+def descale_of(x: Tensor, axes, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+    """The descale of x over `axes`, which stay as axes of size 1. power_of_two: rounded up to one."""
+    x = x.detach().to(torch.float32)
+    if any(x.shape[axis] == 0 for axis in axes):
+        shape = [1 if axis in {a % x.dim() for a in axes} else size for axis, size in enumerate(x.shape)]
+        return x.new_full(shape, SMALLEST_DESCALE)
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=_LARGEST_FLOAT32)
+    descale = (magnitude.amax(axes, keepdim=True) * _RECIPROCAL[dtype]).clamp(min=SMALLEST_DESCALE)
+    if power_of_two:
+        mantissa = 0x7FFFFF
+        descale = ((descale.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+    if dtype is INT8:
+        descale = descale.masked_fill(x.isnan().amax(axes, keepdim=True), float("nan"))
+    return descale
+
+
+def encode(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The codes of x for a descale that broadcasts to it."""
+    largest = LARGEST[dtype]
+    scaled = (x.detach().to(torch.float32) * descale.reciprocal()).clamp(-largest, largest)
+    if dtype is INT8:
+        return scaled.nan_to_num(nan=0.0).round().to(INT8)
+    return scaled.masked_fill(scaled.isnan(), float("nan")).to(E4M3)  # NaN of either sign is 0x7F
+
+
+def decode(codes: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """code * descale in `dtype`, computed in float32 (float64 for float64). descale broadcasts, None is 1."""
+    if descale is None:
+        return codes.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (codes.to(wide) * descale).to(dtype)
+
+
+# ---- descales ----
+
+
+class Descales(NamedTuple):
+    """Of one call; None is 1. v_per_channel: v's is (nheads_k, head_dim_v) or (batch, nheads_k, head_dim_v)."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    v_per_channel: bool = False
+
+
+def result_dtype(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Of out: as asked for, else q's; where q has 8 bits, that of a wider v, else bfloat16."""
+    if out_dtype is not None or q.dtype not in EIGHT_BIT:
+        return out_dtype or q.dtype
+    return torch.bfloat16 if v.dtype in EIGHT_BIT else v.dtype
+
+
+def is_by_row(descale: Tensor | None) -> bool:
+    """Whether a descale is one of K or V by page or row, and not by head."""
+    return descale is not None and descale.dim() == 3
+
+
+def by_row(descale: Tensor, x: Tensor) -> Tensor:
+    """A descale by page or row in the shape of x, K or V, but for a last axis of 1: a view."""
+    if x.dim() == 3:
+        return descale.expand(x.shape[0], 1, x.shape[1]).transpose(1, 2)
+    return descale.expand(x.shape[:3]).unsqueeze(-1)
+
+
+def by_head(descale: Tensor, heads: int) -> Tensor:
+    """A descale of one element, of heads, or of batch and heads, as float32 (1 or batch, heads).
+
+    Those of K/V heads are repeated for the query heads of their group.
+    """
+    if descale.numel() == 1:
+        return descale.reshape(1, 1).expand(1, heads)
+    factor = descale if descale.dim() == 2 else descale.unsqueeze(0)
+    return factor if factor.shape[1] == heads else factor.repeat_interleave(heads // factor.shape[1], 1)
+
+
+class Scaling(NamedTuple):
+    """What the descales of a call do to its operands, so that attention itself computes with codes.
+
+    Those of heads multiply queries, before, and the output, after; those of rows and pages multiply K and V.
+    """
+
+    dtype: torch.dtype  # of the operands
+    query_factor: Tensor | None  # (1 or batch, heads)
+    out_factor: Tensor | None  # (1 or batch, heads, 1 or head_dim_v)
+    k_rows: Tensor | None  # like k with a last axis of 1
+    v_rows: Tensor | None
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, descales: Descales, dtype: torch.dtype) -> Scaling:
+        """Of a call whose arguments `check` has passed."""
+        heads = q.shape[-2]
+        k_by_row, v_by_row = is_by_row(descales.k), is_by_row(descales.v) and not descales.v_per_channel
+        factors = [descales.q, None if k_by_row else descales.k]
+        factors = [by_head(x, heads) for x in factors if x is not None]
+        query_factor = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
+        out_factor = None
+        if descales.v is not None and not v_by_row:
+            if descales.v_per_channel:
+                per_channel = descales.v if descales.v.dim() == 3 else descales.v.unsqueeze(0)
+                out_factor = per_channel.repeat_interleave(heads // max(per_channel.shape[1], 1), 1)
+            else:
+                out_factor = by_head(descales.v, heads).unsqueeze(-1)
+        return Scaling(
+            dtype, query_factor, out_factor,
+            by_row(descales.k, k) if k_by_row else None, by_row(descales.v, v) if v_by_row else None,
+        )  # fmt: skip
+
+    def queries(self, q: Tensor, sequence: int | Tensor | None = None) -> Tensor:
+        """q scaled, in the operands' dtype.
+
+        sequence: None for a batch (b, sq, h, d), the index of the one that all rows of q belong to, or for packed
+        rows (total_q, h, d) a tensor of the index of each.
+        """
+        return decode(q, _of_sequences(self.query_factor, sequence, 1), self.dtype)
+
+    def scaled(self, codes: Tensor, rows: Tensor | None) -> Tensor:
+        """Codes of K or V times k_rows or v_rows, indexed as they are; where that is None, the codes."""
+        return codes if rows is None else decode(codes, rows, self.dtype)
+
+    def store(self, out: Tensor, result: Tensor, sequence: int | Tensor | None = None) -> None:
+        """result, of the operands, into out. sequence: as in `queries`."""
+        factor = _of_sequences(self.out_factor, sequence, 0)
+        wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+        out.copy_(result if factor is None else result.to(wide) * factor)
+
+
+def _of_sequences(factor, sequence, new_axes):
+    """A factor (1 or batch, heads, ...), with new_axes at its end, as it broadcasts to rows of heads."""
+    if factor is None:
+        return None
+    for _ in range(new_axes):
+        factor = factor.unsqueeze(-1)
+    if sequence is None:
+        return factor.unsqueeze(1)
+    if factor.shape[0] == 1:
+        return factor[0]
+    return factor[sequence] if factor.shape[0] > 0 else None
+
+
+# ---- rules ----
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def _require(condition: bool, name: str, expected: str, got) -> None:
+    if not condition:
+        raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def check_dtypes(q, k, v, out_dtype, dropout_p=0.0, names=("k", "v")) -> None:
+    """The dtypes of a call of which something has 8 bits, or that names a descale or out_dtype."""
+    k_name, v_name = names
+    _require(q.dtype in (*_WIDE, E4M3), "q", "dtype float16, bfloat16 or float8_e4m3fn", named(q.dtype))
+    if q.dtype is E4M3:
+        _require(k.dtype is E4M3, k_name, "the dtype of q (float8_e4m3fn)", named(k.dtype))
+        expected = "dtype float8_e4m3fn, float16 or bfloat16"
+        _require(v.dtype in (E4M3, *_HALF), v_name, expected, named(v.dtype))
+        _require(out_dtype in (None, *_HALF), "out_dtype", "float16 or bfloat16", named(out_dtype))
+    else:
+        expected = f"the dtype of q ({named(q.dtype)}), float8_e4m3fn or int8"
+        _require(k.dtype in (q.dtype, *EIGHT_BIT), k_name, expected, named(k.dtype))
+        _require(v.dtype == k.dtype, v_name, f"the dtype of {k_name} ({named(k.dtype)})", named(v.dtype))
+        expected = f"None or the dtype of q ({named(q.dtype)})"
+        _require(out_dtype in (None, q.dtype), "out_dtype", expected, named(out_dtype))
+    some = any(x.dtype in EIGHT_BIT for x in (q, k, v))
+    _require(dropout_p == 0.0 or not some, "dropout_p", "0 with 8-bit tensors", dropout_p)
+
+
+def check_descales(q, k, v, descales: Descales, batch: int) -> None:
+    """The descales of q (.., heads, head_dim) and k, v (.., heads_k, head_dim), of a batch or packed, or of a cache."""
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    rows = [k.shape[0], k.shape[1] if k.dim() == 4 else 1, heads_k]
+    by_rows = [rows, [rows[0], 1, heads_k]]
+    by_heads = [[heads_k], [batch, heads_k]]
+    _check_descale("q_descale", descales.q, q, q, by_heads + [[heads], [batch, heads]])
+    _check_descale("k_descale", descales.k, k, q, by_heads + by_rows)
+    if descales.v_per_channel:
+        channels = [heads_k, v.shape[-1]]
+        _require(descales.v is not None, "v_descale", "a tensor with v_descale_axis", None)
+        _check_descale("v_descale", descales.v, v, q, [channels, [batch, *channels]], one_element=False)
+    else:
+        _check_descale("v_descale", descales.v, v, q, by_heads + by_rows)
+
+
+def _check_descale(name, descale, x, q, shapes, one_element=True) -> None:
+    if descale is None:
+        return
+    _require(x.dtype in EIGHT_BIT, name, f"None for {name[0]} of {named(x.dtype)}", "a tensor")
+    _require(descale.device == q.device, name, f"a tensor on q's device ({q.device})", f"one on {descale.device}")
+    _require(descale.dtype == torch.float32, name, "dtype float32", named(descale.dtype))
+    fits = list(descale.shape) in shapes or (one_element and descale.numel() == 1)
+    several = list(map(list, dict.fromkeys(map(tuple, shapes))))
+    expected = f"{'one element or ' if one_element else ''}shape {' or '.join(map(str, several))}"
+    _require(fits, name, expected, list(descale.shape))

@@ -1,0 +1,154 @@
+"""Training through 8-bit attention: quantised inside, gradients passed straight through the rounding.
+
+The forward is attention of the e4m3 values; the backward that of the same values in 16 bits, whose gradients count as
+those of the inputs. Descales are powers of two, so that both see the same numbers. Saved are 8-bit tensors, the output
+and the LSE.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn import eight_bit
+from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.fp8.quantization import quantize
+from flash_attn.ops import arguments, library
+from flash_attn.ops.attention_args import (
+    DENSE,
+    AttentionArgs,
+    AttentionBackwardArgs,
+    Sequences,
+)
+
+_NAMES = ("q", "k", "v")
+# Of the forward's arguments, what the backward needs; by name alone, which torch.compile traces.
+_TENSORS = (*_NAMES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")
+_OPTIONS = AttentionBackwardArgs._fields[AttentionBackwardArgs._fields.index("max_seqlen_q") :]
+
+
+def flash_attn_straight_through_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+) -> TensorOrTuple:
+    """`flash_attn.flash_attn_func` of q, k and v rounded to e4m3, with gradients as if they had not been.
+
+    Arguments:
+        q, k, v: float16 or bfloat16, in the shapes of `flash_attn.flash_attn_func`. Quantised with a descale for each
+            batch entry and head, a power of two.
+        All others: as there. There is no dropout.
+        return_attn_probs: bool. Also return the LSE.
+
+    Returns:
+        out: as there, in q's dtype.
+        softmax_lse (with return_attn_probs): (batch, nheads, seqlen_q).
+
+    Raises RuntimeError or TypeError that names the argument.
+    """
+    return _attend(
+        q, k, v, DENSE, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        sinks,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_straight_through_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+) -> TensorOrTuple:
+    """`flash_attn_straight_through_func` of packed sequences, with a descale for each head of all of them.
+
+    Arguments: as there, and as in `flash_attn.flash_attn_varlen_func`.
+    """
+    return _attend(
+        q, k, v, Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, sinks,
+    )  # fmt: skip
+
+
+def _attend(
+    q, k, v, sequences, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    sinks,
+):  # fmt: skip
+    arguments.check_tensors(_NAMES, (q, k, v))
+    varlen = sequences is not DENSE
+    for name, x in zip(_NAMES, (q, k, v)):
+        if x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != q.dtype:
+            expected = "dtype float16 or bfloat16" if name == "q" else f"the dtype of q ({eight_bit.named(q.dtype)})"
+            raise RuntimeError(f"{name}: expected {expected}, got {eight_bit.named(x.dtype)}")
+        if x.dim() != (3 if varlen else 4):
+            raise RuntimeError(f"{name}: expected {3 if varlen else 4} dimensions, got {x.dim()}")
+    max_seqlens = (0, 0)
+    if varlen:
+        arguments.check_sequences(sequences)
+        max_seqlens = arguments.max_seqlens((q, k, v), sequences, False)
+    head_dim, value_dim = arguments.head_dim("q", q), arguments.head_dim("v", v)
+    scale = arguments.scale(softmax_scale, head_dim)
+    arguments.check_constant("alibi_slopes", alibi_slopes)
+    sinks = None if sinks is None else arguments.sinks(sinks)
+    if q.is_cuda and head_dim % 8 != 0 and head_dim < 256:
+        pad = torch.nn.functional.pad
+        q, k, v = (pad(x, (0, -head_dim % 8)) if x.shape[-1] == head_dim else x for x in (q, k, v))
+    args = AttentionArgs(
+        None, None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None, alibi_slopes, None,
+        *max_seqlens, 0.0, scale, arguments.flag("causal", causal), *arguments.window(window_size),
+        arguments.number("softcap", softcap), arguments.flag("deterministic", deterministic), False, False,
+        is_batch_invariant(), out_dtype=q.dtype,
+    )  # fmt: skip
+    out, lse = _StraightThrough.apply(args, q, k, v, sinks)
+    if out.shape[-1] != value_dim:
+        out = out[..., :value_dim].contiguous()
+    return (out, lse) if return_attn_probs else out
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, args, q, k, v, sinks):
+        """args: all but these tensors."""
+        codes, descales = zip(*(quantize(x, "head", power_of_two=True) for x in (q, k, v)))
+        args = args._replace(sinks=sinks, **dict(zip(_NAMES, codes)))
+        out, lse, _, rng_state, *_ = library.attention(
+            args._replace(**{f"{name}_descale": descale for name, descale in zip(_NAMES, descales)})
+        )
+        ctx.options = {name: getattr(args, name) for name in _OPTIONS}
+        ctx.save_for_backward(*descales, out, lse, rng_state, *(getattr(args, name) for name in _TENSORS))
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 5
+        q_descale, k_descale, v_descale, out, lse, rng_state, *tensors = ctx.saved_tensors
+        tensors = dict(zip(_TENSORS, tensors))
+        for name, descale in zip(_NAMES, (q_descale, k_descale, v_descale)):
+            x = tensors[name]
+            tensors[name] = eight_bit.decode(x, descale.unsqueeze(-1).unsqueeze(x.dim() - 3), out.dtype)
+        dout = torch.zeros_like(out) if dout is None else dout
+        saved = {"out": out, "lse": lse, "rng_state": rng_state, **tensors}
+        dq, dk, dv, *dsinks = library.attention_backward(AttentionBackwardArgs(dout, dlse, **saved, **ctx.options))
+        return None, dq, dk, dv, dsinks[0] if dsinks else None

@@ -1,0 +1,74 @@
+"""Calls with 8-bit tensors where the backend has no kernels for them: attention of operands in 16 bits.
+
+Codes are exact in 16 bits. Descales of heads go into the queries before and into the output after, those of rows and
+pages into copies of K and V. The cost is these copies, of whole caches too.
+"""
+
+import torch
+
+from flash_attn import eight_bit
+from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs
+
+
+def check_unpacked(args: AttentionArgs):
+    for name, x in (("k", args.k), ("v", args.v)):
+        if x is None:
+            raise RuntimeError(f"{name}: expected a Tensor beside 8-bit tensors and descales, got None: one is packed")
+
+
+def forward(args: AttentionArgs, attend):
+    """What `attend` makes of the operands of a call, as the result of the call."""
+    check_unpacked(args)
+    q, k, v = args.q, args.k, args.v
+    _check_shapes(args)
+    eight_bit.check_dtypes(q, k, v, args.out_dtype, args.dropout_p)
+    varlen = args.cu_seqlens_q is not None
+    eight_bit.check_descales(q, k, v, args.descales(), args.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0])
+    dtype = eight_bit.result_dtype(q, v, args.out_dtype)
+    scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
+    sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
+    operands = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
+    padding = -q.shape[-1] % 8 if q.shape[-1] < 256 else 0
+    pad = torch.nn.functional.pad
+    operands = (pad(x.to(dtype), (0, padding if x.shape[-1] == q.shape[-1] else 0)) for x in operands)
+    result, *others = attend(args.without_scaling(*operands))
+    out = result.new_empty((*q.shape[:-1], v.shape[-1]))
+    scaling.store(out, result[..., : v.shape[-1]], sequence)
+    return (out, *others)
+
+
+def kvcache_arguments(args: KvCacheArgs):
+    """What kernels over an 8-bit cache take by name: queries have 16 bits there, and results their dtype."""
+    q, k_cache, v_cache = args.q, args.k_cache, args.v_cache
+    eight_bit.check_dtypes(q, k_cache, v_cache, args.out_dtype, names=("k_cache", "v_cache"))
+    if q.dtype in eight_bit.EIGHT_BIT:
+        raise NotImplementedError(
+            f"q: expected float16 or bfloat16 on {q.device.type}, got {eight_bit.named(q.dtype)}: decoding has no "
+            "kernels for 8 bits of q there yet"
+        )
+    return {name: value for name, value in args.scaling().items() if name != "out_dtype"}
+
+
+def _check_shapes(args: AttentionArgs):
+    """The shapes that scaling relies on, in the words of the backends; they check the others."""
+    q, k, v = args.q, args.k, args.v
+    dense, packed = "batch, seqlen, heads, head_dim", "total, heads, head_dim"
+    paged = "blocks, page_size, heads, head_dim"
+    q_axes = dense if args.cu_seqlens_q is None else packed
+    kv_axes = q_axes if args.block_table is None else paged
+    for name, x, axes in (("q", q, q_axes), ("k", k, kv_axes), ("v", v, kv_axes)):
+        rank = axes.count(",") + 1
+        if x.dim() != rank:
+            raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise RuntimeError(f"v: expected shape {[*k.shape[:-1], v.shape[-1]]}, got {list(v.shape)}")
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    if heads % heads_k != 0 if heads_k > 0 else heads != 0:
+        raise RuntimeError(f"q: expected a head count divisible by the K/V head count {heads_k}, got {heads}")
+
+
+def _sequence_of_rows(cu_seqlens, rows):
+    """The sequence of each of the packed rows, any one for those of none; nothing waits for the GPU."""
+    bounds = cu_seqlens.clamp(0, rows).cummax(0).values[1:]
+    index = torch.arange(rows, dtype=bounds.dtype, device=bounds.device)
+    return torch.searchsorted(bounds, index, right=True).clamp(max=max(bounds.shape[0] - 1, 0))

@@ -1,0 +1,87 @@
+"""Problems over 8-bit caches: codes and descales in the layouts of kvcache_harness, and the check against float64.
+
+What no query may see was NaN there, and is the code of NaN here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from fp8_harness import E4M3, INT8, LSE, WIDE_P, decode, lse_error, relative_rmse
+from kvcache_harness import get_rows, make_problem, run
+from reference import attention
+
+FORMATS = (E4M3, INT8)
+
+
+def scale(device, *shape):
+    return torch.rand(shape, device=device) * 0.02 + 0.01
+
+
+SHAPES = {  # of descales, by (problem, device)
+    "tensor": lambda p, device: scale(device),
+    "expanded": lambda p, device: scale(device).expand(p.q.shape[0], p.case.nheads_k),
+    "head": lambda p, device: scale(device, p.case.nheads_k),
+    "batch": lambda p, device: scale(device, p.q.shape[0], p.case.nheads_k),
+    "page": lambda p, device: scale(device, p.k_cache.shape[0], 1, p.case.nheads_k),
+    "token": lambda p, device: scale(device, *p.k_cache.shape[:3]),
+    # behind each row of codes, as some servers store them
+    "inline": lambda p, device: scale(device, *p.k_cache.shape[:3], 5)[..., 4],
+}
+
+
+def codes_of(cache, stored):
+    """Codes of a cache in its layout: values times 30, the code of NaN, or of int8 the largest, where there is NaN."""
+    unseen = cache.isnan()
+    values = (cache.float() * 30).nan_to_num(nan=0).round().clamp(-127, 127)
+    codes = torch.empty_strided(cache.shape, cache.stride(), dtype=stored, device=cache.device).copy_(values)
+    codes.view(torch.int8)[unseen] = 0x7F
+    return codes
+
+
+def eight_bit_problem(case, device, stored, shape):
+    """(problem with caches of codes, k_descale, v_descale): values of about 1."""
+    problem = make_problem(case, device)
+    descales = [SHAPES[shape](problem, device) for _ in "kv"]
+    caches = [codes_of(cache, stored) for cache in (problem.k_cache, problem.v_cache)]
+    return dataclasses.replace(problem, k_cache=caches[0], v_cache=caches[1]), *descales
+
+
+def rows_of(problem, cache, descale, i, first, stop):
+    """Dequantised rows of a sequence in float64."""
+    rows = get_rows(problem, cache.view(torch.uint8), i, first, stop).contiguous().view(cache.dtype).double()
+    if not isinstance(descale, torch.Tensor) or descale.dim() == 0:
+        return rows * descale
+    if descale.dim() == 1:
+        return rows * descale[:, None]
+    if descale.dim() == 2:
+        return rows * descale[i][:, None]
+    return rows * get_rows(problem, descale.expand(cache.shape[:3]), i, first, stop)[..., None]
+
+
+def check(problem, out, lse, k_descale, v_descale, queries=None, bound=WIDE_P):
+    """out and LSE against float64 over the caches as they are now."""
+    case = problem.case
+    queries = problem.q if queries is None else queries
+    for i, length in enumerate(case.lengths):
+        if length < 0:
+            assert (out[i] == 0).all() and lse[i].isposinf().all()
+            continue
+        first, stop = case.leftpad[i] if case.leftpad else 0, length + case.new
+        k = rows_of(problem, problem.k_cache, k_descale, i, first, stop)[None]
+        v = rows_of(problem, problem.v_cache, v_descale, i, first, stop)[None]
+        slopes = None if problem.slopes is None else problem.slopes[i : i + 1]
+        expected = attention(
+            queries[i : i + 1], k, v, causal=case.causal, window=case.window, softcap=case.softcap,
+            alibi_slopes=slopes, sinks=problem.sinks,
+        )  # fmt: skip
+        assert lse_error(lse[i : i + 1], expected.lse) <= LSE
+        if stop > first:
+            assert relative_rmse(out[i : i + 1], expected.out) <= bound
+        else:
+            assert (out[i] == 0).all()
+
+
+def call(problem, device, k_descale, v_descale, **options):
+    return decode(run, device, problem, k_descale=k_descale, v_descale=v_descale, **options)

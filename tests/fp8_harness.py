@@ -1,0 +1,69 @@
+"""Inputs of 8-bit attention, their dequantised values, and the error measure of their tests.
+
+The reference is attention in float64 of the dequantised values, so that quantising itself is no error. The measure is
+the relative root mean square, for a largest error says little where P has three bits of mantissa.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+NAN_CODE = 0x7F  # e4m3
+# Bounds of e4m3 P, of P in 16 bits, of V with a mean, of few keys or large logits.
+PLAIN, WIDE_P, MEAN, PEAKED = 3.5e-2, 3e-3, 5e-3, 2e-2
+LSE = 1e-3
+
+
+def relative_rmse(ours, expected):
+    ours, expected = ours.double(), expected.double()
+    return ((ours - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def lse_error(ours, expected):
+    """The largest error where both are finite; infinities must agree."""
+    finite = expected.isfinite()
+    assert torch.equal(ours.double()[~finite], expected.double()[~finite])
+    return max((ours.double() - expected.double())[finite].abs().tolist(), default=0.0)
+
+
+def lse_bound(device):
+    """CUDA converts operands to 16 bits yet, and rounds queries times descales that are no powers of two."""
+    return LSE if device == "cpu" else 1e-2
+
+
+def heads_first(descale, x):
+    """A descale of one element, (heads,), (batch, heads), or of rows, as it broadcasts to x (.., heads, head_dim)."""
+    if not isinstance(descale, torch.Tensor) or descale.numel() == 1:
+        return descale
+    if descale.dim() == 3:
+        return descale[..., None] if x.dim() == 4 else descale.transpose(1, 2)
+    return descale.unsqueeze(-1) if descale.dim() == 1 else descale[:, None, :, None]
+
+
+def dequantized(x, descale):
+    """code * descale in float64; x as it is where descale is None."""
+    return x.double() if descale is None else x.double() * heads_first(descale, x)
+
+
+def of_query_heads(descale, heads):
+    """A descale of K/V heads for q of more heads."""
+    if not isinstance(descale, torch.Tensor) or descale.dim() == 0 or descale.shape[-1] in (1, heads):
+        return descale
+    return descale.repeat_interleave(heads // descale.shape[-1], -1)
+
+
+def set_nan(codes, where):
+    """NaN codes at rows of e4m3, extreme ones of int8."""
+    codes.view(torch.uint8)[where] = NAN_CODE
+
+
+def decode(function, device, *args, **options):
+    """A call over an 8-bit cache: expected to fail where there are no kernels for it, and nothing else."""
+    try:
+        return function(*args, **options)
+    except NotImplementedError as error:
+        if device == "cpu" or "no kernels for 8 bits" not in str(error):
+            raise
+        pytest.xfail("CUDA has no kernels for 8-bit caches yet")
