@@ -24,8 +24,9 @@ FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass
 class CacheInputs:
-    """q (b, sq, h, d); caches: one (k, v) per layer, (b, n, h_k, d) or pages with table (b, pages); lengths int32 (b)
-    without the new keys; new: None or (k, v) (b, append, h_k, d); cos and sin of all positions."""
+    """q (b, sq, h, d); caches: one (k, v) per layer, (b, n, h_k, d) or pages with table (b, pages), and of 8 bits with
+    `descales` of k and v for all layers; lengths int32 (b) without the new keys; new: None or (k, v) (b, append, h_k,
+    d); cos and sin of all positions."""
 
     q: torch.Tensor
     caches: list
@@ -35,6 +36,7 @@ class CacheInputs:
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    descales: tuple | None = None
 
 
 def make_inputs(row, device, seed=0):
@@ -54,7 +56,12 @@ def make_inputs(row, device, seed=0):
         table = pool[:-SPARE_PAGES].view(case.batch, pages)
         shape = (len(pool), case.page_size, *shape[2:])
     layers = min(CALLS_PER_GRAPH, -(-CACHED_BYTES // row.bytes)) if row.timing == "graph" else 1
-    first = randn(*shape), randn(*shape)
+    first, descales = (randn(*shape), randn(*shape)), None
+    if case.codes:
+        import flash_attn.fp8
+
+        dtype, granularity = (torch.int8, "token") if case.codes == "int8" else (torch.float8_e4m3fn, "tensor")
+        first, descales = zip(*(flash_attn.fp8.quantize(x, granularity, dtype) for x in first))
     caches = [first] + [tuple(x.clone() for x in first) for _ in range(layers - 1)]
     lengths = torch.full((case.batch,), case.seqlen_k - case.append, dtype=torch.int32, device=device)
     new = cos = sin = slopes = None
@@ -65,7 +72,7 @@ def make_inputs(row, device, seed=0):
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if case.alibi != "none":
         slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / case.nheads) for i in range(case.nheads)], device=device)
-    return CacheInputs(q, caches, lengths, table, new, cos, sin, slopes)
+    return CacheInputs(q, caches, lengths, table, new, cos, sin, slopes, descales)
 
 
 def ours(row, inputs):
@@ -79,6 +86,8 @@ def ours(row, inputs):
         "cache_seqlens": inputs.lengths, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
         "alibi_slopes": inputs.alibi_slopes, "batch_invariant": case.invariant,
     }  # fmt: skip
+    if inputs.descales is not None:
+        options["k_descale"], options["v_descale"] = inputs.descales
     if row.timing == "graph":
         capacity = case.seqlen_k if inputs.table is None else inputs.table.shape[1] * case.page_size
         plan = flash_attn.KvCachePlan(
@@ -177,6 +186,7 @@ def limits(name, row, device_type, mode):
     masked = case.causal or case.window != (-1, -1)
     refusals = {
         "no batch-invariant mode": case.invariant,
+        "no cache of 8 bits": bool(case.codes),
         "no append": bool(case.append) and name != "flash_attn_3",
         "no pages": bool(case.page_size) and name.startswith("sdpa"),
         "pages only": not case.page_size and name == "flashinfer",
@@ -196,6 +206,14 @@ def last_sequence(inputs, cache, rows):
     return cache[inputs.table[-1].long()].flatten(0, 1)[None, :rows, -1:]
 
 
+def dequantized(inputs, cache, descale, rows):
+    """last_sequence() in float64; descale: None, of the tensor, or of each token and head."""
+    values = last_sequence(inputs, cache, rows).double()
+    if descale is None:
+        return values
+    return values * (last_sequence(inputs, descale.unsqueeze(-1), rows) if descale.dim() else descale)
+
+
 def relative_error(row, inputs, result):
     """||result - ref|| / ||ref|| for the last queries of the last sequence, for the heads of its last K/V head.
 
@@ -209,7 +227,8 @@ def relative_error(row, inputs, result):
         q1, q2 = q.chunk(2, dim=-1)
         cos, sin = inputs.cos[position].double(), inputs.sin[position].double()
         q = torch.cat([q1 * cos - q2 * sin, q1 * sin + q2 * cos], dim=-1)
-    keys, values = (last_sequence(inputs, x, case.seqlen_k).double() for x in inputs.caches[0])
+    descales = inputs.descales or (None, None)
+    keys, values = (dequantized(inputs, x, d, case.seqlen_k) for x, d in zip(inputs.caches[0], descales))
     slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes[-heads:]
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "alibi_slopes": slopes}
     reference = attention(q, keys, values, **options).out

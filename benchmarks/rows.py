@@ -21,6 +21,7 @@ CACHE_TIMING = {
     "decode_tokens": "replay",
     "decode_append": "replay",
     "decode_invariant": "replay",
+    "decode_8bit": "replay",
     "decode_features": "replay",
     "prefill_cache": "event",
 }
@@ -97,6 +98,7 @@ class Row:
         parts += [f"page {case.page_size}"] if case.page_size else []
         parts += [f"append {case.append}"] if case.append else []
         parts += ["invariant"] if case.invariant else []
+        parts += [case.codes] if case.codes else []
         parts += [self.timing] if self.timing != "event" else []
         return " ".join(parts)
 
@@ -106,13 +108,15 @@ class Row:
 
     @property
     def bytes(self):
-        """Keys and values that a call over a cache has to read; None where arithmetic is what counts."""
+        """Keys, values and descales by token that a call over a cache has to read; None where arithmetic counts."""
         case = self.case
         if not self.over_cache or self.group == "prefill_cache":
             return None
         left = windows(case)[0]
         keys = case.seqlen_k if left < 0 else min(case.seqlen_k, left + case.seqlen_q)
-        return 2 * case.batch * keys * case.nheads_k * case.head_dim * (4 if case.dtype == "float32" else 2)
+        element = 1 if case.codes else 4 if case.dtype == "float32" else 2
+        descale = 4 if case.codes == "int8" else 0
+        return 2 * case.batch * keys * case.nheads_k * (case.head_dim * element + descale)
 
     def flops(self, mode="fwd"):
         """2·h·(d + d_v) per visible (query, key) pair, ×2.5 for bwd, ×3.5 for both.

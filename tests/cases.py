@@ -31,7 +31,8 @@ class Case:
     benchmarks: the call returns the largest logits too. ``head_dim_v`` 0 means that v has the head dim of q and k.
 
     ``cache``, in benchmarks: the keys lie in a KV cache. ``append`` of them are new, rotated and written by the call;
-    ``invariant`` asks for the batch-invariant mode.
+    ``invariant`` asks for the batch-invariant mode. ``codes``: the cache has 8 bits, ``e4m3`` with a descale a tensor
+    or ``int8`` with one for each token and head; "": it has the dtype of q.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Case:
     seqlens: tuple[int, ...] = ()
     append: int = 0
     invariant: bool = False
+    codes: str = ""
     head_dim_v: int = 0
 
     @property
@@ -76,6 +78,7 @@ class Case:
         parts += [f"{len(self.seqlens)}seqs{sum(self.seqlens)}"] * (len(self.seqlens) > 0)
         parts += [f"append{self.append}"] * (self.append > 0)
         parts += ["invariant"] * self.invariant
+        parts += [self.codes] * bool(self.codes)
         return "-".join(parts)
 
     @property
@@ -195,6 +198,10 @@ def cache_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
         "decode_tokens": [case((16, 4096), page_size=p, queries=s) for s in (2, 4, 8, 16) for p in (0, 16)],
         "decode_append": [case(n, page_size=p, append=1) for n in large for p in (0, 16)],
         "decode_invariant": [case(n, page_size=p, invariant=True) for n in CACHE_SIZES for p in (0, 16)],
+        "decode_8bit": [
+            case(n, h, p, codes=codes)
+            for codes in ("e4m3", "int8") for h in CACHE_HEADS[:2] for n in CACHE_SIZES for p in (0, 16)
+        ],
         "decode_features": [
             case((64, 2048), (32, 32), head_dim=64),
             case((64, 2048), (16, 4), head_dim=256),

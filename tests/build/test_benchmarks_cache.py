@@ -152,7 +152,8 @@ def test_figures_of_flash_attention_3_are_rows_of_ours():
 def test_run_on_the_gpu(device, tmp_path):
     done = run_script(
         "run.py", "--device", device, "--quick", "--budget", 25, "--groups", "decode", "decode_layers", "decode_eager",
-        "decode_append", "decode_invariant", "--peers", "sdpa_flash", "--out", tmp_path, "--name", "cache",
+        "decode_append", "decode_invariant", "decode_8bit", "--peers", "sdpa_flash", "--out", tmp_path,
+        "--name", "cache",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     measured = json.loads((tmp_path / "cache.json").read_text())
