@@ -164,19 +164,19 @@ def all_rows():
     return rows + [Row(group, case, CACHE_TIMING[group]) for group, cases in cache_groups().items() for case in cases]
 
 
-def scale_down(row):
-    """The row at a size that a CPU computes in milliseconds: batch 1, 4 query heads, sequences 16 times shorter."""
+def scale_down(row, shorter):
+    """The row at a size that a CPU computes in milliseconds: batch 1, 4 query heads, sequences and windows shorter."""
     case = row.case
     ratio = case.nheads // case.nheads_k
-    seqlens = tuple(max(1, n // 16) for n in case.seqlens)
+    seqlens = tuple(max(1, n // shorter) for n in case.seqlens)
     small = dataclasses.replace(
         case,
         batch=len(seqlens) or 1,
         nheads=4,
         nheads_k=4 // ratio,
-        seqlen_q=max(1, case.seqlen_q // 16),
-        seqlen_k=max(1, case.seqlen_k // 16),
-        window=tuple(w // 16 if w >= 0 else w for w in case.window),
+        seqlen_q=max(1, case.seqlen_q // shorter),
+        seqlen_k=max(1, case.seqlen_k // shorter),
+        window=tuple(w // shorter if w >= 0 else w for w in case.window),
         seqlens=seqlens,
     )
     return dataclasses.replace(row, case=small, timing="event" if row.timing == "replay" else row.timing)
@@ -190,5 +190,6 @@ def select(groups, quick, device_type, dtype):
         rows = [row for row in rows if row.group != "decode" or (row.case.nheads == 32 and row.case.page_size < 256)]
     if device_type == "cpu":
         full_size = ("small_eager",)
-        rows = [row if row.group in full_size else scale_down(row) for row in rows if row.timing != "graph"]
+        shorter = 64 if quick else 16
+        rows = [row if row.group in full_size else scale_down(row, shorter) for row in rows if row.timing != "graph"]
     return [dataclasses.replace(row, case=dataclasses.replace(row.case, dtype=dtype)) for row in rows]

@@ -60,7 +60,7 @@ def parse(arguments):
     peers = f"all, or some of {', '.join(list(IMPLEMENTATIONS)[1:])}"
     parser.add_argument("--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER", help=peers)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--quick", action="store_true", help="a third of the cells, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="a third of the cells, fewer rounds; shorter on a CPU")
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="time for the rows (70 s a mode; 180 with many peers)"
     )

@@ -15,11 +15,22 @@ from cases import full_cases, pairwise_cases, training_cases
 SEED_VARIABLE = "FLASH_ATTN_TEST_SEED"
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
     group = parser.getgroup("flash_attn")
     group.addoption("--device", choices=("cpu", "cuda", "all"), default="all", help="run the tests of one device only")
     group.addoption("--full", action="store_true", help="run the full product of features, not only pairs of them")
     group.addoption("--test-seed", type=int, default=None, help=f"seed of all random inputs (or set {SEED_VARIABLE})")
+    if not pluginmanager.hasplugin("xdist"):  # `make test` gives its options, and runs in one process then
+        for option in ("--numprocesses", "--dist"):
+            group.addoption(option, help="without effect: pytest-xdist is not there")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One process where a GPU is used, whose memory some tests fill; else one a core, in about 1 GiB each."""
+    if config.getoption("--device") != "cpu" and torch.cuda.is_available():
+        return 0
+    return min(len(os.sched_getaffinity(0)), 8)
 
 
 class FailureNames:
@@ -43,6 +54,7 @@ def pytest_configure(config):
     workerinput = getattr(config, "workerinput", None)
     if workerinput is not None:
         config.attn_seed = workerinput["attn_seed"]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
     else:
         config.attn_seed = config.getoption("--test-seed")
         if config.attn_seed is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 VOCABULARY, WINDOW = 61, 8
@@ -24,6 +26,13 @@ MODELS = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "deepseek_v3": ("DeepseekV3Config", MLA),
 }
+
+
+def cache_argument():
+    """The name under which models and mask functions take a cache: models ignore the other one without a word."""
+    from transformers.masking_utils import create_causal_mask
+
+    return "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
 def build(name, attention, device="cpu", dtype=torch.float32, **changes):

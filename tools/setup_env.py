@@ -30,6 +30,7 @@ STATE = ROOT / "build" / "env"
 OUR_VENV = ROOT / ".venv"
 TORCH = os.environ.get("FLASH_ATTN_TORCH", "torch>=2.4")  # installed only where there is none
 TOOLS = ["setuptools>=64", "wheel", "ninja>=1.10", "einops", "numpy", "pytest>=7", "tqdm"]
+PARALLEL_TESTS = "pytest-xdist>=3.2"  # without it `make test` runs in one process
 KNOBS = (*KERNEL_KNOBS, "FLASH_ATTN_KERNEL_ARCHIVE")
 
 _FACTS = """
@@ -93,6 +94,14 @@ def pip_install(python: str, requirements: list[str]) -> None:
         )
 
 
+def install_parallel_tests(python: str) -> None:
+    """Where it can be installed: nothing else needs it."""
+    try:
+        pip_install(python, [PARALLEL_TESTS])
+    except BuildError:
+        print(f"{PARALLEL_TESTS}: could not be installed, `make test` will run in one process", flush=True)
+
+
 def build_environment(python: str, found: dict) -> dict[str, str]:
     """Environment variables of the install: CPU only without a GPU, unless kernels are asked for. Installs nvcc where
     kernels are to be built without one."""
@@ -150,6 +159,7 @@ def set_up(python: str) -> None:
     stamp = STATE / (hashlib.sha256(python.encode()).hexdigest()[:16] + ".installed")
     if None in found["versions"].values() or not stamp.exists():
         pip_install(python, [*([] if found["versions"]["torch"] else [TORCH]), *TOOLS])
+        install_parallel_tests(python)
         found = facts(python)
     environment = build_environment(python, found)
     wanted = fingerprint(found, environment)

@@ -79,7 +79,8 @@ def padding_mask(
             columns = int(columns)
     known = isinstance(columns, (int, torch.SymInt))
     if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:].bool()
+        # Given to the end of a static cache, or from its first token where a sliding one keeps the last ones.
+        attention_mask = attention_mask[:, : kv_offset + kv_length][:, -kv_length:].bool()
     elif known and columns >= kv_length:
         return None
     if known and q_length > 1:

@@ -49,6 +49,12 @@ def test_operators_take_the_record_by_position(name):
     assert {a.name: a.default_value for a in arguments if a.has_default_value()} == record._field_defaults
 
 
+@pytest.mark.parametrize("record", (AttentionArgs, AttentionBackwardArgs, KvCacheArgs))
+def test_named_options_are_passed_where_they_are_given(record):
+    assert names(record).named() == {"sinks": "sinks"}
+    assert names(record)._replace(sinks=None).named() == {}
+
+
 def without_defaults(name):
     """The schema of an operator without the arguments that programs may leave out."""
     return re.sub(r", [\w?]+ \w+=[^,)]+", "", str(operator_schema(name)))

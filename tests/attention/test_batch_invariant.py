@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import flash_attn
 from flash_attn import (
     KvCachePlan,
     backends,
+    batch_invariance,
     flash_attn_func,
     flash_attn_interface,
     flash_attn_varlen_func,
@@ -452,12 +454,19 @@ def test_plans_follow_the_switch(device, modes):
 
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("value,enabled", ((None, False), ("", False), ("0", False), ("1", True)))
-def test_the_environment_turns_it_on(device, value, enabled):
-    environment = {name: x for name, x in os.environ.items() if name != "FLASH_ATTN_BATCH_INVARIANT"}
+def test_the_environment_turns_it_on(device, monkeypatch, value, enabled):
+    """As it is when the module is loaded, here once more beside the one in use."""
+    monkeypatch.delenv("FLASH_ATTN_BATCH_INVARIANT", raising=False)
     if value is not None:
-        environment["FLASH_ATTN_BATCH_INVARIANT"] = value
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        monkeypatch.setenv("FLASH_ATTN_BATCH_INVARIANT", value)
+    loaded = runpy.run_path(batch_invariance.__file__)
+    assert loaded["is_batch_invariant"]() is enabled
+    assert {"is_batch_invariant", "set_batch_invariant"} <= set(flash_attn.__all__)
+
+
+@pytest.mark.devices("cpu")
+def test_the_environment_of_a_process_turns_it_on(device):
+    environment = {**os.environ, "FLASH_ATTN_BATCH_INVARIANT": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     program = "import flash_attn; print(flash_attn.is_batch_invariant())"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(enabled)
-    assert {"is_batch_invariant", "set_batch_invariant"} <= set(flash_attn.__all__)
+    assert done.stdout.strip() == "True"

@@ -460,7 +460,7 @@ def test_curves_hold_every_cell(result):
     assert plots.figures(result) == [(mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
     lines = plots.curves(result, 128, "fwd", True)
     assert set(lines) == {"ours", "sdpa_flash", "naive"}
-    assert [length for length, _ in lines["ours"]] == [64, 512]
+    assert [length for length, _ in lines["ours"]] == [16, 128]
 
 
 def test_plots_are_png(result_path, tmp_path):

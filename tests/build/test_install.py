@@ -406,3 +406,12 @@ def test_make_installs_nvcc_where_it_is_needed(make_on):
     assert make_on(["90"], FLASH_ATTN_CPU_ONLY="1") == ([], True)
     assert make_on(["90"], cuda="") == ([], False)
     assert make_on(["90"], cuda="12.8") == ([], False), "no pip package of nvcc: the install says what to do"
+
+
+def test_make_needs_no_parallel_tests(monkeypatch, capsys):
+    def without_index(python, requirements):
+        raise setup_env.BuildError("no index")
+
+    monkeypatch.setattr(setup_env, "pip_install", without_index)
+    setup_env.install_parallel_tests("python")
+    assert "`make test` will run in one process" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +83,28 @@ def test_the_citation_is_of_this_release():
     assert citation["cff-version"] == "1.2.0" and citation["version"] == RELEASE
     assert citation["license"] == "BSD-3-Clause" and citation["authors"]
     assert all(entry["title"] and entry["authors"] for entry in citation["references"])
+
+
+# ---- make test ----
+
+
+def make_test_options():
+    recipe = re.search(r"^test: env\n\t\$\(ENV_PYTHON\) -m pytest (.*)$", text_of("Makefile"), re.MULTILINE)[1]
+    return recipe.replace("$(PYTEST_ARGS)", "").split()
+
+
+def test_make_test_runs_without_parallel_tests():
+    command = [sys.executable, "-m", "pytest", *make_test_options(), "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command[command.index("tests")] = "tests/build/test_sizes.py"
+    result = subprocess.run([*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("chosen,gpu,parallel", (("all", True, False), ("cpu", True, True), ("all", False, True)))
+def test_tests_are_parallel_where_no_gpu_is_used(monkeypatch, chosen, gpu, parallel):
+    import conftest
+
+    monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: gpu)
+    config = SimpleNamespace(getoption={"--device": chosen}.get)
+    cores = min(len(os.sched_getaffinity(0)), 8)
+    assert conftest.pytest_xdist_auto_num_workers(config) == (cores if parallel else 0)

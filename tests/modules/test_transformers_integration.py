@@ -12,13 +12,14 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("transformers.masking_utils", reason="this transformers has no AttentionMaskInterface")
 
-from transformers_models import MODELS, VOCABULARY, build
+from transformers_models import MODELS, VOCABULARY, WINDOW, build, cache_argument
 
 import flash_attn
 import flash_attn.integrations.transformers as ours
 from flash_attn.integrations import token_layout
 
 NAME, SEQLEN, NEW_TOKENS = "fa_native", 20, 14
+CACHE = cache_argument()
 
 
 @pytest.fixture(autouse=True)
@@ -206,9 +207,36 @@ def test_logits_of_every_step(device, name, cache):
             for begin, end in zip(bounds, bounds[1:]):
                 out = model(
                     input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions[:, begin:end],
-                    cache=past, use_cache=True,
+                    **{CACHE: past}, use_cache=True,
                 )  # fmt: skip
                 logits.append(out.logits)
+        return [torch.cat(logits, 1)[mask.bool()]]
+
+    check_against_eager(name, device, run)
+
+
+@pytest.mark.parametrize("name", ("gpt_oss", "llama", "mistral"))
+@pytest.mark.parametrize("whole_mask", (False, True))
+def test_static_cache_beyond_its_tokens(device, name, whole_mask):
+    """No key behind the tokens of a static cache is seen, with a mask of the tokens or one of the whole cache."""
+    prompt, length = WINDOW - 3, 2 * WINDOW
+    ids = ids_of(device, seqlen=length)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def run(model):
+        past, logits = transformers.StaticCache(config=model.config, max_cache_len=length), []
+        with torch.no_grad():
+            for begin, end in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
+                given = mask if whole_mask else mask[:, :end]
+                out = model(
+                    input_ids=ids[:, begin:end], attention_mask=given, position_ids=positions[:, begin:end],
+                    **{CACHE: past}, use_cache=True,
+                )  # fmt: skip
+                logits.append(out.logits)
+                for layer in past.layers if begin == 0 else ():
+                    layer.keys[:, :, prompt:], layer.values[:, :, prompt:] = 3.0, 1000.0
         return [torch.cat(logits, 1)[mask.bool()]]
 
     check_against_eager(name, device, run)
@@ -225,9 +253,9 @@ def test_a_compiled_step(device, name):
         past = transformers.StaticCache(config=model.config, max_cache_len=40)
         forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
         with torch.no_grad():
-            model(input_ids=ids, attention_mask=mask, cache=past)
+            model(input_ids=ids, attention_mask=mask, **{CACHE: past})
             step = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            results.append(forward(input_ids=ids[:, :1], attention_mask=step, cache=past).logits)
+            results.append(forward(input_ids=ids[:, :1], attention_mask=step, **{CACHE: past}).logits)
     torch._dynamo.reset()
     torch.testing.assert_close(*results, atol=1e-4 if device == "cpu" else 2e-2, rtol=1e-2)
 
@@ -346,7 +374,7 @@ def test_masks_that_are_no_windows_are_named(device):
         call(device, torch.zeros(3, 1, SEQLEN, SEQLEN, device=device))
     model = build("llama", NAME, device, dtype_of(device))
     options = {"config": model.config, "inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": None}
-    options.update(cache=None, position_ids=None)
+    options.update({CACHE: None, "position_ids": None})
     masking_utils.create_causal_mask(**options)
     for change in ({"or_mask_function": lambda *_: True}, {"block_sequence_ids": torch.zeros(1, 4, dtype=torch.long)}):
         with pytest.raises(NotImplementedError, match="^mask_function: expected a causal mask or a window"):
