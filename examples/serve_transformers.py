@@ -9,11 +9,14 @@ slots; each slot decodes one token per step, all slots in one batch, whose keys 
 In the end every token's logits are compared with those of the whole text at once, without a cache, by eager attention
 in float32; the exit status is 1 when they differ by more than rounding. On the CPU the tokens must be those of
 `generate` with eager attention, too.
+
+Needs a release of transformers whose models hand their keyword arguments to the cache (5.24 does, 5.17 does not).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from dataclasses import dataclass, field
 
@@ -113,6 +116,11 @@ class Server:
             self.step(waiting)
 
 
+def hands_arguments_to_the_cache():
+    """Whether the models of this release do; older ones call the cache `past_key_values` and ignore other names."""
+    return "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
+
+
 def make_model(name, attention, device, dtype):
     config_class, options = MODELS[name]
     torch.manual_seed(1)
@@ -148,6 +156,8 @@ def main(arguments=None):
     for name, default in {"requests": 6, "slots": 3, "new-tokens": 12, "page-size": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
+    if not hands_arguments_to_the_cache():
+        parser.error(f"transformers {transformers.__version__} does not hand keyword arguments to its cache")
     flash_attn.integrations.transformers.register()
     generator = torch.Generator().manual_seed(0)
     requests = []
