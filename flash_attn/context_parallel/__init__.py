@@ -1,0 +1,6 @@
+"""Exact attention over a sequence whose tokens lie on several GPUs: docs/context_parallel.md."""
+
+from flash_attn.context_parallel.local_group import LocalGroup
+from flash_attn.context_parallel.plan import CpPlan
+
+__all__ = ["CpPlan", "LocalGroup"]
