@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     sends, receives: of K and V, the former in local rows, the latter in key rows. own: ((local row, key row, count)...)
     of keys that this rank has itself. is_local: the buffer is the rank's own K and V, nothing moves.
-    rounds: of the gradients' way back, one for each distance between ranks: (sends in key rows, receives in local rows).
+    rounds: of the gradients' way back, for each distance between ranks (sends in key rows, receives in local rows).
     """
 
     key_rows: int

@@ -5,7 +5,7 @@ A gap between rows of a call is a sequence of its own, with queries and no keys 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class CallTable(NamedTuple):
     k1: int
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    seqused_k: Optional[Tensor]
+    seqused_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     left: int
