@@ -82,10 +82,11 @@ def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Opti
     dout, q, k, v, out = _wide(dout[rows], q[rows], k[cols], v[cols], out[rows])
     slopes, named = _named(table, options, q.is_cuda)
     dlse = None if dlse is None else dlse[:, rows].contiguous()
+    rng_state = options.rng_state if options.dropout_p > 0 else None
     dq, dk, dv, *_ = backends.of(q).varlen_bwd(
         *map(rows_contiguous, (dout, q, k, v, out)), lse[:, rows].contiguous(), None, None, None, table.cu_seqlens_q,
         table.cu_seqlens_k, slopes, table.max_seqlen_q, table.max_seqlen_k, options.dropout_p, options.softmax_scale,
-        False, False, table.left, table.right, options.softcap, options.deterministic, None, options.rng_state, dlse,
+        False, False, table.left, table.right, options.softcap, options.deterministic, None, rng_state, dlse,
         **named,
     )  # fmt: skip
     return dq, dk, dv
@@ -98,23 +99,33 @@ class PartialSums:
         dtype = sum_dtype(q.dtype)
         self.out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
         self.lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
+        self._is_empty = True
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """One more result of these rows; an infinite LSE stands for no keys."""
+        """One more result of these rows; an infinite LSE stands for no keys, and has out 0."""
         lse = lse.masked_fill(lse == math.inf, -math.inf)
-        before = self.lse[:, rows]
-        is_empty = lse == -math.inf
-        # the weights' sum is 1 whatever the rounding of both LSEs
-        weight = torch.sigmoid(lse - before).masked_fill_(is_empty, 0.0).t().unsqueeze(-1)
-        part = out.to(self.out.dtype).masked_fill(is_empty.t().unsqueeze(-1), 0.0)
-        rest = torch.sigmoid(before - lse).masked_fill_(before == -math.inf, 0.0).t().unsqueeze(-1)
-        self.out[rows] = self.out[rows] * rest + part * weight
-        self.lse[:, rows] = torch.logaddexp(before, lse)
+        target, before = self.out[rows], self.lse[:, rows]
+        if self._is_empty and target.shape == self.out.shape:
+            target.copy_(out)
+            before.copy_(lse)
+        else:
+            self._rescale(target, before, lse).addcmul_(out, self._weight(lse, before))
+            torch.logaddexp(before, lse, out=before)
+        self._is_empty = False
 
     def add_sinks(self, sinks: Tensor) -> None:
         """One more key of every row, whose value is 0."""
-        zeros = self.out.new_zeros(1, 1, 1).expand(self.out.shape)
-        self.add(slice(None), zeros, sinks.to(self.lse.dtype)[:, None].expand(self.lse.shape))
+        lse = sinks.to(self.lse.dtype)[:, None].expand(self.lse.shape)
+        self._rescale(self.out, self.lse, lse)
+        self.lse = torch.logaddexp(self.lse, lse)
+
+    def _rescale(self, target, before, lse):
+        return target.mul_(self._weight(before, lse))
+
+    @staticmethod
+    def _weight(lse, other):
+        """exp(lse) / (exp(lse) + exp(other)) as (rows, heads, 1): both weights' sum is 1 however LSEs are rounded."""
+        return torch.sigmoid(lse - other).masked_fill_(lse == -math.inf, 0.0).t().unsqueeze(-1)
 
     def result(self, dtype: torch.dtype):
         return self.out.to(dtype), self.lse.masked_fill(self.lse == -math.inf, math.inf)

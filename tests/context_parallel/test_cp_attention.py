@@ -8,7 +8,7 @@ from cases import DTYPES, Case, pairwise
 from cp_harness import call_options, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func
 from flash_attn.context_parallel.schedule import METHODS
 
 FEATURES = {
@@ -61,6 +61,17 @@ def test_many_ranks_stay_within_the_criterion_of_one(device, method):
     """bfloat16: partial results are float32, or rounded once, and do not drift with the number of ranks."""
     problem, weights = self_attention(Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True), device)
     for ranks in (2, 8, 16):
+        check_result(problem, weights, run_local(problem, weights, ranks, method=method))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_parts_rounded_once_stay_within_the_criterion_too(device, method, monkeypatch):
+    """What the CUDA kernels do: each part in q's dtype, their sums in float32."""
+    monkeypatch.setattr(compute, "_wide", lambda *tensors: list(tensors))
+    case = Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True, sinks=True)
+    problem, weights = self_attention(case, device)
+    for ranks in (2, 8):
         check_result(problem, weights, run_local(problem, weights, ranks, method=method))
 
 
@@ -139,6 +150,21 @@ def test_under_autocast_float32_is_cast(device):
             return flash_attn_cp_func(own, own, own, plan=plan).dtype
 
     assert LocalGroup(2).run(run) == [torch.bfloat16] * 2
+
+
+def test_compiled_code_breaks_its_graph_at_the_call(device):
+    q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16)
+
+    def run(rank):
+        plan = CpPlan.dense(16, group=rank)
+
+        @torch.compile(backend="eager")
+        def layer(x):
+            return flash_attn_cp_func(x * 2, x, x, plan=plan, causal=True) + 1
+
+        return torch.equal(layer(q), flash_attn_cp_func(q * 2, q, q, plan=plan, causal=True) + 1)
+
+    assert LocalGroup(1).run(run) == [True]
 
 
 @pytest.mark.parametrize("heads, method", [((8, 8), "ulysses"), ((8, 2), "all_gather"), ((7, 7), "all_gather")])
