@@ -46,10 +46,11 @@ def _main(function, rank, size, backend, store, errors, *arguments):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        if backend == "nccl":
+        device = "cuda" if "nccl" in backend else "cpu"
+        if device == "cuda":
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-        function("cuda" if backend == "nccl" else "cpu", *arguments)
+        function(device, *arguments)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -76,6 +77,16 @@ def attention(device: str, seed: int) -> None:
             for dsinks in result.grads[3:]:
                 dist.all_reduce(dsinks)
             check_result(problem, weights, result)
+
+
+def equal_bits(device: str) -> None:
+    """Two runs, whose messages may arrive in other orders, have the same results and gradients to the last bit."""
+    torch.manual_seed(0)
+    problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
+    for method in ("all_gather", "ring", "ulysses"):
+        first, second = (run_rank(problem, weights, None, deterministic=True, method=method) for _ in range(2))
+        for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
+            assert torch.equal(a, b), method
 
 
 def meshes(device: str) -> None:
@@ -112,6 +123,19 @@ def mismatches(device: str) -> None:
         short = q[:, :-1] if rank == last else q
         flash_attn_cp_func(short, q, q, plan=plan)
     assert flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
+
+
+def killed(device: str) -> None:
+    """A rank dies while the others wait for its keys: they raise, long before the group's time is over. Ends all."""
+    plan = CpPlan.dense(64, check="plan")
+    q = torch.randn(1, plan.num_tokens, 2, 8, device=device)
+    flash_attn_cp_func(q, q, q, plan=plan)  # compared now; the next call goes straight to the exchange
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        flash_attn_cp_func(q, q, q, plan=plan)
+    os._exit(0)
 
 
 def random_plans(device: str, seed: int, count: int) -> None:

@@ -9,8 +9,11 @@ from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel import gathered, ulysses
 from flash_attn.context_parallel.compute import Options, sink_gradient, sum_dtype
 from flash_attn.context_parallel.plan import CpPlan, normal_window
+from flash_attn.cpu import checks
 from flash_attn.ops import arguments, context
+from flash_attn.ops.lse import check_convention, converted
 
+_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_GATHERED_BYTES = 4 << 30  # of K and V of all ranks in one buffer; above, "auto" takes ring
 
 
@@ -30,6 +33,7 @@ def flash_attn_cp_func(
     *,
     plan: CpPlan,
     sinks: Tensor | None = None,
+    lse_convention: str = "fa2",
 ) -> TensorOrTuple:
     """Exact attention of a batch whose tokens lie on several ranks; every rank of the plan's group calls it.
 
@@ -41,6 +45,7 @@ def flash_attn_cp_func(
             them masks, ALiBi and dropout, are those in the whole document.
         alibi_slopes: float32 (nheads,) or (batch, nheads); of a packed plan (documents, nheads).
         sinks: (nheads,); each rank's gradient is that of its own tokens: all ranks' sum is the whole.
+        lse_convention: that of softmax_lse, as in `flash_attn_func`.
 
     Returns:
         out: like q with head_dim_v, this rank's rows of what one GPU would compute.
@@ -48,25 +53,28 @@ def flash_attn_cp_func(
         rng_state (with return_attn_probs, in the place of S_dmask): int64 (2,), the same on all ranks: what
             `flash_attn.dropout_mask` makes of it is the mask, with documents as the batch.
 
-    Raises RuntimeError, TypeError or NotImplementedError; as far as the plan checks calls, on every rank if on one.
+    Raises RuntimeError, TypeError, ValueError or NotImplementedError; as far as the plan checks calls, on every rank if
+    on one.
     """
     call, inputs, error, seed = None, (q, k, v, sinks), None, None
     try:
+        check_convention(lse_convention)
         call, inputs = _request(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks
         )  # fmt: skip
-    except (RuntimeError, TypeError, NotImplementedError) as raised:
+    except Exception as raised:  # of any kind: the other ranks wait to be told
         error = raised
     if not isinstance(plan, CpPlan):
         raise error
     if call is not None and call.options.dropout_p > 0:
         seed = torch.randint(0, 2**63 - 1, (1,)).item()  # on every rank, so that generators stay together
-    seed = plan.compare("" if call is None else call.text(inputs), error, seed)
+    seed = plan.compare("flash_attn_cp_func", "" if call is None else call.text(inputs), error, seed)
+    plan.transport.connect(inputs[0].device)
     call.options = call.options._replace(rng_state=torch.tensor([seed or 0, 0], dtype=torch.int64))
     out, lse = _CpAttention.apply(call, *inputs)
     if call.padded_from:
         out = out[..., : call.padded_from].contiguous()
-    return (out, lse, call.options.rng_state) if return_attn_probs else out
+    return (out, converted(lse, lse_convention), call.options.rng_state) if return_attn_probs else out
 
 
 class _Call:
@@ -78,7 +86,7 @@ class _Call:
 
     def text(self, inputs) -> str:
         """All that ranks must agree on, contents of tensors excepted."""
-        kinds = [None if x is None else (*x.shape[-2:], x.dtype, x.requires_grad) for x in inputs]
+        kinds = [None if x is None else (*x.shape[-2:], x.dtype, x.device.type, x.requires_grad) for x in inputs]
         slopes = self.options.alibi_slopes
         options = self.options._replace(alibi_slopes=None if slopes is None else tuple(slopes.shape))
         return repr((self.method, self.batch, options, kinds, torch.is_grad_enabled()))
@@ -119,8 +127,7 @@ def _request(
         arguments.check_constant("alibi_slopes", alibi_slopes)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
-        if tuple(sinks.shape) != (q.shape[-2],):
-            raise RuntimeError(f"sinks: expected shape [{q.shape[-2]}], got {list(sinks.shape)}")
+        _check_sinks(sinks, q)
     batch = 1 if plan.is_packed else q.shape[0]
     options = Options(
         window, scale, arguments.number("softcap", softcap), arguments.number("dropout_p", dropout_p),
@@ -139,6 +146,9 @@ def _request(
 
 def _check_shapes(plan: CpPlan, q, k, v):
     axes = "num_tokens, nheads, head_dim" if plan.is_packed else "batch, num_tokens, nheads, head_dim"
+    dtypes = _CUDA_DTYPES if q.is_cuda else checks.DTYPES
+    if q.dtype not in dtypes:
+        raise RuntimeError(f"q: expected one of {', '.join(map(str, dtypes))} on {q.device}, got {q.dtype}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != (3 if plan.is_packed else 4):
             raise RuntimeError(f"{name}: expected shape ({axes}), got {list(x.shape)}")
@@ -161,9 +171,16 @@ def _check_shapes(plan: CpPlan, q, k, v):
         raise RuntimeError(f"q: expected head dims of at most 256, got {q.shape[-1]} and {v.shape[-1]}")
 
 
+def _check_sinks(sinks, q):
+    if tuple(sinks.shape) != (q.shape[-2],):
+        raise RuntimeError(f"sinks: expected shape [{q.shape[-2]}], got {list(sinks.shape)}")
+    if sinks.dtype not in (torch.float32, sum_dtype(q.dtype)) or sinks.device != q.device:
+        raise RuntimeError(f"sinks: expected float32 on {q.device}, got {sinks.dtype} on {sinks.device}")
+
+
 def _check_options(plan: CpPlan, batch: int, q, options: Options):
-    if not 0.0 <= options.dropout_p < 1.0:
-        raise RuntimeError(f"p_dropout: expected a value in [0, 1), got {options.dropout_p}")
+    # here and not only in the backends, which a rank without tokens does not call
+    checks.check_numbers(options.dropout_p, options.softmax_scale, options.softcap, sum_dtype(q.dtype))
     slopes = options.alibi_slopes
     if slopes is not None:
         documents = len(plan.cu_seqlens) - 1 if plan.is_packed else batch

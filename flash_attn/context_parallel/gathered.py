@@ -24,6 +24,7 @@ def forward(plan, method, batch, q, k, v, sinks, options: Options):
                 whole = forward_call(call, q, step_k, step_v, options, sinks)
             else:
                 sums.add(slice(call.q0, call.q1), *forward_call(call, q, step_k, step_v, options, is_partial=True))
+        del step_k, step_v  # before the keys after the next are asked for: two buffers, not three
     if is_whole:
         return whole
     if sinks is not None:
@@ -41,30 +42,36 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
             torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in (step_k, step_v)
         ]  # fmt: skip
         for call in step.backward:
-            dq_part, *parts = backward_call(call, dout, q, step_k, step_v, out, lse, dlse, options)
-            dq[call.q0 : call.q1] += dq_part
-            for grad, part in zip(grads, parts):
-                grad[call.k0 : call.k1] += part
+            _add(call, (dq, *grads), backward_call(call, dout, q, step_k, step_v, out, lse, dlse, options))
+        del step_k, step_v
         if returning is not None:
             returning.finish()
         returning = _Returned(plan, step, batch, grads, (dk, dv))
+        del grads
     returning.finish()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(call, grads, parts) -> None:
+    rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
+    for grad, span, part in zip(grads, (rows, keys, keys), parts):
+        grad[span] += part
 
 
 def _overlapped(plan, tables, batch, tensors):
     """(step, its keys and values), those of the next step requested before."""
     fetched = _Fetched(plan, tables[0], batch, tensors)
-    for index, step in enumerate(tables):
+    for step, following in zip(tables, (*tables[1:], None)):
         current = fetched.wait()
-        fetched = _Fetched(plan, tables[index + 1], batch, tensors) if index + 1 < len(tables) else None
+        fetched = None if following is None else _Fetched(plan, following, batch, tensors)
         yield step, current
+        del current
 
 
 def _rows(tensors, entries: int, start: int, stop: int):
     """Rows [start, stop) of every entry of every tensor of (entries * rows, ...)."""
     for x in tensors:
-        for part in x.unflatten(0, (entries, -1)) if entries > 1 else (x,):
+        for part in x.unflatten(0, (entries, x.shape[0] // max(1, entries))):
             yield part[start:stop]
 
 

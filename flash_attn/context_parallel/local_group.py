@@ -12,6 +12,10 @@ from flash_attn.context_parallel.transport import Pending
 _POLL_SECONDS = 0.05
 
 
+class RankLost(RuntimeError):
+    """Another rank has failed, or has ended without sending what this one waits for."""
+
+
 class LocalGroup:
     """`size` ranks that run the same function, a thread each; what they send each other is copied in memory.
 
@@ -22,10 +26,6 @@ class LocalGroup:
         if size < 1:
             raise RuntimeError(f"size: expected at least 1, got {size}")
         self.size = size
-        self._failed = threading.Event()
-        self._barrier = threading.Barrier(size)
-        self._boxes = {(i, j): queue.Queue() for i in range(size) for j in range(size)}
-        self._gathered: list = [None] * size
 
     def run(self, function) -> list:
         """[function(rank) for every rank], each called with its LocalRank, which serves as `group`.
@@ -33,16 +33,17 @@ class LocalGroup:
         The first exception of a rank is raised, after all have ended: those that wait for it give up.
         """
         results, errors = [None] * self.size, [None] * self.size
+        links = _Links(self.size)
 
         def target(index):
             try:
                 # one worker per device runs the backwards of all threads; ranks that wait for each other need their own
                 with torch.autograd.set_multithreading_enabled(False):
-                    results[index] = function(LocalRank(self, index))
+                    results[index] = function(LocalRank(links, index))
             except BaseException as error:
                 errors[index] = error
-                self._failed.set()
-                self._barrier.abort()
+                links.failed.set()
+            links.ended[index].set()
 
         threads = [threading.Thread(target=target, args=(index,)) for index in range(self.size)]
         for thread in threads:
@@ -55,8 +56,29 @@ class LocalGroup:
         return results
 
 
-class RankLost(RuntimeError):
-    """Another rank has failed."""
+class _Links:
+    """What the ranks of one run have in common."""
+
+    def __init__(self, size: int):
+        self.failed, self.ended = threading.Event(), [threading.Event() for _ in range(size)]
+        self._boxes = {
+            (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
+        }
+
+    def put(self, kind: str, source: int, target: int, message) -> None:
+        self._boxes[kind, source, target].put(message)
+
+    def get(self, kind: str, source: int, target: int):
+        box = self._boxes[kind, source, target]
+        while True:
+            has_ended = self.ended[source].is_set()  # read first: what it sent before is in the box by now
+            try:
+                return box.get_nowait() if has_ended else box.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if self.failed.is_set():
+                    raise RankLost("another rank of the LocalGroup has failed") from None
+                if has_ended:
+                    raise RankLost(f"rank {source} of the LocalGroup has ended before it sent anything") from None
 
 
 class LocalRank:
@@ -64,42 +86,31 @@ class LocalRank:
 
     checks_on_host = True
 
-    def __init__(self, group: LocalGroup, rank: int):
-        self._group, self.rank, self.size = group, rank, group.size
+    def __init__(self, links: _Links, rank: int):
+        self._links, self.rank, self.size = links, rank, len(links.ended)
+
+    def connect(self, device) -> None:
+        """Nothing to do: memory is shared."""
 
     def exchange(self, sends, receives) -> Pending:
         for peer, tensor in sends:
-            self._group._boxes[self.rank, peer].put(tensor.clone())
-        return Pending([_Receipt(self._group, self._group._boxes[p, self.rank], x) for p, x in receives], receives)
+            self._links.put("tensors", self.rank, peer, tensor.clone())
+        return Pending([_Receipt(self._links, peer, self.rank, x) for peer, x in receives], receives)
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        self._group._gathered[self.rank] = list(values)
-        self._meet()
-        result = list(self._group._gathered)
-        self._meet()
-        return result
-
-    def _meet(self):
-        try:
-            self._group._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RankLost("another rank of the LocalGroup has failed") from None
+        for peer in range(self.size):
+            self._links.put("ints", self.rank, peer, list(values))
+        return [self._links.get("ints", peer, self.rank) for peer in range(self.size)]
 
 
 class _Receipt:
     """One message to be received."""
 
-    def __init__(self, group: LocalGroup, box: queue.Queue, tensor: torch.Tensor):
-        self._group, self._box, self._tensor = group, box, tensor
+    def __init__(self, links: _Links, source: int, target: int, tensor: torch.Tensor):
+        self._links, self._source, self._target, self._tensor = links, source, target, tensor
 
     def wait(self) -> None:
-        while True:
-            try:
-                message = self._box.get(timeout=_POLL_SECONDS)
-                break
-            except queue.Empty:
-                if self._group._failed.is_set():
-                    raise RankLost("another rank of the LocalGroup has failed") from None
+        message = self._links.get("tensors", self._source, self._target)
         if message.shape != self._tensor.shape or message.dtype != self._tensor.dtype:
             raise RuntimeError(f"message: expected {self._tensor.shape}, {self._tensor.dtype}, got {message.shape}")
         self._tensor.copy_(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ class CpPlan:
         try:
             self._make(cu_seqlens, layout, causal, window_size, tile)
             text = repr((is_packed, method, self.check, self.cu_seqlens, self.spans))
-        except (RuntimeError, TypeError, NotImplementedError) as raised:
+        except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
         if self.check != "none":
             compare_on_all_ranks(self.transport, text, error, "CpPlan")
@@ -80,7 +79,7 @@ class CpPlan:
             raise error
         self._text = hashlib.sha256(text.encode()).hexdigest()
         self._compared: set[str] = set()
-        self._tables = lru_cache(maxsize=None)(self._make_tables)
+        self._tables: dict[tuple, tuple] = {}
 
     @classmethod
     def dense(
@@ -107,7 +106,7 @@ class CpPlan:
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
-            check: "calls" compares what every call is asked for across ranks (the default where the group has a CPU
+            check: equal on all ranks. "calls" compares what every call is asked for across ranks (the default where the group has a CPU
                 backend), "plan" the plan and the first call of each kind (the default elsewhere: comparing waits for
                 the GPU), "none" nothing.
 
@@ -167,9 +166,19 @@ class CpPlan:
     def unshard(self, y: Tensor, dim: int) -> Tensor:
         """The whole of a tensor of which every rank has its part along `dim`; all ranks call it and get it.
 
-        Differentiable: the gradient of a rank's part is the sum of those that all ranks have for it.
+        Differentiable: the gradient of a rank's part is the sum of those that all ranks have for it. Raises
+        RuntimeError or TypeError; as far as the plan checks calls, on every rank if on one.
         """
-        _check_axis("y", y, dim, self.num_tokens)
+        request, error = "", None
+        try:
+            _check_axis("y", y, dim, self.num_tokens)
+            dim %= y.dim()
+            sizes = [size for axis, size in enumerate(y.shape) if axis != dim]
+            request = repr(("unshard", dim, sizes, y.dtype, y.device.type, y.requires_grad, torch.is_grad_enabled()))
+        except Exception as raised:
+            error = raised
+        self.compare("unshard", request, error, None)
+        self.transport.connect(y.device)
         return unshard(y, dim, self._layout, self.transport)
 
     def positions(self, device=None) -> Tensor:
@@ -199,7 +208,10 @@ class CpPlan:
 
     def tables(self, method, window, exact_positions, batch, device) -> tuple[StepTables, ...]:
         """The steps of a call with the index tensors of its kernels, made once."""
-        return self._tables(method, window, exact_positions, batch, torch.device(device))
+        key = (method, window, exact_positions, batch, torch.device(device))
+        if key not in self._tables:
+            self._tables[key] = self._make_tables(*key)
+        return self._tables[key]
 
     def _make_tables(self, method, window, exact_positions, batch, device):
         if method == "ulysses":
@@ -209,12 +221,12 @@ class CpPlan:
             step_tables(step, own_rows, batch, device) for step in self.steps(method, window, exact_positions)
         )  # fmt: skip
 
-    def compare(self, request: str, error: BaseException | None, seed: int | None) -> int | None:
+    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
         """Agree with all ranks on a call, as `check` says; the seed of rank 0, which a call with dropout has."""
         text = f"{self._text} {request}"
         is_new = error is not None or text not in self._compared
         if self.check == "calls" or seed is not None or (self.check == "plan" and is_new):
-            seeds = compare_on_all_ranks(self.transport, text, error, "flash_attn_cp_func", seed or 0)
+            seeds = compare_on_all_ranks(self.transport, text, error, what, seed or 0)
             self._compared.add(text)
             return None if seed is None else seeds[0]
         if error is not None:

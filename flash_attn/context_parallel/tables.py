@@ -51,6 +51,8 @@ def step_tables(step: Step, own_rows: int, batch: int, device) -> StepTables:
         found = groups(step.pairs, ascending_keys)
         return tuple(_table(_repeated(g, own_rows, step.key_rows, batch), ascending_keys, device) for g in found)
 
+    if batch == 0:
+        return StepTables(step, (), ())
     backward = tables(True)
     forward = tables(False)
     if len(forward) == len(backward):
@@ -62,7 +64,8 @@ def whole_table(cu, batch: int, window, device) -> tuple[CallTable, ...]:
     """All documents with all keys, in one call."""
     left, right = (-1 if side is None else side for side in window)
     pairs = [Pair(i, a, b, a, b, left, right, 0, 0) for i, (a, b) in enumerate(zip(cu, cu[1:])) if a < b]
-    return (_table(_repeated(pairs, cu[-1], cu[-1], batch), True, device),) if pairs else ()
+    pairs = _repeated(pairs, cu[-1], cu[-1], batch)
+    return (_table(pairs, True, device),) if pairs else ()
 
 
 def _repeated(pairs, own_rows: int, key_rows: int, batch: int) -> list[Pair]:

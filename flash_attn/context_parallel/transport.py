@@ -1,7 +1,7 @@
 """How ranks reach each other: point-to-point messages and a small all-gather of a process group.
 
 No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
-`checks_on_host`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
+`checks_on_host`, `connect`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ class GroupTransport:
         backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
         self.checks_on_host = backends.get("cpu") is not None  # an all-gather there waits for no GPU
         self._device = "cpu" if self.checks_on_host else torch.device("cuda", torch.cuda.current_device())
+        self._is_connected = False
+
+    def connect(self, device: torch.device) -> None:
+        """All ranks call it before the first exchange of tensors of a device.
+
+        NCCL makes its communicator in the first call of a group, which all ranks must take part in; in an exchange
+        only those do that have something to send.
+        """
+        if device.type == "cuda" and not self._is_connected:
+            token = torch.zeros(1, dtype=torch.int32, device=device)
+            dist.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
+            self._is_connected = True
 
     def exchange(self, sends, receives) -> Pending:
         """Send and receive [(peer, contiguous tensor)]; the messages of two ranks match in their order."""

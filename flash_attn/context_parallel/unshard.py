@@ -8,7 +8,7 @@ from flash_attn.context_parallel.layouts import Span
 
 
 def unshard(y: torch.Tensor, dim: int, layout, transport) -> torch.Tensor:
-    return _Unshard.apply(y, dim % y.dim(), layout, transport)
+    return _Unshard.apply(y, dim, layout, transport)
 
 
 def gather_rows(y: torch.Tensor, layout, transport) -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_dropout_has_one_mask_whatever_the_ranks(device):
 
 def _seeded(problem, rank, layout, method):
     plan = make_plan(problem, rank, layout=layout, method=method)
-    plan.compare = lambda text, error, seed: 1234
+    plan.compare = lambda what, text, error, seed: 1234
     own = [plan.shard(x, 0) for x in (problem.q, problem.k, problem.v)]
     return plan.unshard(flash_attn_cp_func(*own, plan=plan, **call_options(problem)), 0)
 
