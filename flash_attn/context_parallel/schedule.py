@@ -91,8 +91,8 @@ class Layout(NamedTuple):
 def steps(layout: Layout, rank: int, method: str, window: Window, exact_positions: bool) -> tuple[Step, ...]:
     """all_gather: one step with the keys of all ranks. ring: one step for each distance, one's own keys first.
 
-    exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it; otherwise pairs
-    without a mask may join keys or rows that stand apart.
+    exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it; otherwise a pair may
+    join keys or rows that stand apart, where no mask falls between them.
     """
     required = [required_keys(spans, layout.cu, window) for spans in layout.spans]
     distances = [[d] for d in range(layout.ranks)] if method == "ring" else [list(range(layout.ranks))]
@@ -125,7 +125,7 @@ def _step(layout, rank, required, distances, window, exact_positions) -> Step:
     )  # fmt: skip
     pairs = _pairs(layout, rank, key_rows, window)
     if not exact_positions:
-        pairs = _join_full(pairs)
+        pairs = _joined(pairs)
     return Step(key_rows.count, is_local, tuple(sends), tuple(receives), own, tuple(rounds), tuple(pairs))
 
 
@@ -175,28 +175,38 @@ def _pair(segment: Segment, span: Span, first: int, key_rows: _Rows, window: Win
     )  # fmt: skip
 
 
-def _join_full(pairs: list[Pair]) -> list[Pair]:
-    """Pairs without a mask that have the same queries and adjacent keys, or the same keys and adjacent queries, as one.
+def _joined(pairs: list[Pair]) -> list[Pair]:
+    """Pairs of the same queries and adjacent keys as one, where no mask falls between them, and then pairs without a
+    mask of the same keys and adjacent queries.
 
-    The keys that a later chunk of a rank sees of another rank are often two chunks side by side in the buffer.
+    A rank's chunks lie side by side in the buffer, however far apart their tokens are.
     """
     result: list[Pair] = []
     for pair in pairs:
         last = result[-1] if result else None
-        if last and last.is_full and pair.is_full and last.document == pair.document:
-            if (last.q0, last.q1, last.k1) == (pair.q0, pair.q1, pair.k0):
-                result[-1] = last._replace(k1=pair.k1)
-                continue
-        result.append(pair)
+        if last and _are_one_row(last, pair):
+            left = last.left + pair.k1 - pair.k0 if last.left >= 0 else -1  # counted from the last key
+            result[-1] = last._replace(k1=pair.k1, left=left, right=pair.right)
+        else:
+            result.append(pair)
     pairs, result = result, []
     for pair in pairs:
         last = result[-1] if result else None
-        if last and last.is_full and pair.is_full and last.document == pair.document:
-            if (last.k0, last.k1, last.q1) == (pair.k0, pair.k1, pair.q0):
-                result[-1] = last._replace(q1=pair.q1)
-                continue
-        result.append(pair)
+        if last and _are_one_column(last, pair):
+            result[-1] = last._replace(q1=pair.q1)
+        else:
+            result.append(pair)
     return result
+
+
+def _are_one_row(last: Pair, pair: Pair) -> bool:
+    is_adjacent = (last.document, last.q0, last.q1, last.k1) == (pair.document, pair.q0, pair.q1, pair.k0)
+    return is_adjacent and last.right < 0 and pair.left < 0
+
+
+def _are_one_column(last: Pair, pair: Pair) -> bool:
+    is_adjacent = (last.document, last.k0, last.k1, last.q1) == (pair.document, pair.k0, pair.k1, pair.q0)
+    return is_adjacent and last.is_full and pair.is_full
 
 
 def groups(pairs, ascending_keys: bool) -> list[list[Pair]]:
