@@ -176,11 +176,15 @@ def measure_row(kind: str, tokens: int, options, ranks: Ranks):
         errors[method] = ranks.largest(error)
     for name, make in {} if options.no_peers else PEERS.items():
         try:
-            implementations[name] = calls(*make(problem, ranks.rank, ranks.size))
-            implementations[name]["forward"]()
+            peer = calls(*make(problem, ranks.rank, ranks.size))
+            peer["forward"](), peer["both"]()
         except Exception as error:  # a peer that cannot be carried leaves its reason
-            implementations.pop(name, None)
             errors[name] = f"{type(error).__name__}: {str(error)[:200]}"
+        if ranks.largest(float(name in errors)):  # of any rank: the others would wait for it
+            errors.setdefault(name, "failed on another rank")
+        else:
+            implementations[name] = peer
+        peer = None
     del expected
     seconds = {
         mode: ranks.medians({"one_gpu": one[mode], **{name: each[mode] for name, each in implementations.items()}})
@@ -305,8 +309,9 @@ def _measure(rank: int, options, store: str):
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     ranks, started = Ranks(device, options.rounds), time.monotonic()
-    found, left_out = {"bandwidth": bandwidths(options, ranks)}, []
-    rows = []
+    rows, left_out = [], []
+    found = {**surroundings(options, device), "bandwidth": bandwidths(options, ranks), "rows": rows}
+    found["left_out"] = left_out
     for kind in options.problems:
         per_rank = TOY_PACKED_PER_RANK if options.toy else PACKED_PER_RANK
         for tokens in [per_rank * ranks.size] if kind == "packed" else options.sizes:
@@ -319,8 +324,22 @@ def _measure(rank: int, options, store: str):
                 torch.cuda.empty_cache()
             if rank == 0:
                 print(markdown(found_rows), flush=True)
+                write(found, options)  # after each row: a later one may meet a limit of time or memory
     dist.destroy_process_group()
-    return {**found, "rows": rows, "left_out": left_out}
+    return found
+
+
+def surroundings(options, device) -> dict:
+    commit, dirty = git_state()
+    return {
+        "kind": "context_parallel", "ranks": options.ranks, "device": describe_device(device), "commit": commit,
+        "dirty": dirty, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def write(document: dict, options) -> None:
+    if options.out:
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def markdown(rows) -> str:
@@ -385,14 +404,8 @@ def main(arguments=None) -> None:
             for process in processes:
                 process.join(10 if len(answers) == options.ranks else 0)
                 process.kill()
-    device = torch.device(options.device)
-    commit, dirty = git_state()
-    document = {
-        "kind": "context_parallel", "ranks": options.ranks, "device": describe_device(device), "commit": commit,
-        "dirty": dirty, "torch": torch.__version__, **answers[0],
-    }  # fmt: skip
-    if options.out:
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    document = answers[0]
+    write(document, options)
     if options.plot:
         plot(document["rows"], options.plot)
     print(json.dumps(document["bandwidth"]))

@@ -6,6 +6,7 @@ for unbounded; documents are given by their bounds `cu`, ascending from 0 to the
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
@@ -15,7 +16,7 @@ Window = tuple[Optional[int], Optional[int]]
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 _CHUNKS_PER_RANK = 8  # of the balanced layout, at least
-_LONGEST_CHUNK = 2048  # tokens of the balanced layout
+_LONGEST_CHUNKS = (2048, 512)  # tokens of the balanced layout; the next one if the first is not even
 _ROUNDED = 32  # a chunk ends at a multiple of the tile only if it is this many tiles long: else of a part of the tile
 _EVEN = 1.05  # largest load over the mean that counts as balanced
 
@@ -36,16 +37,17 @@ def layout_spans(layout: str, cu: Sequence[int], ranks: int, tile: int, window: 
         return _contiguous(total, ranks, tile)
     if layout == "zigzag":
         return _zigzag(total, ranks, tile)
-    best, best_load = None, 0.0
-    for make in (_contiguous, _zigzag):  # both have fewer and longer spans: less to send, fewer calls
-        spans = make(total, ranks, tile)
+    candidates = [lambda: _contiguous(total, ranks, tile), lambda: _zigzag(total, ranks, tile)]
+    candidates += [lambda longest=longest: _by_load(cu, ranks, tile, window, longest) for longest in _LONGEST_CHUNKS]
+    best, best_load = None, math.inf
+    for make in candidates:  # those with fewer and longer spans first: less to send, fewer calls
+        spans = make()
         load = imbalance(spans, cu, window)
-        if load <= _EVEN:
-            return spans
-        if best is None or load < best_load:
+        if load < best_load:
             best, best_load = spans, load
-    spans = _by_load(cu, ranks, tile, window)
-    return spans if imbalance(spans, cu, window) < best_load else best
+        if load <= _EVEN:
+            break
+    return best
 
 
 def imbalance(spans, cu: Sequence[int], window: Window) -> float:
@@ -147,14 +149,14 @@ def _zigzag(total: int, ranks: int, tile: int):
     return tuple(joined([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks))
 
 
-def _by_load(cu: Sequence[int], ranks: int, tile: int, window: Window):
+def _by_load(cu: Sequence[int], ranks: int, tile: int, window: Window, longest: int):
     """Chunks in rounds of one per rank, the heaviest first, each round's heaviest to the rank with the least load.
 
     So ranks have equal numbers of tokens, and their loads differ by one chunk's load at most: a round adds w_1 >= ...
     >= w_R to loads in ascending order, which makes their spread max(spread, w_1 - w_R) at most.
     """
     total = cu[-1]
-    rounds = max(_CHUNKS_PER_RANK, -(-total // (ranks * _LONGEST_CHUNK)))
+    rounds = max(_CHUNKS_PER_RANK, -(-total // (ranks * longest)))
     bounds = _bounds(total, rounds * ranks, tile)
     chunks = list(zip(bounds, bounds[1:]))
     weights = [visible_pairs(start, stop, cu, window) for start, stop in chunks]

@@ -13,7 +13,7 @@ _POLL_SECONDS = 0.05
 
 
 class RankLost(RuntimeError):
-    """Another rank has failed, or has ended without sending what this one waits for."""
+    """Another rank has failed: what its error leads to."""
 
 
 class LocalGroup:
@@ -78,7 +78,7 @@ class _Links:
                 if self.failed.is_set():
                     raise RankLost("another rank of the LocalGroup has failed") from None
                 if has_ended:
-                    raise RankLost(f"rank {source} of the LocalGroup has ended before it sent anything") from None
+                    raise RuntimeError(f"rank {source} of the LocalGroup has ended before it sent {kind}") from None
 
 
 class LocalRank:

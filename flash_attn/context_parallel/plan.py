@@ -106,9 +106,9 @@ class CpPlan:
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
-            check: equal on all ranks. "calls" compares what every call is asked for across ranks (the default where the group has a CPU
-                backend), "plan" the plan and the first call of each kind (the default elsewhere: comparing waits for
-                the GPU), "none" nothing.
+            check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
+                the group has a CPU backend), "plan" the plan and the first call of each kind (the default elsewhere:
+                comparing waits for the GPU), "none" nothing.
 
         Raises RuntimeError, TypeError or NotImplementedError on every rank if one has bad arguments or another plan.
         """
