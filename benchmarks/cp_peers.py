@@ -6,7 +6,15 @@ the package wants. ring-flash-attention and yunchang find this package's kernels
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import MagicMock
+
 import torch
+
+
+def _leave_out_adapters() -> None:
+    """ring-flash-attention's adapter to transformers, which it imports, knows older versions alone."""
+    sys.modules.setdefault("ring_flash_attn.adapters", MagicMock())
 
 
 def _only_causal(problem, ranks):
@@ -20,6 +28,7 @@ def _zigzag(problem, rank, ranks):
 
 
 def ring_flash_attn_zigzag(problem, rank, ranks):
+    _leave_out_adapters()
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
     _only_causal(problem, ranks)
@@ -28,6 +37,7 @@ def ring_flash_attn_zigzag(problem, rank, ranks):
 
 def ring_flash_attn_llama3(problem, rank, ranks):
     """Packed documents: contiguous slices, all-gathered keys."""
+    _leave_out_adapters()
     from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
     if problem.cu is None or problem.tokens % ranks:
