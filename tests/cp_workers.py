@@ -13,7 +13,8 @@ from cases import Case
 from cp_harness import check_result, make_plan, run_rank, self_attention
 from torch.multiprocessing import get_context
 
-from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, flash_attn_cp_kvcache
 
 SECONDS = 120  # of all that the processes of one test do
 
@@ -89,6 +90,23 @@ def equal_bits(device: str) -> None:
             assert torch.equal(a, b), method
 
 
+def cache(device: str) -> None:
+    """Decoding over a cache of which every rank has its rows, beside the whole."""
+    torch.manual_seed(1)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(2, n, h, 16, device=device, dtype=dtype) for n, h in ((3, 4), (21, 2), (21, 2)))
+    shards = CpCache(interleave=2)
+    rows = shards.rows(torch.arange(21, device=device))
+    own = [x.new_full((2, 12, 2, 16), float("nan")) for x in (k, v)]
+    for part, x in zip(own, (k, v)):
+        part[:, rows[rows >= 0]] = x[:, rows >= 0]
+    lengths = torch.tensor([21, 5], dtype=torch.int32, device=device)
+    found = flash_attn_cp_kvcache(q, *own, lengths, causal=True, return_softmax_lse=True, shards=shards)
+    expected = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, atol=1e-10 if device == "cpu" else 2e-2, rtol=0)
+
+
 def meshes(device: str) -> None:
     """A DeviceMesh, and a group that is not all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -151,8 +169,6 @@ def random_plans(device: str, seed: int, count: int) -> None:
         own = [plan.shard(x, 0) for x in (problem.q, problem.k, problem.v)]
         out = plan.unshard(flash_attn_cp_func(*own, plan=plan, causal=True), 0)
         alone = problem.cu_seqlens_q
-        from flash_attn import flash_attn_varlen_func
-
         longest = max(lengths)
         expected = flash_attn_varlen_func(
             problem.q, problem.k, problem.v, alone, alone, longest, longest, causal=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import schedule
+from flash_attn.context_parallel.agreement import Agreement
 from flash_attn.context_parallel.layouts import LAYOUTS, Window, imbalance, layout_spans, segments
 from flash_attn.context_parallel.schedule import METHODS, Layout
 from flash_attn.context_parallel.tables import StepTables, step_tables, whole_table
@@ -18,31 +18,11 @@ from flash_attn.context_parallel.transport import transport_of
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.ops import arguments
 
-_CHECKS = ("calls", "plan", "none")
-
 
 def normal_window(causal: bool, window_size, tokens: int) -> Window:
     """(left, right) with the causal mask in it and None for a side that hides nothing."""
     left, right = arguments.normal_window(causal, window_size)
     return tuple(None if side < 0 or side >= tokens else side for side in (left, right))
-
-
-def compare_on_all_ranks(transport, text: str, error: BaseException | None, what: str, extra: int = 0) -> list[int]:
-    """Raise on every rank if one has an error or another text; else the `extra` of every rank.
-
-    Every rank of the group calls it, in the same order: nobody waits for a rank that has given up.
-    """
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    answers = transport.all_gather_ints([digest, int(error is not None), extra])
-    if error is not None:
-        raise error
-    failed = [rank for rank, (_, has_failed, _) in enumerate(answers) if has_failed]
-    if failed:
-        raise RuntimeError(f"{what}: expected valid arguments on every rank, got errors on ranks {failed}")
-    different = [rank for rank, answer in enumerate(answers) if answer[0] != answers[0][0]]
-    if different:
-        raise RuntimeError(f"{what}: expected the same on every rank, got others on ranks {different} than on rank 0")
-    return [answer[2] for answer in answers]
 
 
 class CpPlan:
@@ -65,20 +45,13 @@ class CpPlan:
         self.transport = transport_of(mesh, group)
         self.rank, self.size = self.transport.rank, self.transport.size
         self.is_packed, self.method = is_packed, method
-        default = "calls" if self.transport.checks_on_host else "plan"
-        self.check = default if check is None else check
         text, error = "", None
         try:
             self._make(cu_seqlens, layout, causal, window_size, tile)
-            text = repr((is_packed, method, self.check, self.cu_seqlens, self.spans))
+            text = repr((is_packed, method, self.cu_seqlens, self.spans))
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
-        if self.check != "none":
-            compare_on_all_ranks(self.transport, text, error, "CpPlan")
-        elif error is not None:
-            raise error
-        self._text = hashlib.sha256(text.encode()).hexdigest()
-        self._compared: set[str] = set()
+        self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
         self._tables: dict[tuple, tuple] = {}
 
     @classmethod
@@ -137,9 +110,7 @@ class CpPlan:
         return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check)
 
     def _make(self, cu_seqlens, layout, causal, window_size, tile):
-        for name, value, known in (
-            ("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS)), ("check", self.check, _CHECKS),
-        ):  # fmt: skip
+        for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS))):
             if value not in known:
                 raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")
         tile = arguments.integer("tile", tile, least=1)
@@ -222,16 +193,8 @@ class CpPlan:
         )  # fmt: skip
 
     def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
-        """Agree with all ranks on a call, as `check` says; the seed of rank 0, which a call with dropout has."""
-        text = f"{self._text} {request}"
-        is_new = error is not None or text not in self._compared
-        if self.check == "calls" or seed is not None or (self.check == "plan" and is_new):
-            seeds = compare_on_all_ranks(self.transport, text, error, what, seed or 0)
-            self._compared.add(text)
-            return None if seed is None else seeds[0]
-        if error is not None:
-            raise error
-        return None
+        """Agree with all ranks on a call: see `Agreement.compare`."""
+        return self._agreement.compare(what, request, error, seed)
 
 
 def _check_axis(name: str, x: Tensor, dim: int, size: int):

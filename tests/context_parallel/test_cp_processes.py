@@ -29,8 +29,9 @@ def test_attention(device, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_meshes_and_bits(device, size):
-    run(device, size, (cp_workers.meshes,), (cp_workers.equal_bits,), (cp_workers.random_plans, 2, 6), on_both=True)
+def test_meshes_bits_and_caches(device, size):
+    work = [(cp_workers.meshes,), (cp_workers.equal_bits,), (cp_workers.cache,), (cp_workers.random_plans, 2, 6)]
+    run(device, size, *work, on_both=True)
 
 
 @pytest.mark.devices("cpu")
