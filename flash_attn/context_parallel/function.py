@@ -257,7 +257,10 @@ class _CpAttention(torch.autograd.Function):
         rows = [call.rows(x) for x in (q, k, v)]
         # other ranks may have a gradient where this one has none, and wait for its part
         dout = torch.zeros_like(out) if dout is None else call.rows(dout)
-        dlse = torch.zeros_like(lse) if dlse is None else call.head_rows(dlse).to(sum_dtype(lse.dtype))
+        if dlse is not None:
+            dlse = call.head_rows(dlse).to(lse.dtype)
+        elif call.method == "ulysses":
+            dlse = torch.zeros_like(lse)
         if call.method == "ulysses":
             grads = ulysses.backward(call.plan, call.batch, dout, *rows, dlse, kept, call.options)
         else:

@@ -125,7 +125,7 @@ def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
     heads = Heads.divide(q.shape[1], k.shape[1], plan.size)
     exchange = _AllToAll(plan, batch)
     full_dout = exchange.to_heads(dout, heads.query)
-    full_dlse = None if dlse is None else exchange.to_heads(dlse.t().unsqueeze(-1), heads.query).squeeze(-1)
+    full_dlse = exchange.to_heads(dlse.t().unsqueeze(-1), heads.query).squeeze(-1)
     shared = sum(b - a for a, b in heads.key) > k.shape[1]  # K/V heads on several ranks: their gradients are sums
     dq = torch.zeros_like(full_q)
     dk, dv = (
@@ -138,7 +138,7 @@ def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
             own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
             dq_part, dk_part, dv_part = backward_call(
                 table, full_dout[:, own], full_q[:, own], full_k[:, keys], full_v[:, keys], full_out[:, own],
-                full_lse[:, own].t(), None if full_dlse is None else full_dlse[:, own].t(),
+                full_lse[:, own].t(), full_dlse[:, own].t(),
                 _options_of(options, first, call),
             )  # fmt: skip
             dq[table.q0 : table.q1, own] = dq_part
