@@ -207,6 +207,40 @@ def test_groups_have_ascending_rows():
                             assert a.q1 <= b.q0 and (a.k1 <= b.k0 or not ascending)
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_thousand_ranks_on_paper(method, layout):
+    """Of some ranks: all visible pairs are counted, and what they receive is what the others send them."""
+    cu, ranks = random_bounds(400, (1, 100, 3000, 20000)), 1024
+    window = random.choice(((None, 0), (4096, 0)))
+    made = Layout(layout_spans(layout, cu, ranks, 128, window), cu)
+    chosen = random.sample(range(ranks), 3)
+    plans = {rank: steps(made, rank, method, window, False) for rank in chosen}
+    for rank, own_steps in plans.items():
+        pairs = [pair for step in own_steps for pair in step.pairs]
+        expected = sum(visible_pairs(start, stop, cu, window) for start, stop in made.spans[rank])
+        assert sum(seen_pairs(pair) for pair in pairs) == expected
+        received = sum(m.stop - m.start for step in own_steps for m in step.receives)
+        own = made.tokens_of(rank)
+        assert received == sum(b - a for a, b in required_keys(made.spans[rank], cu, window)) - own
+        for peer, theirs in plans.items():
+            for ours, other in zip(own_steps, theirs):
+                sent = [m.stop - m.start for m in other.sends if m.peer == rank]
+                assert sent == [m.stop - m.start for m in ours.receives if m.peer == peer]
+
+
+def seen_pairs(pair):
+    """The number of scores of a pair that the mask leaves, aligned to the bottom right."""
+    rows, cols = pair.q1 - pair.q0, pair.k1 - pair.k0
+    count = 0
+    for i in range(rows):
+        position = i + cols - rows
+        first = max(0, position - pair.left) if pair.left >= 0 else 0
+        last = min(cols - 1, position + pair.right) if pair.right >= 0 else cols - 1
+        count += max(0, last - first + 1)
+    return count
+
+
 def test_a_causal_zigzag_ring_has_one_call_per_step():
     """What makes it fast: a rank's second chunk sees both chunks of a later rank whole, as one call."""
     layout = Layout(layout_spans("zigzag", (0, 4096), 4, 128, (None, 0)), (0, 4096))
