@@ -159,6 +159,15 @@ def check_sinks(sinks, q: torch.Tensor) -> None:
     check_last_stride("sinks", sinks)
 
 
+def check_origins(origins, q: torch.Tensor, batch: int) -> None:
+    if origins is None:
+        return
+    require(q.dim() == 3, "origins", "None for a dense batch", "a tensor")
+    check_on_cpu("origins", origins)
+    check_dtype("origins", origins, torch.int64)
+    check_shape("origins", origins, [batch, 4])
+
+
 def check_lengths(name: str, lengths, shape) -> None:
     """An optional contiguous int32 vector: cu_seqlens, seqused_k, leftpad_k, cache lengths."""
     if lengths is None:

@@ -14,7 +14,7 @@ from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
-from .scores import LN2, LOG2E, ScoreOptions, ScoreRule, Tile, compute_dtype
+from .scores import LN2, LOG2E, Origin, ScoreOptions, ScoreRule, Tile, compute_dtype
 from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
@@ -25,12 +25,15 @@ _FUSED_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Dropout:
-    """The dropout of one call; batch indices of the mask start at first_batch."""
+    """The dropout of one call; batch indices, heads, rows and columns of the mask start at those given."""
 
     p: float
     seed: int
     offset: int
     first_batch: int = 0
+    first_head: int = 0
+    first_row: int = 0
+    first_col: int = 0
 
     @property
     def scale(self) -> float:
@@ -39,12 +42,18 @@ class Dropout:
     def for_batch(self, index: int) -> Dropout:
         return Dropout(self.p, self.seed, self.offset, index)
 
+    def at(self, origin: Origin | None) -> Dropout:
+        return self if origin is None else Dropout(self.p, self.seed, self.offset, *origin)
+
     def streams(self, head_range: HeadRange):
         batches = range(self.first_batch + head_range.b0, self.first_batch + head_range.b1)
-        return dropout_streams(self.seed, self.offset, batches, range(head_range.heads.start, head_range.heads.stop))
+        heads = range(self.first_head + head_range.heads.start, self.first_head + head_range.heads.stop)
+        return dropout_streams(self.seed, self.offset, batches, heads)
 
     def dropped(self, streams, tile: Tile) -> torch.Tensor:
-        return ~keep_mask(streams, tile.row0, tile.row1, tile.col0, tile.col1, dropout_threshold(self.p))
+        row, col = self.first_row, self.first_col
+        bounds = (row + tile.row0, row + tile.row1, col + tile.col0, col + tile.col1)
+        return ~keep_mask(streams, *bounds, dropout_threshold(self.p))
 
 
 def new_dropout(p: float, generator: torch.Generator | None) -> Dropout | None:

@@ -39,6 +39,16 @@ class Tile:
     col1: int
 
 
+class Origin(NamedTuple):
+    """Where the scores of a sequence begin in a larger matrix, of which they are a part: ALiBi and dropout count from
+    there. The mask does not: its window is that of the part."""
+
+    document: int
+    head: int
+    row: int
+    col: int
+
+
 class ScoreOptions(NamedTuple):
     """What a call says about scores: arguments of `forward.fwd` and its twins, which describe them.
 
@@ -52,12 +62,14 @@ class ScoreOptions(NamedTuple):
     window_right: int
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None = None
+    origins: torch.Tensor | None = None
 
     def check(self, q: torch.Tensor, batch: int, p_dropout: float) -> None:
         """Raise RuntimeError naming the argument that does not suit a call over these queries."""
         checks.check_numbers(p_dropout, self.softmax_scale, self.softcap, compute_dtype(q.dtype))
         checks.check_alibi(self.alibi_slopes, batch, q.shape[-2])
         checks.check_sinks(self.sinks, q)
+        checks.check_origins(self.origins, q, batch)
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class ScoreRule:
     """How q·k becomes a logit, and which keys a query sees.
 
     Query i of sq sees key j of sk iff -left <= j - (i + sk - sq) <= right; None is unbounded.
-    slopes: ALiBi slopes (b, h) in the compute dtype, or None.
+    slopes: ALiBi slopes (b, h) in the compute dtype, or None. alibi_shift: added to query positions for ALiBi alone.
     """
 
     scale: float
@@ -73,6 +85,7 @@ class ScoreRule:
     left: int | None
     right: int | None
     slopes: torch.Tensor | None
+    alibi_shift: int = 0
 
     @staticmethod
     def create(options: ScoreOptions, batch: int, dtype: torch.dtype) -> ScoreRule:
@@ -91,6 +104,10 @@ class ScoreRule:
     def for_batch(self, index: int) -> ScoreRule:
         """The rule of one batch entry (slopes (1, h))."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[index : index + 1])
+
+    def at(self, origin: Origin | None, sq: int, sk: int) -> ScoreRule:
+        """The rule of sq rows and sk columns that begin at an origin."""
+        return self if origin is None else replace(self, alibi_shift=origin.row - origin.col - (sk - sq))
 
     @property
     def query_scale(self) -> float:
@@ -160,7 +177,7 @@ class ScoreRule:
         distance = torch.arange(tile.col0, tile.col1)[None, :] - rows
         if self.slopes is not None:
             slopes = self.slopes[tile.batches, tile.heads][:, :, None, None]
-            s.addcmul_(slopes, distance.abs().to(s.dtype), value=-LOG2E)
+            s.addcmul_(slopes, (distance - self.alibi_shift).abs().to(s.dtype), value=-LOG2E)
         if masks_right:
             s.masked_fill_(distance > self.right, -math.inf)
         if masks_left:

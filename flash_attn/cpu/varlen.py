@@ -15,7 +15,7 @@ from .explain import Problem, explain_attention
 from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
-from .scores import ScoreOptions, ScoreRule, compute_dtype
+from .scores import Origin, ScoreOptions, ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
@@ -138,6 +138,7 @@ def varlen_fwd(
     v_descale=None,
     v_per_channel=False,
     out_dtype=None,
+    rng_state=None,
     **named,
 ):
     """Forward attention of packed sequences; the arguments that `fwd` has mean the same.
@@ -153,6 +154,8 @@ def varlen_fwd(
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
         zero_tensors, num_splits, batch_invariant: accepted and without effect (padding rows are always written; there
             are no splits; each sequence is computed by itself).
+        rng_state: None, or int64 (2,): the dropout of that [seed, offset] instead of a new one.
+        named: beside those of `fwd` origins: None, or int64 (b, 4): see scores.Origin.
 
     Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d_v), lse (h, total_q), S_dmask as in `fwd` with b
         sequences of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
@@ -170,6 +173,8 @@ def varlen_fwd(
     if out is not None:
         checks.check_like_query("out", out, q, checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     checks.check_generator(gen)
+    if rng_state is not None:
+        checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
@@ -186,7 +191,7 @@ def varlen_fwd(
     if explain:
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
-    dropout = new_dropout(p_dropout, gen)
+    dropout = new_dropout(p_dropout, gen) if rng_state is None else dropout_of_state(p_dropout, rng_state)
     if out is None:
         out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     out.zero_()
@@ -205,14 +210,19 @@ def varlen_fwd(
             keys = scaling.scaled(keys, _sequence_keys(scaling.k_rows, block_table, sequence))
             values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
         result = result_like(rows_out, scaling)
-        rule_i = rule.for_batch(i)
-        dropout_i = None if dropout is None else dropout.for_batch(i)
+        origin = _origin(options, i)
+        rule_i = rule.for_batch(i).at(origin, len(queries[0]), len(keys[0]))
+        dropout_i = None if dropout is None else dropout.for_batch(i).at(origin)
         attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
         if scaling is not None:
             scaling.store(rows_out, result, i)
         if s_dmask.numel():
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
+
+
+def _origin(options: ScoreOptions, index: int):
+    return None if options.origins is None else Origin(*options.origins[index].tolist())
 
 
 def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
@@ -290,7 +300,8 @@ def varlen_bwd(
         row_lse = softmax_lse[:, rows].unsqueeze(0)
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
-        first_row = rule.first_unmasked_row(sequence.q1 - sequence.q0, sequence.k1 - sequence.k0)
+        sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, _origin(options, i)
+        first_row = rule.first_unmasked_row(sq, sk)
         delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
         if sinks is not None:
             dsinks[0] += sink_gradient(sinks, row_lse, delta)
@@ -300,7 +311,7 @@ def varlen_bwd(
             row_lse,
             delta,
             *(grad[span].unsqueeze(0) for grad, span in zip(grads, (rows, cols, cols))),
-            rule.for_batch(i),
-            None if dropout is None else dropout.for_batch(i),
+            rule.for_batch(i).at(origin, sq, sk),
+            None if dropout is None else dropout.for_batch(i).at(origin),
         )
     return [*grads, softmax_d, *dsinks]

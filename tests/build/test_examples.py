@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import demo
 import train_char_lm
+import train_context_parallel
 
 SMALL = train_char_lm.Config(layers=2, heads=4, kv_heads=2, head_dim=16, window=12, context=48, steps=12, warmup=3)
 
@@ -47,6 +48,16 @@ def test_wrong_attention_is_told_from_noise(device):
     result, _ = train_char_lm.compare(replace(SMALL, steps=4), torch.device(device), wrong)
     assert not result["agrees"]
     assert result["difference_to_plain"]["flash_attn"][0] > 100 * result["noise"]
+
+
+@pytest.mark.devices("cpu")
+def test_context_parallel_training_has_the_loss_of_one_process(device, capsys, monkeypatch):
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("torch.distributed has no gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options = "--ranks 2 --steps 3 --context 67 --method ring --layout balanced".split()
+    assert train_context_parallel.main(options) == 0
+    assert "2 processes" in capsys.readouterr().out
 
 
 @pytest.mark.devices("cpu")

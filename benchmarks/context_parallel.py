@@ -1,0 +1,416 @@
+"""Context-parallel attention on N GPUs of one machine: speed per GPU, bandwidths, the model's prediction in each row.
+
+    python benchmarks/context_parallel.py --out result.json --plot result.png     # all GPUs that torch sees
+    python benchmarks/context_parallel.py --device cpu --ranks 2 --toy            # gloo, to see that it runs
+
+Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
+the slowest rank's median, beside the time in which one GPU does the whole problem, taken in turns on all GPUs at once.
+`per_gpu` is one GPU's time over ranks times ours. Peers are measured where they can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import cp_model
+import torch
+import torch.distributed as dist
+from cp_peers import PEERS
+from environment import describe_device, git_state
+from torch.multiprocessing import get_context
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+
+SIZES = tuple(1 << n for n in range(13, 19))  # 8k to 256k tokens over all ranks
+TOY_SIZES = (64, 160)
+WINDOW, TOY_WINDOW = 4096, 16
+PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
+METHODS = ("all_gather", "ring", "ulysses")
+BANDWIDTH_BYTES = 256 << 20
+MOST_SECONDS = 6.0  # of a row's rounds
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs, 2 on CPU")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes")
+    parser.add_argument("--sizes", type=int, nargs="+", help="tokens over all ranks")
+    parser.add_argument("--problems", nargs="+", default=["causal", "window", "packed"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7, help="at most, of each row; fewer where they take long")
+    parser.add_argument("--seconds", type=float, default=480, help="rows that would start later are left out")
+    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
+    if options.ranks < 1 or (options.device == "cuda" and torch.cuda.device_count() < options.ranks):
+        parser.error(f"--ranks: expected at most the {torch.cuda.device_count()} GPUs, got {options.ranks}")
+    options.sizes = options.sizes or (TOY_SIZES if options.toy else SIZES)
+    return options
+
+
+def document_bounds(total: int, longest: int) -> list[int]:
+    """Log-normal lengths from an eighth of a tile's 1024 up to `longest`; the same on every rank."""
+    generator, bounds = random.Random(0), [0]
+    while bounds[-1] < total:
+        length = int(min(longest, max(min(128, longest // 8), generator.lognormvariate(8.0, 1.3))))
+        bounds.append(min(total, bounds[-1] + length))
+    return bounds
+
+
+class Problem:
+    """One row's problem: kind, tokens over all ranks; this rank's tensors and, of the whole, those for one GPU."""
+
+    def __init__(self, kind: str, tokens: int, options, device):
+        self.kind, self.tokens = kind, tokens
+        self.shape = cp_model.Shape(4, 2, 16) if options.toy else cp_model.Shape()
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.window = (TOY_WINDOW if options.toy else WINDOW, 0) if kind == "window" else (-1, -1)
+        longest = TOY_PACKED_PER_RANK if options.toy else PACKED_PER_RANK
+        self.cu = document_bounds(tokens, longest) if kind == "packed" else None
+        generator = torch.Generator(device=device).manual_seed(tokens)
+        axes = (tokens,) if self.cu else (1, tokens)
+        heads = (self.shape.heads, self.shape.heads_k, self.shape.heads_k, self.shape.heads)
+        self.whole = [
+            torch.randn(*axes, h, self.shape.head_dim, device=device, dtype=self.dtype, generator=generator)
+            for h in heads
+        ]  # fmt: skip
+        self.cu_tensor = torch.tensor(self.cu, dtype=torch.int32, device=device) if self.cu else None
+
+    def plan(self, method: str) -> CpPlan:
+        options = {"method": method, "window_size": self.window, "check": "plan"}
+        if self.cu:
+            return CpPlan.varlen(self.cu, **options)
+        return CpPlan.dense(self.tokens, layout="contiguous" if self.kind == "window" else "zigzag", **options)
+
+    def one_gpu(self, q, k, v):
+        if self.cu:
+            return flash_attn_varlen_func(
+                q, k, v, self.cu_tensor, self.cu_tensor, self.tokens, self.tokens, causal=True
+            )  # fmt: skip
+        return flash_attn_func(q, k, v, causal=True, window_size=self.window)
+
+
+def calls(function, q, k, v, dout):
+    """(forward, forward and backward) of a function of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def forward():
+        with torch.no_grad():
+            return function(q, k, v)
+
+    def both():
+        return torch.autograd.grad(function(*leaves), leaves, dout)
+
+    return {"forward": forward, "both": both}
+
+
+class Ranks:
+    """What ranks do together beside attention: they meet on the host, and take the slowest one's time."""
+
+    def __init__(self, device, rounds: int):
+        self.device, self.size, self.rank = device, dist.get_world_size(), dist.get_rank()
+        self.rounds = rounds
+
+    def largest(self, value: float) -> float:
+        everyone = torch.zeros(self.size, dtype=torch.float64)
+        everyone[self.rank] = value
+        dist.all_reduce(everyone)  # on the host, where it also is a barrier
+        return everyone.max().item()
+
+    def time(self, call) -> float:
+        """Seconds of one call on the slowest rank, all of them starting together."""
+        self.largest(0.0)
+        if self.device.type == "cpu":
+            started = time.perf_counter()
+            call()
+            return self.largest(time.perf_counter() - started)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return self.largest(begin.elapsed_time(end) / 1000)
+
+    def medians(self, implementations: dict) -> dict:
+        """Medians over rounds in which each is called once, in turns."""
+        first = {}
+        for name, call in implementations.items():
+            call()  # warm-up: communicators, index tensors
+            first[name] = self.time(call)
+        rounds = max(2, min(self.rounds, int(MOST_SECONDS / max(1e-6, sum(first.values())))))
+        times = {name: [] for name in implementations}
+        for _ in range(rounds):
+            for name, call in implementations.items():
+                times[name].append(self.time(call))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_row(kind: str, tokens: int, options, ranks: Ranks):
+    """Rows of one problem, one for each method and peer."""
+    problem = Problem(kind, tokens, options, ranks.device)
+    axis = 0 if problem.cu else 1
+    implementations, plans, errors = {}, {}, {}
+    one = calls(problem.one_gpu, *problem.whole)
+    expected = one["forward"]()
+    for method in options.methods:
+        plan = plans[method] = problem.plan(method)
+        own = [plan.shard(x, axis) for x in problem.whole]
+
+        def function(q, k, v, plan=plan):
+            return flash_attn_cp_func(q, k, v, plan=plan, causal=True, window_size=problem.window)
+
+        implementations[method] = calls(function, *own)
+        error = (implementations[method]["forward"]() - plan.shard(expected, axis)).abs().max().item()
+        errors[method] = ranks.largest(error)
+    for name, make in {} if options.no_peers else PEERS.items():
+        try:
+            peer = calls(*make(problem, ranks.rank, ranks.size))
+            peer["forward"](), peer["both"]()
+        except Exception as error:  # a peer that cannot be carried leaves its reason
+            errors[name] = f"{type(error).__name__}: {str(error)[:200]}"
+        if ranks.largest(float(name in errors)):  # of any rank: the others would wait for it
+            errors.setdefault(name, "failed on another rank")
+        else:
+            implementations[name] = peer
+        peer = None
+    del expected
+    seconds = {
+        mode: ranks.medians({"one_gpu": one[mode], **{name: each[mode] for name, each in implementations.items()}})
+        for mode in ("forward", "both")
+    }
+    return [
+        row_of(problem, name, plans.get(name), seconds, errors.get(name), ranks.size)
+        for name in [*implementations, *(name for name in errors if name not in implementations)]
+    ]
+
+
+def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dict:
+    row = {"problem": problem.kind, "tokens": problem.tokens, "name": name, "error": error}
+    if name not in seconds["forward"]:
+        return row
+    pairs = visible_pairs(problem)
+    for mode, factor in (("forward", 1.0), ("both", 3.5)):
+        ours, alone = seconds[mode][name], seconds[mode]["one_gpu"]
+        row[mode] = {
+            "seconds": ours, "one_gpu_seconds": alone, "per_gpu": alone / ranks / ours,
+            "tflops_per_gpu": problem.shape.operations(pairs, False) * factor / ranks / ours / 1e12,
+        }  # fmt: skip
+        if plan is not None:
+            received = max(_received(plan, rank, problem.window) for rank in range(ranks))
+            row[mode]["predicted"] = cp_model.efficiency(
+                name, cp_model.Machine(), problem.shape, pairs, problem.tokens, ranks, received, mode == "both"
+            )
+            row["received_tokens"], row["imbalance"] = received, plan.imbalance(True, problem.window)
+    return row
+
+
+def visible_pairs(problem: Problem) -> int:
+    from flash_attn.context_parallel import layouts
+
+    cu = problem.cu or [0, problem.tokens]
+    left = problem.window[0]
+    return layouts.visible_pairs(0, problem.tokens, cu, (left if left >= 0 else None, 0))
+
+
+def _received(plan: CpPlan, rank: int, window) -> int:
+    from flash_attn.context_parallel import layouts
+
+    sides = (window[0] if window[0] >= 0 else None, 0)
+    required = layouts.required_keys(plan.spans[rank], plan.cu_seqlens, sides)
+    own = layouts.intersection(required, plan.spans[rank])
+    return sum(b - a for a, b in required) - sum(b - a for a, b in own)
+
+
+def bandwidths(options, ranks: Ranks) -> dict:
+    """GB/s per direction: messages of the group both ways, copies between GPUs, idle and while attention runs."""
+    count = (1 << 16) if options.toy else BANDWIDTH_BYTES
+    plan = CpPlan.dense(ranks.size * 8)
+    sent, received = (torch.zeros(count, dtype=torch.uint8, device=ranks.device) for _ in range(2))
+    following, previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+
+    def messages():
+        plan.transport.exchange([(following, sent)], [(previous, received)]).wait()
+
+    result = {"bytes": count}
+    if ranks.size > 1:
+        result["messages"] = count / ranks.medians({"x": messages})["x"] / 1e9
+    if ranks.device.type != "cuda" or ranks.size == 1:
+        return result
+    kernels = _long_attention(options, ranks.device)
+    side = torch.cuda.Stream()
+    source = torch.zeros(count, dtype=torch.uint8, device=f"cuda:{(ranks.rank + 1) % ranks.size}")
+
+    def copies():
+        received.copy_(source, non_blocking=True)
+
+    def under(transfer):
+        """Seconds of eight transfers on another stream while attention runs, and of the attention."""
+        ranks.largest(0.0)
+        torch.cuda.synchronize()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        marks[0].record()
+        kernels()
+        marks[1].record()
+        with torch.cuda.stream(side):
+            marks[2].record()
+            for _ in range(8):
+                transfer()
+            marks[3].record()
+        torch.cuda.synchronize()
+        return ranks.largest(marks[2].elapsed_time(marks[3]) / 8000), ranks.largest(marks[0].elapsed_time(marks[1]))
+
+    result["copy_engine"] = count / ranks.medians({"x": copies})["x"] / 1e9
+    idle = ranks.medians({"x": kernels})["x"] * 1000
+    for name, transfer in (("messages", messages), ("copy_engine", copies)):
+        under(transfer)
+        seconds, milliseconds = under(transfer)
+        result[f"{name}_under_attention"] = count / seconds / 1e9
+        result[f"attention_slowdown_by_{name}"] = milliseconds / idle
+    return result
+
+
+def _long_attention(options, device):
+    tokens = 256 if options.toy else 32768
+    q, k = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8))
+
+    def run():
+        with torch.no_grad():
+            for _ in range(3):
+                flash_attn_func(q, k, k, causal=True)
+
+    return run
+
+
+def run_rank(rank: int, options, store: str, results) -> None:
+    try:
+        results.put((rank, _measure(rank, options, store)))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+        raise
+
+
+def _measure(rank: int, options, store: str):
+    torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
+    ranks, started = Ranks(device, options.rounds), time.monotonic()
+    rows, left_out = [], []
+    found = {**surroundings(options, device), "bandwidth": bandwidths(options, ranks), "rows": rows}
+    found["left_out"] = left_out
+    for kind in options.problems:
+        per_rank = TOY_PACKED_PER_RANK if options.toy else PACKED_PER_RANK
+        for tokens in [per_rank * ranks.size] if kind == "packed" else options.sizes:
+            if ranks.largest(time.monotonic() - started) > options.seconds:
+                left_out.append([kind, tokens])
+                continue
+            found_rows = measure_row(kind, tokens, options, ranks)
+            rows += found_rows
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if rank == 0:
+                print(markdown(found_rows), flush=True)
+                write(found, options)  # after each row: a later one may meet a limit of time or memory
+    dist.destroy_process_group()
+    return found
+
+
+def surroundings(options, device) -> dict:
+    commit, dirty = git_state()
+    return {
+        "kind": "context_parallel", "ranks": options.ranks, "device": describe_device(device), "commit": commit,
+        "dirty": dirty, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def write(document: dict, options) -> None:
+    if options.out:
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def markdown(rows) -> str:
+    """A table: percent of one GPU, measured and predicted, and TFLOPS per GPU."""
+    lines = ["| problem | tokens | | forward | both | predicted | TFLOPS per GPU |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        head = f"| {row['problem']} | {row['tokens']} | {row['name']} | "
+        if "forward" not in row:
+            lines.append(head + f"{row['error']} | | | |")
+            continue
+        forward, both = row["forward"], row["both"]
+        predicted = " / ".join(f"{100 * x['predicted']:.0f}" for x in (forward, both) if "predicted" in x)
+        lines.append(
+            head + f"{100 * forward['per_gpu']:.1f}% | {100 * both['per_gpu']:.1f}% | {predicted} | "
+            f"{forward['tflops_per_gpu']:.0f} / {both['tflops_per_gpu']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    causal = [row for row in rows if row["problem"] == "causal" and "forward" in row]
+    for axis, mode in zip(axes, ("forward", "both")):
+        for name in dict.fromkeys(row["name"] for row in causal):
+            own = [row for row in causal if row["name"] == name]
+            (line,) = axis.plot([r["tokens"] for r in own], [100 * r[mode]["per_gpu"] for r in own], "o-", label=name)
+            if "predicted" in own[0][mode]:
+                predicted = [100 * r[mode]["predicted"] for r in own]
+                axis.plot([r["tokens"] for r in own], predicted, ":", color=line.get_color())
+        axis.set(xscale="log", xlabel="tokens over all GPUs", title=f"{mode}, causal; dotted: predicted", ylim=(0, 105))
+        axis.legend()
+    axes[0].set_ylabel("% of one GPU, per GPU")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments=None) -> None:
+    options = parse(arguments)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        processes = [
+            context.Process(target=run_rank, args=(rank, options, f"{folder}/store", results))
+            for rank in range(options.ranks)
+        ]
+        for process in processes:
+            process.start()
+        answers = {}
+        try:
+            while len(answers) < options.ranks:
+                rank, answer = results.get(timeout=options.seconds + 300)
+                if isinstance(answer, str):
+                    raise SystemExit(f"error: rank {rank}:\n{answer}")
+                answers[rank] = answer
+        finally:
+            for process in processes:
+                process.join(10 if len(answers) == options.ranks else 0)
+                process.kill()
+    document = answers[0]
+    write(document, options)
+    if options.plot:
+        plot(document["rows"], options.plot)
+    print(json.dumps(document["bandwidth"]))
+    print(markdown(document["rows"]))
+
+
+if __name__ == "__main__":
+    main()

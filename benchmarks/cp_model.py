@@ -1,0 +1,148 @@
+"""A model of context-parallel attention: what each method should take, from the kernels' speed and the links'.
+
+Causal and even work. A kernel takes its floating-point operations at the peak rate, a time per tile and one per launch,
+fitted to the benchmark's rows of 512 to 4096 tokens; a transfer its bytes and a latency. Upper bounds: ranks never wait
+for each other's jitter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+MULTIPROCESSORS = 132
+TILE_ROWS = 128
+LAUNCH_SECONDS = 5e-6
+MESSAGE_SECONDS = 8e-6
+MEMORY_BANDWIDTH = 4.0e12
+COMBINE_BYTES = 18  # read and written for each element of out by `PartialSums.add`
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in FLOP/s, bytes/s; seconds of a tile."""
+
+    forward: float = 790e12
+    backward: float = 660e12
+    forward_tile: float = 2.4e-6
+    backward_tile: float = 10e-6
+    link: float = 330e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of the queries, of keys and values, and their dim, in a dtype of two bytes."""
+
+    heads: int = 32
+    heads_k: int = 8
+    head_dim: int = 128
+
+    @property
+    def key_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * 2 * self.heads_k * self.head_dim
+
+    @property
+    def query_bytes(self) -> int:
+        return 2 * self.heads * self.head_dim
+
+    def operations(self, pairs: float, backward: bool) -> float:
+        """Of so many visible (query, key) pairs."""
+        return 4.0 * pairs * self.heads * self.head_dim * (2.5 if backward else 1.0)
+
+
+def kernel_seconds(machine: Machine, shape: Shape, pairs: float, rows: float, backward: bool) -> float:
+    """One call. rows: queries, in the backward keys: what the tiles divide."""
+    rate = machine.backward if backward else machine.forward
+    tile = machine.backward_tile if backward else machine.forward_tile
+    tiles = -(-rows // TILE_ROWS) * shape.heads
+    return shape.operations(pairs, backward) / rate + tiles * tile / MULTIPROCESSORS + LAUNCH_SECONDS
+
+
+def one_gpu_seconds(machine: Machine, shape: Shape, pairs: float, tokens: int, backward: bool) -> float:
+    return kernel_seconds(machine, shape, pairs, tokens, backward)
+
+
+def _all_gather(machine, shape, pairs, tokens, ranks, received, backward):
+    """Transfer, then compute; in the backward the gradients' way back after it."""
+    moved = shape.key_bytes * received / machine.link + MESSAGE_SECONDS
+    rows = tokens / ranks
+    calls = 2 if backward else 1  # the backward has one call for each of a rank's two chunks
+    keys = tokens / 2 if backward else rows
+    compute = calls * kernel_seconds(machine, shape, pairs / ranks / calls, keys, backward)
+    if not backward:
+        return moved + compute
+    returned = 2 * shape.key_bytes * received / machine.link + (ranks - 1) * MESSAGE_SECONDS
+    return moved + compute + returned + 2 * shape.key_bytes * (received + rows) * 2 / MEMORY_BANDWIDTH
+
+
+def _ring(machine, shape, pairs, tokens, ranks, received, backward):
+    """Each step hides the next one's transfer; results are combined by passes over float32."""
+    rows, per_step = tokens / ranks, received / max(1, ranks - 1)
+    transfer = shape.key_bytes * per_step / machine.link + MESSAGE_SECONDS
+    if backward:
+        transfer *= 3  # the last step's gradients beside the next one's keys
+    own_pairs = pairs / ranks / ranks
+    step = kernel_seconds(machine, shape, own_pairs, rows, backward)
+    # float32 results are scaled and added to in place, in the backward dq, dk and dv
+    combined = COMBINE_BYTES * rows * shape.heads * shape.head_dim / MEMORY_BANDWIDTH
+    total = max(step + combined, transfer) * (ranks - 1) + step + combined
+    return total + (2 / 3 * transfer if backward else 0.0)
+
+
+def _ulysses(machine, shape, pairs, tokens, ranks, received, backward):
+    """All tokens of heads / ranks; two all-to-alls and copies that rearrange what they move."""
+    own = Shape(max(1, shape.heads // ranks), max(1, shape.heads_k // ranks), shape.head_dim)
+    compute = kernel_seconds(machine, own, pairs, tokens, backward)
+    moved = (2 * shape.query_bytes + shape.key_bytes) * tokens / ranks * (ranks - 1) / ranks
+    return compute + moved / machine.link + 2 * MESSAGE_SECONDS + 4 * moved / MEMORY_BANDWIDTH
+
+
+METHODS = {"all_gather": _all_gather, "ring": _ring, "ulysses": _ulysses}
+
+
+def seconds(method, machine, shape, pairs, tokens, ranks, received, backward) -> float:
+    """Of one pass. pairs: visible ones of all tokens; received: tokens whose keys the busiest rank receives."""
+    if ranks == 1:
+        return one_gpu_seconds(machine, shape, pairs, tokens, backward)
+    return METHODS[method](machine, shape, pairs, tokens, ranks, received, backward)
+
+
+def efficiency(method, machine, shape, pairs, tokens, ranks, received, with_backward) -> float:
+    """Speed per GPU over that of one GPU with all tokens, of a forward or of forward and backward."""
+    passes = (False, True) if with_backward else (False,)
+    alone = sum(one_gpu_seconds(machine, shape, pairs, tokens, p) for p in passes)
+    together = sum(seconds(method, machine, shape, pairs, tokens, ranks, received, p) for p in passes)
+    return alone / ranks / together
+
+
+def causal_zigzag(tokens: int, ranks: int):
+    """(visible pairs, tokens that the first rank, which needs most, receives)."""
+    return tokens * (tokens + 1) / 2, (2 * ranks - 2) * tokens / (2 * ranks)
+
+
+def predicted_table(machine: Machine, shape: Shape, sizes, rank_counts) -> str:
+    """Markdown: forward / forward and backward, in percent."""
+    lines = ["| GPUs | method | " + " | ".join(f"{size >> 10}k" for size in sizes) + " |"]
+    lines.append("|---" * (len(sizes) + 2) + "|")
+    for ranks in rank_counts:
+        for method in METHODS:
+            cells = []
+            for tokens in sizes:
+                pairs, received = causal_zigzag(tokens, ranks)
+                both = [efficiency(method, machine, shape, pairs, tokens, ranks, received, b) for b in (False, True)]
+                cells.append(" / ".join(f"{100 * value:.0f}" for value in both))
+            lines.append(f"| {ranks} | {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--link", type=float, default=330, help="GB/s per GPU and direction")
+    arguments = parser.parse_args()
+    sizes = [1 << n for n in (14, 15, 16, 17, 18, 20)]
+    print(predicted_table(Machine(link=arguments.link * 1e9), Shape(), sizes, (2, 8)))
+
+
+if __name__ == "__main__":
+    main()

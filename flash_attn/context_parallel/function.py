@@ -1,0 +1,283 @@
+"""`flash_attn_cp_func`: attention over the tokens of all ranks of a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn._types import TensorOrTuple, WindowSize
+from flash_attn.context_parallel import gathered, ulysses
+from flash_attn.context_parallel.compute import Options, sink_gradient, sum_dtype
+from flash_attn.context_parallel.plan import CpPlan, normal_window
+from flash_attn.cpu import checks
+from flash_attn.ops import arguments, context
+from flash_attn.ops.lse import check_convention, converted
+
+_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+_MOST_GATHERED_BYTES = 4 << 30  # of K and V of all ranks in one buffer; above, "auto" takes ring
+
+
+@torch.compiler.disable
+def flash_attn_cp_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    plan: CpPlan,
+    sinks: Tensor | None = None,
+    lse_convention: str = "fa2",
+) -> TensorOrTuple:
+    """Exact attention of a batch whose tokens lie on several ranks; every rank of the plan's group calls it.
+
+    Arguments:
+        q: (batch, num_tokens, nheads, head_dim) with a dense plan, (num_tokens, nheads, head_dim) with a packed one:
+            the tokens that `plan.spans[plan.rank]` names, as `plan.shard` gives them.
+        k, v: the same tokens, (..., nheads_k, head_dim) and (..., nheads_k, head_dim_v).
+        plan: a CpPlan. The other arguments are those of `flash_attn_func` and equal on all ranks; positions, and with
+            them masks, ALiBi and dropout, are those in the whole document.
+        alibi_slopes: float32 (nheads,) or (batch, nheads); of a packed plan (documents, nheads).
+        sinks: (nheads,); each rank's gradient is that of its own tokens: all ranks' sum is the whole.
+        lse_convention: that of softmax_lse, as in `flash_attn_func`.
+
+    Returns:
+        out: like q with head_dim_v, this rank's rows of what one GPU would compute.
+        softmax_lse (with return_attn_probs): (batch, nheads, num_tokens) or (nheads, num_tokens), differentiable.
+        rng_state (with return_attn_probs, in the place of S_dmask): int64 (2,), the same on all ranks: what
+            `flash_attn.dropout_mask` makes of it is the mask, with documents as the batch.
+
+    Raises RuntimeError, TypeError, ValueError or NotImplementedError; as far as the plan checks calls, on every rank if
+    on one.
+    """
+    call, inputs, error, seed = None, (q, k, v, sinks), None, None
+    try:
+        check_convention(lse_convention)
+        call, inputs = _request(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks
+        )  # fmt: skip
+    except Exception as raised:  # of any kind: the other ranks wait to be told
+        error = raised
+    if not isinstance(plan, CpPlan):
+        raise error
+    if call is not None and call.options.dropout_p > 0:
+        seed = torch.randint(0, 2**63 - 1, (1,)).item()  # on every rank, so that generators stay together
+    seed = plan.compare("flash_attn_cp_func", "" if call is None else call.text(inputs), error, seed)
+    plan.transport.connect(inputs[0].device)
+    call.options = call.options._replace(rng_state=torch.tensor([seed or 0, 0], dtype=torch.int64))
+    out, lse = _CpAttention.apply(call, *inputs)
+    if call.padded_from:
+        out = out[..., : call.padded_from].contiguous()
+    return (out, converted(lse, lse_convention), call.options.rng_state) if return_attn_probs else out
+
+
+class _Call:
+    """What is the same on all ranks of one call, and how this one's tensors are shaped."""
+
+    def __init__(self, plan: CpPlan, method: str, batch: int, options: Options, padded_from: int):
+        self.plan, self.method, self.batch, self.options = plan, method, batch, options
+        self.padded_from = padded_from  # v's head dim before padding, or 0
+
+    def text(self, inputs) -> str:
+        """All that ranks must agree on, contents of tensors excepted."""
+        kinds = [None if x is None else (*x.shape[-2:], x.dtype, x.device.type, x.requires_grad) for x in inputs]
+        slopes = self.options.alibi_slopes
+        options = self.options._replace(alibi_slopes=None if slopes is None else tuple(slopes.shape))
+        return repr((self.method, self.batch, options, kinds, torch.is_grad_enabled()))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(batch, tokens, ...) as (batch * tokens, ...)."""
+        return x.contiguous() if self.plan.is_packed else x.contiguous().flatten(0, 1)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The reverse."""
+        return x if self.plan.is_packed else x.view(self.batch, self.plan.num_tokens, *x.shape[1:])
+
+    def head_rows(self, x: Tensor) -> Tensor:
+        """An LSE or its gradient (batch, heads, tokens) as (heads, batch * tokens)."""
+        return x.contiguous() if self.plan.is_packed else x.transpose(0, 1).flatten(1)
+
+    def head_tokens(self, x: Tensor) -> Tensor:
+        if self.plan.is_packed:
+            return x.contiguous()
+        return x.view(x.shape[0], self.batch, self.plan.num_tokens).transpose(0, 1).contiguous()
+
+
+def _request(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks
+):  # fmt: skip
+    """(call, inputs) of what the public function is given."""
+    if not isinstance(plan, CpPlan):
+        raise TypeError(f"plan: expected a CpPlan, got {arguments.shown(plan)}")
+    inputs = arguments.attention_inputs(("q", "k", "v"), (q, k, v))
+    for name, x in zip("qkv", inputs):
+        if type(x) is not Tensor and not isinstance(x, torch.nn.Parameter):
+            raise TypeError(f"{name}: expected the plain tensor of this rank's tokens, got {type(x).__name__}")
+    context.reject_tangents(("q", "k", "v"), inputs)
+    _check_shapes(plan, *inputs)
+    scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
+    window = normal_window(arguments.flag("causal", causal), window_size, plan.cu_seqlens[-1])
+    if alibi_slopes is not None:
+        arguments.check_constant("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        sinks = arguments.sinks(sinks)
+        _check_sinks(sinks, q)
+    batch = 1 if plan.is_packed else q.shape[0]
+    options = Options(
+        window, scale, arguments.number("softcap", softcap), arguments.number("dropout_p", dropout_p),
+        arguments.flag("deterministic", deterministic), alibi_slopes, None,
+    )  # fmt: skip
+    _check_options(plan, batch, q, options)
+    method = _method(plan, batch, *inputs, options)
+    padded = 0
+    if q.shape[-1] % 8 and q.is_cuda:
+        padded = v.shape[-1]
+        inputs = tuple(torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in inputs)
+    call = _Call(plan, method, batch, options, padded)
+    _reject_missing(call, q)
+    return call, (*inputs, sinks)
+
+
+def _check_shapes(plan: CpPlan, q, k, v):
+    axes = "num_tokens, nheads, head_dim" if plan.is_packed else "batch, num_tokens, nheads, head_dim"
+    dtypes = _CUDA_DTYPES if q.is_cuda else checks.DTYPES
+    if q.dtype not in dtypes:
+        raise RuntimeError(f"q: expected one of {', '.join(map(str, dtypes))} on {q.device}, got {q.dtype}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != (3 if plan.is_packed else 4):
+            raise RuntimeError(f"{name}: expected shape ({axes}), got {list(x.shape)}")
+        if x.shape[-3] != plan.num_tokens:
+            raise RuntimeError(
+                f"{name}: expected the {plan.num_tokens} tokens of rank {plan.rank}, got {x.shape[-3]} "
+                f"(shape {list(x.shape)})"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise RuntimeError(f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
+        if x.shape[:-2] != q.shape[:-2]:
+            raise RuntimeError(f"{name}: expected batch and tokens of q, {list(q.shape[:-2])}, got {list(x.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise RuntimeError(f"k: expected head dim {q.shape[-1]} as q, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise RuntimeError(f"v: expected {k.shape[-2]} heads as k, got {v.shape[-2]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise RuntimeError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        raise RuntimeError(f"q: expected head dims of at most 256, got {q.shape[-1]} and {v.shape[-1]}")
+
+
+def _check_sinks(sinks, q):
+    if tuple(sinks.shape) != (q.shape[-2],):
+        raise RuntimeError(f"sinks: expected shape [{q.shape[-2]}], got {list(sinks.shape)}")
+    if sinks.dtype not in (torch.float32, sum_dtype(q.dtype)) or sinks.device != q.device:
+        raise RuntimeError(f"sinks: expected float32 on {q.device}, got {sinks.dtype} on {sinks.device}")
+
+
+def _check_options(plan: CpPlan, batch: int, q, options: Options):
+    # here and not only in the backends, which a rank without tokens does not call
+    checks.check_numbers(options.dropout_p, options.softmax_scale, options.softcap, sum_dtype(q.dtype))
+    slopes = options.alibi_slopes
+    if slopes is not None:
+        documents = len(plan.cu_seqlens) - 1 if plan.is_packed else batch
+        allowed = ((q.shape[-2],), (documents, q.shape[-2]))
+        if slopes.dtype != torch.float32 or tuple(slopes.shape) not in allowed or slopes.device != q.device:
+            shapes = " or ".join(str(list(shape)) for shape in allowed)
+            raise RuntimeError(
+                f"alibi_slopes: expected float32 of shape {shapes} on {q.device}, got {arguments.shown(slopes)}"
+            )
+
+
+def _method(plan: CpPlan, batch: int, q, k, v, options: Options) -> str:
+    """The plan's, or by bytes: ulysses moves q and out too but not all K and V to all ranks. Equal on all ranks."""
+    if plan.method != "auto":
+        return plan.method
+    tokens, ranks, heads, heads_k = plan.cu_seqlens[-1] * batch, plan.size, q.shape[-2], k.shape[-2]
+    dims = q.shape[-1] + v.shape[-1]
+    gathered_bytes = tokens * heads_k * dims * q.element_size()
+    is_windowed = options.window[0] is not None
+    is_even = heads % ranks == 0 and heads_k % ranks == 0
+    if is_even and not is_windowed and (heads + heads_k) < heads_k * ranks:
+        return "ulysses"
+    return "ring" if gathered_bytes > _MOST_GATHERED_BYTES and not is_windowed else "all_gather"
+
+
+def _reject_missing(call: _Call, q):
+    """What needs positions inside of the kernels, which those of CUDA do not take yet."""
+    if not q.is_cuda:
+        return
+    if call.options.dropout_p > 0:
+        raise NotImplementedError(
+            "dropout_p: expected 0 on CUDA, where kernels cannot begin in the middle of a dropout mask yet, got "
+            f"{call.options.dropout_p}"
+        )
+    if call.options.alibi_slopes is None or call.method == "ulysses":
+        return
+    # of any rank, so that all of them raise
+    plan = call.plan
+    aligned = call.method == "all_gather" and call.options.window[1] == 0
+    if not aligned and plan.size > 1:
+        raise NotImplementedError(
+            "alibi_slopes: expected None, method 'ulysses', or 'all_gather' with a causal mask on CUDA, where kernels "
+            f"take no other positions yet, got method '{call.method}' with the window {call.options.window}"
+        )
+
+
+class _CpAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: _Call, q, k, v, sinks):
+        rows = [call.rows(x) for x in (q, k, v)]
+        kept = ()
+        if call.method == "ulysses":
+            out, lse, kept = ulysses.forward(call.plan, call.batch, *rows, sinks, call.options)
+        else:
+            out, lse = gathered.forward(call.plan, call.method, call.batch, *rows, sinks, call.options)
+        ctx.call, ctx.has_sinks = call, sinks is not None
+        ctx.save_for_backward(q, k, v, out, lse, *kept, *((sinks,) if sinks is not None else ()))
+        ctx.set_materialize_grads(False)
+        return call.tokens(out), call.head_tokens(lse)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        call: _Call = ctx.call
+        inputs = ctx.saved_tensors[:3]
+        with torch.no_grad():
+            grads = _CpAttention._gradients(call, ctx.has_sinks, dout, dlse, *ctx.saved_tensors)
+        if torch.is_grad_enabled():  # under create_graph
+            grads = _OnceDifferentiable.apply(len(grads), *grads, *inputs, dout, dlse)
+        return (None, *grads, *(None,) * (4 - len(grads)))
+
+    @staticmethod
+    def _gradients(call: _Call, has_sinks: bool, dout, dlse, q, k, v, out, lse, *kept):
+        kept, sinks = (kept[:-1], kept[-1]) if has_sinks else (kept, None)
+        rows = [call.rows(x) for x in (q, k, v)]
+        # other ranks may have a gradient where this one has none, and wait for its part
+        dout = torch.zeros_like(out) if dout is None else call.rows(dout)
+        if dlse is not None:
+            dlse = call.head_rows(dlse).to(lse.dtype)
+        elif call.method == "ulysses":
+            dlse = torch.zeros_like(lse)
+        if call.method == "ulysses":
+            grads = ulysses.backward(call.plan, call.batch, dout, *rows, dlse, kept, call.options)
+        else:
+            grads = gathered.backward(call.plan, call.method, call.batch, dout, *rows, out, lse, dlse, call.options)
+        grads = [call.tokens(grad) for grad in grads]
+        return grads if sinks is None else [*grads, sink_gradient(sinks, dout, out, lse, dlse)]
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as functions of what they depend on, whose derivatives do not exist."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "flash_attn_cp_func: expected one backward, got a second: attention's gradients are not differentiable"
+        )

@@ -1,0 +1,116 @@
+"""Ranks as threads of one process: context parallelism without processes, for tests and for one GPU."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import torch
+
+from flash_attn.context_parallel.transport import Pending
+
+_POLL_SECONDS = 0.05
+
+
+class RankLost(RuntimeError):
+    """Another rank has failed: what its error leads to."""
+
+
+class LocalGroup:
+    """`size` ranks that run the same function, a thread each; what they send each other is copied in memory.
+
+    On a GPU all of them queue their work on the default stream of one device.
+    """
+
+    def __init__(self, size: int):
+        if size < 1:
+            raise RuntimeError(f"size: expected at least 1, got {size}")
+        self.size = size
+
+    def run(self, function) -> list:
+        """[function(rank) for every rank], each called with its LocalRank, which serves as `group`.
+
+        The first exception of a rank is raised, after all have ended: those that wait for it give up.
+        """
+        results, errors = [None] * self.size, [None] * self.size
+        links = _Links(self.size)
+
+        def target(index):
+            try:
+                # one worker per device runs the backwards of all threads; ranks that wait for each other need their own
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[index] = function(LocalRank(links, index))
+            except BaseException as error:
+                errors[index] = error
+                links.failed.set()
+            links.ended[index].set()
+
+        threads = [threading.Thread(target=target, args=(index,)) for index in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        caused = [error for error in errors if error is not None and not isinstance(error, RankLost)]
+        for error in caused or [error for error in errors if error is not None]:
+            raise error
+        return results
+
+
+class _Links:
+    """What the ranks of one run have in common."""
+
+    def __init__(self, size: int):
+        self.failed, self.ended = threading.Event(), [threading.Event() for _ in range(size)]
+        self._boxes = {
+            (kind, i, j): queue.Queue() for kind in ("tensors", "ints") for i in range(size) for j in range(size)
+        }
+
+    def put(self, kind: str, source: int, target: int, message) -> None:
+        self._boxes[kind, source, target].put(message)
+
+    def get(self, kind: str, source: int, target: int):
+        box = self._boxes[kind, source, target]
+        while True:
+            has_ended = self.ended[source].is_set()  # read first: what it sent before is in the box by now
+            try:
+                return box.get_nowait() if has_ended else box.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if self.failed.is_set():
+                    raise RankLost("another rank of the LocalGroup has failed") from None
+                if has_ended:
+                    raise RuntimeError(f"rank {source} of the LocalGroup has ended before it sent {kind}") from None
+
+
+class LocalRank:
+    """One rank of a LocalGroup."""
+
+    checks_on_host = True
+
+    def __init__(self, links: _Links, rank: int):
+        self._links, self.rank, self.size = links, rank, len(links.ended)
+
+    def connect(self, device) -> None:
+        """Nothing to do: memory is shared."""
+
+    def exchange(self, sends, receives) -> Pending:
+        for peer, tensor in sends:
+            self._links.put("tensors", self.rank, peer, tensor.clone())
+        return Pending([_Receipt(self._links, peer, self.rank, x) for peer, x in receives], receives)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        for peer in range(self.size):
+            self._links.put("ints", self.rank, peer, list(values))
+        return [self._links.get("ints", peer, self.rank) for peer in range(self.size)]
+
+
+class _Receipt:
+    """One message to be received."""
+
+    def __init__(self, links: _Links, source: int, target: int, tensor: torch.Tensor):
+        self._links, self._source, self._target, self._tensor = links, source, target, tensor
+
+    def wait(self) -> None:
+        message = self._links.get("tensors", self._source, self._target)
+        if message.shape != self._tensor.shape or message.dtype != self._tensor.dtype:
+            raise RuntimeError(f"message: expected {self._tensor.shape}, {self._tensor.dtype}, got {message.shape}")
+        self._tensor.copy_(message)

@@ -1,0 +1,218 @@
+"""CpPlan: which tokens of a batch each rank of a group holds, agreed upon by all of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn._types import WindowSize
+from flash_attn.context_parallel import schedule
+from flash_attn.context_parallel.agreement import Agreement
+from flash_attn.context_parallel.layouts import LAYOUTS, Window, imbalance, layout_spans, segments
+from flash_attn.context_parallel.schedule import METHODS, Layout
+from flash_attn.context_parallel.tables import StepTables, step_tables, whole_table
+from flash_attn.context_parallel.transport import transport_of
+from flash_attn.context_parallel.unshard import unshard
+from flash_attn.ops import arguments
+
+
+def normal_window(causal: bool, window_size, tokens: int) -> Window:
+    """(left, right) with the causal mask in it and None for a side that hides nothing."""
+    left, right = arguments.normal_window(causal, window_size)
+    return tuple(None if side < 0 or side >= tokens else side for side in (left, right))
+
+
+class CpPlan:
+    """The tokens of one batch, shared out to the ranks of a group; made once per batch, used by all layers.
+
+    Every rank makes it from the same lengths, on the host; a hash is compared across ranks. Made by `CpPlan.dense` or
+    `CpPlan.varlen`. Any lengths, any number of ranks; ranks may have different numbers of tokens, or none.
+
+    Attributes:
+        rank, size: of the group.
+        cu_seqlens: bounds of the documents, a tuple; (0, seqlen) for a dense plan, one entry of the batch.
+        spans: for each rank its tokens, ascending (start, stop).
+        num_tokens: of this rank; of a dense plan in each entry of the batch.
+        is_packed: whether made by `varlen`.
+        method: "all_gather", "ring", "ulysses" or "auto".
+    """
+
+    def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check):
+        """Use `dense` or `varlen`."""
+        self.transport = transport_of(mesh, group)
+        self.rank, self.size = self.transport.rank, self.transport.size
+        self.is_packed, self.method = is_packed, method
+        text, error = "", None
+        try:
+            self._make(cu_seqlens, layout, causal, window_size, tile)
+            text = repr((is_packed, method, self.cu_seqlens, self.spans))
+        except Exception as raised:  # of any kind: the other ranks wait to be told
+            error = raised
+        self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
+        self._tables: dict[tuple, tuple] = {}
+
+    @classmethod
+    def dense(
+        cls,
+        seqlen: int,
+        *,
+        mesh=None,
+        group=None,
+        layout: str = "zigzag",
+        method: str = "auto",
+        causal: bool = True,
+        window_size: WindowSize = (-1, -1),
+        tile: int = 128,
+        check: str | None = None,
+    ) -> CpPlan:
+        """A batch of sequences of one length: a rank's tensors are (batch, num_tokens, ...).
+
+        Arguments:
+            seqlen: tokens of each sequence, over all ranks.
+            mesh: a DeviceMesh of one dimension. group: instead of it, a ProcessGroup or a rank of a LocalGroup.
+                Default: all ranks of torch.distributed.
+            layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
+                "balanced" (the first of these, or of chunks shared out by their work, whose work is even).
+            method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
+            causal, window_size: the mask by which "balanced" counts work. Calls may have any.
+            tile: chunks end at multiples of it, where they are long.
+            check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
+                the group has a CPU backend), "plan" the plan and the first call of each kind (the default elsewhere:
+                comparing waits for the GPU), "none" nothing.
+
+        Raises RuntimeError, TypeError or NotImplementedError on every rank if one has bad arguments or another plan.
+        """
+        return cls(seqlen, False, mesh, group, layout, method, causal, window_size, tile, check)
+
+    @classmethod
+    def varlen(
+        cls,
+        cu_seqlens: Sequence[int] | Tensor,
+        *,
+        mesh=None,
+        group=None,
+        layout: str = "balanced",
+        method: str = "auto",
+        causal: bool = True,
+        window_size: WindowSize = (-1, -1),
+        tile: int = 128,
+        check: str | None = None,
+    ) -> CpPlan:
+        """Packed documents of any lengths: a rank's tensors are (num_tokens, ...).
+
+        Arguments:
+            cu_seqlens: (documents + 1,) ascending ints from 0, over all ranks: a sequence or a CPU tensor.
+            The others as in `dense`.
+        """
+        return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check)
+
+    def _make(self, cu_seqlens, layout, causal, window_size, tile):
+        for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS))):
+            if value not in known:
+                raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")
+        tile = arguments.integer("tile", tile, least=1)
+        self.cu_seqlens = _document_bounds(cu_seqlens) if self.is_packed else (0, arguments.integer(
+            "seqlen", cu_seqlens, least=0
+        ))  # fmt: skip
+        self.window = normal_window(arguments.flag("causal", causal), window_size, self.cu_seqlens[-1])
+        self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
+        self._layout = Layout(self.spans, self.cu_seqlens)
+        self.num_tokens = self._layout.tokens_of(self.rank)
+
+    def __repr__(self) -> str:
+        kind = f"{len(self.cu_seqlens) - 1} documents" if self.is_packed else "dense"
+        return f"CpPlan({kind}, {self.cu_seqlens[-1]} tokens, rank {self.rank} of {self.size}: {self.num_tokens})"
+
+    # ---- tensors of the batch ----
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor whose `dim` has all tokens; a copy, differentiable."""
+        _check_axis("x", x, dim, self.cu_seqlens[-1])
+        parts = [x.narrow(dim, start, stop - start) for start, stop in self.spans[self.rank]]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+    def unshard(self, y: Tensor, dim: int) -> Tensor:
+        """The whole of a tensor of which every rank has its part along `dim`; all ranks call it and get it.
+
+        Differentiable: the gradient of a rank's part is the sum of those that all ranks have for it. Raises
+        RuntimeError or TypeError; as far as the plan checks calls, on every rank if on one.
+        """
+        request, error = "", None
+        try:
+            _check_axis("y", y, dim, self.num_tokens)
+            dim %= y.dim()
+            sizes = [size for axis, size in enumerate(y.shape) if axis != dim]
+            request = repr(("unshard", dim, sizes, y.dtype, y.device.type, y.requires_grad, torch.is_grad_enabled()))
+        except Exception as raised:
+            error = raised
+        self.compare("unshard", request, error, None)
+        self.transport.connect(y.device)
+        return unshard(y, dim, self._layout, self.transport)
+
+    def positions(self, device=None) -> Tensor:
+        """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
+        own = segments(self.spans[self.rank], self.cu_seqlens)
+        parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
+        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+
+    def token_indices(self, device=None) -> Tensor:
+        """int64 (num_tokens,): the index of each token of this rank among all tokens."""
+        parts = [torch.arange(start, stop) for start, stop in self.spans[self.rank]]
+        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+
+    # ---- what there is to do ----
+
+    def imbalance(self, causal: bool = True, window_size: WindowSize = (-1, -1)) -> float:
+        """The work of the busiest rank over the mean, counted in visible (query, key) pairs."""
+        return imbalance(self.spans, self.cu_seqlens, normal_window(causal, window_size, self.cu_seqlens[-1]))
+
+    def received_tokens(self, causal: bool = True, window_size: WindowSize = (-1, -1)) -> int:
+        """How many tokens' K and V this rank receives in a forward of all_gather or ring."""
+        window = normal_window(causal, window_size, self.cu_seqlens[-1])
+        return sum(m.stop - m.start for step in self.steps("all_gather", window, False) for m in step.receives)
+
+    def steps(self, method: str, window: Window, exact_positions: bool):
+        return schedule.steps(self._layout, self.rank, method, window, exact_positions)
+
+    def tables(self, method, window, exact_positions, batch, device) -> tuple[StepTables, ...]:
+        """The steps of a call with the index tensors of its kernels, made once."""
+        key = (method, window, exact_positions, batch, torch.device(device))
+        if key not in self._tables:
+            self._tables[key] = self._make_tables(*key)
+        return self._tables[key]
+
+    def _make_tables(self, method, window, exact_positions, batch, device):
+        if method == "ulysses":
+            return whole_table(self.cu_seqlens, batch, window, device)
+        own_rows = self.num_tokens
+        return tuple(
+            step_tables(step, own_rows, batch, device) for step in self.steps(method, window, exact_positions)
+        )  # fmt: skip
+
+    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
+        """Agree with all ranks on a call: see `Agreement.compare`."""
+        return self._agreement.compare(what, request, error, seed)
+
+
+def _check_axis(name: str, x: Tensor, dim: int, size: int):
+    arguments.check_tensors((name,), (x,))
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
+        raise RuntimeError(f"{name}: expected {size} tokens along axis {dim}, got shape {list(x.shape)}")
+
+
+def _document_bounds(cu_seqlens) -> tuple[int, ...]:
+    expected = "ascending ints from 0 on the host, one more than documents"
+    if isinstance(cu_seqlens, Tensor):
+        if not cu_seqlens.is_cpu or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise RuntimeError(f"cu_seqlens: expected {expected}, got {arguments.shown(cu_seqlens)}")
+        cu_seqlens = cu_seqlens.tolist()
+    try:
+        bounds = tuple(operator.index(value) for value in cu_seqlens)
+    except TypeError:
+        raise TypeError(f"cu_seqlens: expected {expected}, got {arguments.shown(cu_seqlens)}") from None
+    if not bounds or bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:])):
+        raise RuntimeError(f"cu_seqlens: expected {expected}, got {arguments.shown(bounds)}")
+    return bounds

@@ -1,0 +1,226 @@
+"""What one rank computes and sends: steps, each with keys from some ranks, the pairs of query and key rows in them.
+
+Masks are aligned to the bottom right corner of each pair, whose last query and last key may stand apart: the window of
+the call is the one asked for, moved by their distance. Rows and keys that the window hides from the whole pair are left
+out, which keeps both sides of the moved window from becoming negative.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flash_attn.context_parallel.layouts import (
+    Segment,
+    Span,
+    Window,
+    intersection,
+    joined,
+    required_keys,
+    segments,
+    visible_keys,
+)
+
+METHODS = ("all_gather", "ring", "ulysses")
+
+
+class Pair(NamedTuple):
+    """Query rows [q0, q1) of a rank and rows [k0, k1) of a step's keys, of one document, and the window of the call.
+
+    row, col: the position in the document of the first query and of the first key.
+    """
+
+    document: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    left: int
+    right: int
+    row: int
+    col: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.left < 0 and self.right < 0
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the last query and the last key have one position, as in a call of its own."""
+        return self.row + self.q1 - self.q0 == self.col + self.k1 - self.k0
+
+
+class Message(NamedTuple):
+    """Rows [start, stop) of a buffer that go to, or come from, a peer."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+class Step(NamedTuple):
+    """Keys from some ranks. Local rows are those of a rank's own tokens, key rows those of the step's buffer.
+
+    sends, receives: of K and V, the former in local rows, the latter in key rows. own: ((local row, key row, count)...)
+    of keys that this rank has itself. is_local: the buffer is the rank's own K and V, nothing moves.
+    rounds: of the gradients' way back, for each distance between ranks (sends in key rows, receives in local rows).
+    """
+
+    key_rows: int
+    is_local: bool
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    own: tuple[tuple[int, int, int], ...]
+    rounds: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
+    pairs: tuple[Pair, ...]
+
+
+class Layout(NamedTuple):
+    """What every rank holds: spans of tokens, and the bounds of documents."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    cu: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.spans)
+
+    def tokens_of(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.spans[rank])
+
+
+def steps(layout: Layout, rank: int, method: str, window: Window, exact_positions: bool) -> tuple[Step, ...]:
+    """all_gather: one step with the keys of all ranks. ring: one step for each distance, one's own keys first.
+
+    exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it; otherwise a pair may
+    join keys or rows that stand apart, where no mask falls between them.
+    """
+    required = [required_keys(spans, layout.cu, window) for spans in layout.spans]
+    distances = [[d] for d in range(layout.ranks)] if method == "ring" else [list(range(layout.ranks))]
+    return tuple(_step(layout, rank, required, group, window, exact_positions) for group in distances)
+
+
+def _step(layout, rank, required, distances, window, exact_positions) -> Step:
+    ranks = layout.ranks
+    sources = [(rank - d) % ranks for d in distances]
+    wanted = {source: intersection(required[rank], layout.spans[source]) for source in sources}
+    others = [d for d in distances if d != 0]
+    is_local = all(not wanted[(rank - d) % ranks] for d in others)
+    available = layout.spans[rank] if is_local else joined(sorted(span for spans in wanted.values() for span in spans))
+    if is_local and 0 not in distances:
+        available = ()
+    own_rows, key_rows = _Rows(layout.spans[rank]), _Rows(available)
+
+    def messages(rows, peer, spans):
+        return tuple(Message(peer, *rows.of(span)) for span in spans)
+
+    sends, receives, rounds = [], [], []
+    for distance in others:
+        source, consumer = (rank - distance) % ranks, (rank + distance) % ranks
+        asked = intersection(required[consumer], layout.spans[rank])
+        sends += messages(own_rows, consumer, asked)
+        receives += messages(key_rows, source, wanted[source])
+        rounds.append((messages(key_rows, source, wanted[source]), messages(own_rows, consumer, asked)))
+    own = () if is_local else tuple(
+        (own_rows.of(span)[0], key_rows.of(span)[0], span[1] - span[0]) for span in wanted.get(rank, ())
+    )  # fmt: skip
+    pairs = _pairs(layout, rank, key_rows, window)
+    if not exact_positions:
+        pairs = _joined(pairs)
+    return Step(key_rows.count, is_local, tuple(sends), tuple(receives), own, tuple(rounds), tuple(pairs))
+
+
+class _Rows:
+    """The rows of tokens that lie in a buffer in ascending order, those of `spans` alone."""
+
+    def __init__(self, spans):
+        self.spans, self.count, self._starts = spans, 0, []
+        for start, stop in spans:
+            self._starts.append(self.count)
+            self.count += stop - start
+
+    def of(self, span: Span) -> Span:
+        """The rows of a span of tokens that all lie here."""
+        for (start, stop), row in zip(self.spans, self._starts):
+            if start <= span[0] and span[1] <= stop:
+                return row + span[0] - start, row + span[1] - start
+        raise AssertionError(f"{span} is not in {self.spans}")
+
+
+def _pairs(layout: Layout, rank: int, key_rows: _Rows, window: Window) -> list[Pair]:
+    pairs = []
+    for segment in segments(layout.spans[rank], layout.cu):
+        for span in intersection([visible_keys(segment, layout.cu, window)], key_rows.spans):
+            pairs.append(_pair(segment, span, layout.cu[segment.document], key_rows, window))
+    return pairs
+
+
+def _pair(segment: Segment, span: Span, first: int, key_rows: _Rows, window: Window) -> Pair:
+    """The queries of a segment that see keys of a span, the keys that they see, and the window moved to the corner."""
+    left, right = window
+    (q0, q1), (k0, k1) = (segment.start, segment.stop), span
+    if right is not None:
+        q0 = max(q0, k0 - right)
+    if left is not None:
+        q1 = min(q1, k1 + left)
+        k0 = max(k0, q0 - left)
+    if right is not None:
+        k1 = min(k1, q1 + right)
+    distance = q1 - k1
+    masks_left = left is not None and q1 - 1 - left > k0
+    masks_right = right is not None and q0 + right < k1 - 1
+    row, rows = segment.row + q0 - segment.start, key_rows.of((k0, k1))
+    return Pair(
+        segment.document, row, row + q1 - q0, *rows, left - distance if masks_left else -1,
+        right + distance if masks_right else -1, q0 - first, k0 - first,
+    )  # fmt: skip
+
+
+def _joined(pairs: list[Pair]) -> list[Pair]:
+    """Pairs of the same queries and adjacent keys as one, where no mask falls between them, and then pairs without a
+    mask of the same keys and adjacent queries.
+
+    A rank's chunks lie side by side in the buffer, however far apart their tokens are.
+    """
+    result: list[Pair] = []
+    for pair in pairs:
+        last = result[-1] if result else None
+        if last and _are_one_row(last, pair):
+            left = last.left + pair.k1 - pair.k0 if last.left >= 0 else -1  # counted from the last key
+            result[-1] = last._replace(k1=pair.k1, left=left, right=pair.right)
+        else:
+            result.append(pair)
+    pairs, result = result, []
+    for pair in pairs:
+        last = result[-1] if result else None
+        if last and _are_one_column(last, pair):
+            result[-1] = last._replace(q1=pair.q1)
+        else:
+            result.append(pair)
+    return result
+
+
+def _are_one_row(last: Pair, pair: Pair) -> bool:
+    is_adjacent = (last.document, last.q0, last.q1, last.k1) == (pair.document, pair.q0, pair.q1, pair.k0)
+    return is_adjacent and last.right < 0 and pair.left < 0
+
+
+def _are_one_column(last: Pair, pair: Pair) -> bool:
+    is_adjacent = (last.document, last.k0, last.k1, last.q1) == (pair.document, pair.k0, pair.k1, pair.q0)
+    return is_adjacent and last.is_full and pair.is_full
+
+
+def groups(pairs, ascending_keys: bool) -> list[list[Pair]]:
+    """Pairs that one call computes: of one window, with ascending rows that no two share, and with ascending_keys such
+    keys too. Each pair joins the first group that takes it.
+    """
+    result: list[list[Pair]] = []
+    for pair in sorted(pairs, key=lambda pair: (pair.q0, pair.k0)):
+        for group in result:
+            last = group[-1]
+            if (last.left, last.right) == (pair.left, pair.right) and last.q1 <= pair.q0:
+                if last.k1 <= pair.k0 or not ascending_keys:
+                    group.append(pair)
+                    break
+        else:
+            result.append([pair])
+    return result

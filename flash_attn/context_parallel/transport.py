@@ -1,0 +1,84 @@
+"""How ranks reach each other: point-to-point messages and a small all-gather of a process group.
+
+No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
+`checks_on_host`, `connect`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Pending:
+    """Messages under way; their tensors live until wait()."""
+
+    def __init__(self, works, tensors):
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        """After it the received tensors may be used in the current stream."""
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = (), ()
+
+
+class GroupTransport:
+    """A process group of torch.distributed."""
+
+    def __init__(self, group):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
+        self.checks_on_host = backends.get("cpu") is not None  # an all-gather there waits for no GPU
+        self._device = "cpu" if self.checks_on_host else torch.device("cuda", torch.cuda.current_device())
+        self._is_connected = False
+
+    def connect(self, device: torch.device) -> None:
+        """All ranks call it before the first exchange of tensors of a device.
+
+        NCCL makes its communicator in the first call of a group, which all ranks must take part in; in an exchange
+        only those do that have something to send.
+        """
+        if device.type == "cuda" and not self._is_connected:
+            token = torch.zeros(1, dtype=torch.int32, device=device)
+            dist.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
+            self._is_connected = True
+
+    def exchange(self, sends, receives) -> Pending:
+        """Send and receive [(peer, contiguous tensor)]; the messages of two ranks match in their order."""
+        operations = []
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            tags: dict[int, int] = {}
+            for peer, tensor in messages:
+                tag = tags[peer] = tags.get(peer, -1) + 1
+                rank = dist.get_global_rank(self.group, peer)
+                operations.append(dist.P2POp(operation, tensor, rank, self.group, tag))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(works, (sends, receives))
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        """The values of every rank, each list as long as one's own; a host synchronisation."""
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        all_values = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(all_values, own, group=self.group)
+        return torch.stack(all_values).tolist()
+
+
+def transport_of(mesh, group):
+    """The communicator of a one-dimensional DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks."""
+    if mesh is not None and group is not None:
+        raise TypeError("group: expected None, for mesh is given, got both")
+    if mesh is not None:
+        if getattr(mesh, "ndim", None) != 1:
+            raise NotImplementedError(f"mesh: expected a DeviceMesh of one dimension, got {mesh!r}")
+        return GroupTransport(mesh.get_group())
+    if hasattr(group, "all_gather_ints"):
+        return group
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("group: expected torch.distributed to be initialised or a rank of a LocalGroup, got neither")
+    if group is None:
+        group = dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise RuntimeError("group: expected a group that this rank belongs to, got another")
+    return GroupTransport(group)

@@ -1,0 +1,242 @@
+"""Context-parallel attention against the reference: features x layouts x methods, ranks as threads of one process."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import DTYPES, Case, pairwise
+from cp_harness import call_options, check_result, make_plan, run_local, self_attention
+
+from flash_attn import flash_attn_func
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func
+from flash_attn.context_parallel.schedule import METHODS
+
+FEATURES = {
+    "method": METHODS,
+    "layout": ("zigzag", "contiguous", "balanced"),
+    "ranks": (1, 2, 3, 5),
+    "kind": ("dense", "packed"),
+    "heads": ((4, 2), (3, 3), (6, 1), (5, 5), (8, 4)),
+    "head_dims": ((8, 8), (16, 24)),
+    "window": ((-1, -1), (0, 0), (7, -1), (-1, 5), (30, 2)),
+    "causal": (False, True),
+    "alibi": ("none", "heads", "batch"),
+    "softcap": (0.0, 15.0),
+    "sinks": (False, True),
+    "dropout": (0.0, 0.17),
+}
+
+
+def pairwise_problems():
+    for row in pairwise({**FEATURES, "dtype": DTYPES["cpu"]}):
+        (nheads, nheads_k), (head_dim, head_dim_v) = row.pop("heads"), row.pop("head_dims")
+        method, layout, ranks = row.pop("method"), row.pop("layout"), row.pop("ranks")
+        batch = 4 if row["kind"] == "packed" else 2
+        case = Case(batch, 37, 37, nheads, nheads_k, head_dim, head_dim_v=head_dim_v, **row)
+        yield pytest.param(case, method, layout, ranks, id=f"{method}-{layout}-{ranks}-{case.id}")
+
+
+def is_missing(device, case, method, ranks):
+    """What the CUDA kernels lack: see docs/context_parallel.md."""
+    alibi = case.alibi != "none" and method != "ulysses" and ranks > 1
+    return device == "cuda" and (case.dropout > 0 or (alibi and (method == "ring" or not case.causal)))
+
+
+@pytest.mark.parametrize("problem_case, method, layout, ranks", list(pairwise_problems()))
+def test_pairwise(device, problem_case, method, layout, ranks):
+    case_ = problem_case
+    if case_.dtype not in DTYPES[device]:
+        case_ = dataclasses.replace(case_, dtype="bfloat16")
+    problem, weights = self_attention(case_, device)
+    options = {"method": method, "layout": layout}
+    if is_missing(device, case_, method, ranks):
+        with pytest.raises(NotImplementedError, match="on CUDA"):
+            run_local(problem, weights, ranks, **options)
+        return
+    check_result(problem, weights, run_local(problem, weights, ranks, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_ranks_stay_within_the_criterion_of_one(device, method):
+    """bfloat16: partial results are float32, or rounded once, and do not drift with the number of ranks."""
+    problem, weights = self_attention(Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True), device)
+    for ranks in (2, 8, 16):
+        check_result(problem, weights, run_local(problem, weights, ranks, method=method))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_parts_rounded_once_stay_within_the_criterion_too(device, method, monkeypatch):
+    """What the CUDA kernels do: each part in q's dtype, their sums in float32."""
+    monkeypatch.setattr(compute, "_wide", lambda *tensors: list(tensors))
+    case = Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True, sinks=True)
+    problem, weights = self_attention(case, device)
+    for ranks in (2, 8):
+        check_result(problem, weights, run_local(problem, weights, ranks, method=method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_bits_in_every_run(device, method):
+    problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
+    first, second = (run_local(problem, weights, 3, method=method, deterministic=True) for _ in range(2))
+    for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
+        assert torch.equal(a, b)
+
+
+def test_one_rank_has_the_bits_of_one_gpu(device):
+    problem, weights = self_attention(Case(2, 130, 130, 4, 2, 64, "bfloat16", causal=True), device)
+    out, lse, _ = flash_attn_func(problem.q, problem.k, problem.v, causal=True, return_attn_probs=True)
+    result = run_local(problem, weights, 1, method="all_gather")
+    if device == "cuda":
+        assert torch.equal(result.lse, lse) and torch.equal(result.out, out)
+    torch.testing.assert_close(result.lse, lse, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result.out, out, atol=2e-2, rtol=0)
+
+
+@pytest.mark.devices("cpu")
+def test_dropout_has_one_mask_whatever_the_ranks(device):
+    """The same seed gives the same result for every number of ranks, layout and method."""
+    problem, _ = self_attention(Case(4, 0, 0, 4, 2, 8, "float64", dropout=0.3, kind="packed"), device)
+    results = []
+    for ranks, layout, method in ((1, "contiguous", "all_gather"), (3, "zigzag", "ring"), (2, "balanced", "ulysses")):
+        results += LocalGroup(ranks).run(lambda rank, o=(layout, method): _seeded(problem, rank, *o))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-12, rtol=0)
+
+
+def _seeded(problem, rank, layout, method):
+    plan = make_plan(problem, rank, layout=layout, method=method)
+    plan.compare = lambda what, text, error, seed: 1234
+    own = [plan.shard(x, 0) for x in (problem.q, problem.k, problem.v)]
+    return plan.unshard(flash_attn_cp_func(*own, plan=plan, **call_options(problem)), 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_some_ranks_alone(device, method):
+    """A rank whose results, or one of them, get no gradient still sends those of its keys."""
+    problem, _ = self_attention(Case(1, 65, 65, 2, 2, 16, "float64" if device == "cpu" else "bfloat16"), device)
+    whole = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+
+    def loss(plan, out, lse):
+        return [out.double().sum(), lse.double().sum(), 0.0 * out.double().sum()][plan.rank]
+
+    def run(rank):
+        plan = make_plan(problem, rank, method=method)
+        own = [plan.shard(x.detach(), 1).requires_grad_() for x in whole]
+        results = flash_attn_cp_func(*own, plan=plan, causal=True, return_attn_probs=True)
+        loss(plan, *results[:2]).backward()
+        return plan, [x.grad for x in own]
+
+    results = LocalGroup(3).run(run)
+    out, lse, _ = flash_attn_func(*whole, causal=True, return_attn_probs=True)
+    total = sum(loss(plan, plan.shard(out, 1), plan.shard(lse, 2)) for plan, _ in results)
+    expected = torch.autograd.grad(total, whole)
+    for plan, grads in results:
+        for ours, theirs in zip(grads, expected):
+            tolerance = 1e-10 if device == "cpu" else 3e-2
+            torch.testing.assert_close(ours, plan.shard(theirs, 1), atol=tolerance, rtol=0)
+
+
+def test_not_twice_differentiable(device):
+    problem, _ = self_attention(Case(1, 9, 9, 2, 2, 16, "bfloat16"), device)
+
+    def run(rank):
+        plan = make_plan(problem, rank)
+        q = problem.q.clone().requires_grad_()
+        out = flash_attn_cp_func(q, problem.k, problem.v, plan=plan)
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="expected one backward, got a second"):
+            grad.sum().backward()
+
+    LocalGroup(1).run(run)
+
+
+def test_under_autocast_float32_is_cast(device):
+    q = torch.randn(1, 16, 2, 16, device=device)
+
+    def run(rank):
+        plan = CpPlan.dense(16, group=rank)
+        own = plan.shard(q, 1)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return flash_attn_cp_func(own, own, own, plan=plan).dtype
+
+    assert LocalGroup(2).run(run) == [torch.bfloat16] * 2
+
+
+def test_compiled_code_breaks_its_graph_at_the_call(device):
+    q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16)
+
+    def run(rank):
+        plan = CpPlan.dense(16, group=rank)
+
+        @torch.compile(backend="eager")
+        def layer(x):
+            return flash_attn_cp_func(x * 2, x, x, plan=plan, causal=True) + 1
+
+        return torch.equal(layer(q), flash_attn_cp_func(q * 2, q, q, plan=plan, causal=True) + 1)
+
+    assert LocalGroup(1).run(run) == [True]
+
+
+@pytest.mark.parametrize("heads, method", [((8, 8), "ulysses"), ((8, 2), "all_gather"), ((7, 7), "all_gather")])
+def test_auto(heads, method):
+    """By bytes: K and V of all ranks, or one's part of everything; the same on all ranks."""
+    from flash_attn.context_parallel import function
+    from flash_attn.context_parallel.compute import Options
+
+    def run(rank):
+        plan = CpPlan.dense(64, group=rank)
+        q, k = (torch.empty(1, plan.num_tokens, h, 16) for h in heads)
+        return function._method(plan, 1, q, k, k, Options((None, 0), 1.0, 0.0, 0.0, False, None, None))
+
+    assert LocalGroup(4).run(run) == [method] * 4
+
+
+BAD_CALLS = [
+    (lambda q, k, v: ((q[:, :-1], k, v), {}), "q: expected the .* tokens of rank 1"),
+    (lambda q, k, v: ((q[0], k, v), {}), r"q: expected shape \(batch, num_tokens"),
+    (lambda q, k, v: ((q, k[..., :3], v), {}), "k: expected head dim 8"),
+    (lambda q, k, v: ((q, k, v[:, :, :1]), {}), "v: expected 2 heads as k"),
+    (lambda q, k, v: ((q, k.float(), v), {}), "k: expected torch.float64"),
+    (lambda q, k, v: ((q, k, v), {"window_size": 3}), "window_size: expected a pair"),
+    (lambda q, k, v: ((q, k, v), {"alibi_slopes": torch.ones(3)}), "alibi_slopes: expected float32 of shape"),
+    (lambda q, k, v: ((q, k, v), {"sinks": torch.ones(3)}), "sinks: expected shape"),
+    (lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}), "p_dropout: expected a value in"),
+    (lambda q, k, v: ((q, k, v), {"softcap": "x"}), "softcap: expected a number"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BAD_CALLS, ids=[message.split(":")[0] for _, message in BAD_CALLS])
+def test_bad_calls_raise_on_all_ranks(bad, message):
+    def run(rank):
+        plan = CpPlan.dense(9, group=rank)
+        q, k, v = (torch.randn(1, plan.num_tokens, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+        inputs, options = bad(q, k, v) if rank.rank == 1 else ((q, k, v), {})
+        expected = message if rank.rank == 1 else r"flash_attn_cp_func: expected valid arguments .* \[1\]"
+        with pytest.raises((RuntimeError, TypeError), match=expected):
+            flash_attn_cp_func(*inputs, plan=plan, **options)
+        return True
+
+    assert LocalGroup(3).run(run) == [True] * 3
+
+
+DIFFERENT = [{"causal": True}, {"window_size": (3, 3)}, {"softcap": 2.0}, {"deterministic": True}]
+
+
+@pytest.mark.parametrize("check", ["calls", "plan"])
+@pytest.mark.parametrize("different", DIFFERENT, ids=[next(iter(options)) for options in DIFFERENT])
+def test_different_calls_raise_on_all_ranks(different, check):
+    def run(rank):
+        plan = CpPlan.dense(9, group=rank, check=check)
+        q, k, v = (torch.randn(1, plan.num_tokens, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+        with pytest.raises(RuntimeError, match=r"flash_attn_cp_func: expected the same .* \[2\]"):
+            flash_attn_cp_func(q, k, v, plan=plan, **(different if rank.rank == 2 else {}))
+        return True
+
+    assert LocalGroup(3).run(run) == [True] * 3
+
+
+def test_a_plan_is_needed():
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="plan: expected a CpPlan, got None"):
+        flash_attn_cp_func(q, q, q, plan=None)

@@ -1,0 +1,215 @@
+"""Context parallelism at its ends: fewer tokens than ranks, errors that only some ranks would see, buffers alive."""
+
+import weakref
+
+import pytest
+import torch
+from cases import Case
+from cp_harness import make_plan, run_local, self_attention
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, gathered
+from flash_attn.context_parallel.local_group import LocalRank
+from flash_attn.context_parallel.schedule import METHODS
+
+RANKS = 4
+SHAPES = [(0, 3), (1, 0), (2, 1), (2, 3), (1, 5)]  # batch, tokens
+DOCUMENTS = [(0,), (0, 0), (0, 1), (0, 0, 1, 1, 2, 2), (0, 1, 2, 3, 4), (0, 3, 3, 4, 7)]
+
+
+def attention(function, inputs):
+    """(out, LSE, dq, dk, dv) of a function of q, k and v; gradients of all results together."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = function(*leaves)
+    (out.double().sum() + lse[lse.isfinite()].double().sum()).backward()
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+def compare(make, leading, alone, device, **options):
+    """The results of RANKS ranks, put together, are those of one."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    whole = [torch.randn(*leading, heads, 8, dtype=dtype, device=device) for heads in (4, 2, 2)]
+    axis = len(leading) - 1
+    expected = attention(alone, whole)
+
+    def run(rank):
+        plan = make(rank)
+
+        def function(q, k, v):
+            return flash_attn_cp_func(q, k, v, plan=plan, return_attn_probs=True, **options)[:2]
+
+        found = attention(function, [plan.shard(x, axis) for x in whole])
+        return [plan.unshard(x, -1 if i == 1 else axis) for i, x in enumerate(found)]
+
+    for found in LocalGroup(RANKS).run(run):
+        for ours, theirs in zip(found, expected):
+            assert torch.equal(ours.isinf(), theirs.isinf())
+            tolerance = 1e-10 if device == "cpu" else 5e-2
+            torch.testing.assert_close(ours.nan_to_num(posinf=0), theirs.nan_to_num(posinf=0), atol=tolerance, rtol=0)
+
+
+MASKS = [{"causal": True}, {"window_size": (1, 1)}]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mask", MASKS, ids=["causal", "window"])
+@pytest.mark.parametrize("batch, tokens", SHAPES)
+def test_few_tokens(device, method, mask, batch, tokens):
+    """Ranks without tokens, no batch, and no tokens at all."""
+
+    def alone(q, k, v):
+        return flash_attn_func(q, k, v, return_attn_probs=True, **mask)[:2]
+
+    compare(lambda rank: CpPlan.dense(tokens, group=rank, method=method), (batch, tokens), alone, device, **mask)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("cu", DOCUMENTS, ids=str)
+def test_documents_of_no_and_one_token(device, method, layout, cu):
+    bounds, longest = (
+        torch.tensor(cu, dtype=torch.int32, device=device),
+        max(map(lambda a, b: b - a, cu, cu[1:]), default=0),
+    )
+
+    def alone(q, k, v):
+        options = {"causal": True, "return_attn_probs": True}
+        return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, **options)[:2]
+
+    def make(rank):
+        return CpPlan.varlen(cu, group=rank, method=method, layout=layout)
+
+    compare(make, (cu[-1],), alone, device, causal=True)
+
+
+def raises_on_all(tokens, call, message, size=3):
+    """Every rank raises: message on those that have the error, all of them here."""
+
+    def run(rank):
+        plan = CpPlan.dense(tokens, group=rank)
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+        with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError), match=message):
+            call(q, plan)
+        return True
+
+    assert LocalGroup(size).run(run) == [True] * size
+
+
+WRONG_EVERYWHERE = [
+    ({"softcap": -1.0}, "softcap: expected a value >= 0"),
+    ({"softmax_scale": float("inf")}, "softmax_scale: expected a finite value"),
+    ({"dropout_p": float("nan")}, r"p_dropout: expected a value in \[0, 1\)"),
+    ({"sinks": torch.ones(2, dtype=torch.int32)}, "sinks: expected float32"),
+    ({"lse_convention": "fa4"}, "lse_convention: expected one of"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG_EVERYWHERE, ids=[next(iter(o)) for o, _ in WRONG_EVERYWHERE])
+def test_ranks_without_tokens_raise_too(options, message):
+    """They call no backend, which would have found the error."""
+    raises_on_all(1, lambda q, plan: flash_attn_cp_func(q, q, q, plan=plan, **options), message)
+    raises_on_all(1, lambda q, plan: flash_attn_cp_func(q.long(), q.long(), q.long(), plan=plan), "q: expected one of")
+
+
+class Odd:
+    """A window whose reading raises what no check foresees."""
+
+    def __iter__(self):
+        raise KeyError("odd")
+
+
+def test_errors_of_any_kind_are_told_to_the_others():
+    """A KeyError of one rank's arguments: nobody waits for it."""
+
+    def run(rank):
+        odd = {"window_size": Odd()} if rank.rank == 1 else {}
+        with pytest.raises(KeyError if odd else RuntimeError):
+            CpPlan.dense(8, group=rank, **odd)
+        plan = CpPlan.dense(8, group=rank)
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+        with pytest.raises(KeyError if odd else RuntimeError):
+            flash_attn_cp_func(q, q, q, plan=plan, **odd)
+        return flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
+
+    assert LocalGroup(3).run(run) == [True] * 3
+
+
+@pytest.mark.parametrize("change", ["tokens", "dtype", "axis", "gradient"])
+def test_different_unshards_raise_on_all_ranks(change):
+    def run(rank):
+        plan = CpPlan.dense(9, group=rank)
+        y, dim = torch.zeros(plan.num_tokens, plan.num_tokens, 2), 0
+        if rank.rank == 1:
+            y = {"tokens": y[1:], "dtype": y.double(), "axis": y, "gradient": y.requires_grad_()}[change]
+            dim = 1 if change == "axis" else 0
+        with pytest.raises(RuntimeError, match="unshard: expected|y: expected"):
+            plan.unshard(y, dim)
+        return torch.equal(plan.unshard(plan.shard(torch.arange(9), 0), 0), torch.arange(9))
+
+    assert LocalGroup(3).run(run) == [True] * 3
+
+
+def test_a_rank_that_ends_early_leaves_nobody_waiting():
+    group = LocalGroup(3)
+
+    def run(rank):
+        plan = CpPlan.dense(8, group=rank)
+        return None if rank.rank == 1 else plan.unshard(torch.zeros(plan.num_tokens), 0)
+
+    with pytest.raises(RuntimeError, match="rank 1 of the LocalGroup has ended before it sent ints"):
+        group.run(run)
+    assert group.run(lambda rank: rank.all_gather_ints([rank.rank])) == [[[0], [1], [2]]] * 3
+
+
+def test_all_ranks_connect_before_some_exchange(monkeypatch):
+    """NCCL makes its communicator in a group's first call, which must not be an exchange of some ranks alone."""
+    events = []
+    exchange = LocalRank.exchange
+    monkeypatch.setattr(LocalRank, "connect", lambda self, device: events.append((self.rank, "connect")))
+
+    def logged(self, sends, receives):
+        if sends or receives:
+            events.append((self.rank, "exchange"))
+        return exchange(self, sends, receives)
+
+    monkeypatch.setattr(LocalRank, "exchange", logged)
+
+    def run(rank):
+        plan = CpPlan.dense(2, group=rank, layout="contiguous", method="all_gather")
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+        return plan.unshard(flash_attn_cp_func(q, q, q, plan=plan, causal=True), 1)
+
+    LocalGroup(3).run(run)
+    for rank in range(3):
+        assert next(what for who, what in events if who == rank) == "connect"
+    assert [who for who, what in events if what == "exchange" and who == 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
+    """Of buffers for the keys of other ranks; whatever the number of ranks."""
+    alive, most = [weakref.WeakSet() for _ in range(ranks)], [0] * ranks
+    fetch = gathered._Fetched.__init__
+
+    def counted(self, plan, tables, batch, tensors):
+        fetch(self, plan, tables, batch, tensors)
+        if not tables.step.is_local:
+            for buffer in self._buffers:
+                alive[plan.rank].add(buffer.untyped_storage())
+        most[plan.rank] = max(most[plan.rank], len(alive[plan.rank]))
+
+    monkeypatch.setattr(gathered._Fetched, "__init__", counted)
+    problem, weights = self_attention(Case(1, 64, 64, 2, 2, 16, "bfloat16", causal=True), device)
+    run_local(problem, weights, ranks, method="ring")
+    assert max(most) == (2 if ranks == 2 else 4)  # a key and a value tensor each
+
+
+def test_tables_are_made_once(device):
+    problem, _ = self_attention(Case(1, 20, 20, 2, 2, 8, "bfloat16", causal=True), device)
+
+    def run(rank):
+        plan = make_plan(problem, rank)
+        args = ("ring", (None, 0), False, 1, device)
+        return plan.tables(*args) is plan.tables(*args)
+
+    assert LocalGroup(2).run(run) == [True] * 2

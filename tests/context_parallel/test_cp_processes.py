@@ -1,0 +1,44 @@
+"""Context parallelism in processes: gloo on CPU tensors, NCCL where there are GPUs enough."""
+
+import cp_workers
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def run(device, size, *work, on_both=False):
+    """Each (function, arguments...) of work in `size` processes. on_both: of a group with a CPU backend beside NCCL."""
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+        pytest.skip(f"torch.distributed has no {backend}")
+    both = on_both and device == "cuda"
+    cp_workers.run_processes(_each, size, "cpu:gloo,cuda:nccl" if both else backend, work)
+
+
+def _each(device, work):
+    for function, *arguments in work:
+        function(device, *arguments)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention(device, size):
+    """One start of processes for all, which costs more than the attention."""
+    run(device, size, (cp_workers.attention, size), (cp_workers.mismatches,), (cp_workers.random_plans, 1, 6))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_meshes_bits_and_caches(device, size):
+    work = [(cp_workers.meshes,), (cp_workers.equal_bits,), (cp_workers.cache,), (cp_workers.random_plans, 2, 6)]
+    run(device, size, *work, on_both=True)
+
+
+@pytest.mark.devices("cpu")
+def test_a_killed_rank_ends_the_others(device):
+    run(device, 3, (cp_workers.killed,))
+
+
+@pytest.mark.devices("cuda")
+def test_two_hundred_random_plans(device):
+    run(device, 2, (cp_workers.random_plans, 3, 200), on_both=True)

@@ -1,0 +1,108 @@
+"""Problems of context parallelism: the one-GPU problem, the ranks that solve it, their results as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cases import Case
+from harness import Problem, check_forward, gradients, make_problem, sink_gradient_error
+from reference import assert_accurate, assert_gradient_accurate
+
+from flash_attn import dropout_mask
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+
+
+@dataclass
+class Weights:
+    """The gradients that the results of a problem receive."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+
+@dataclass
+class Result:
+    """What all ranks give, put together; dsinks summed."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    grads: list
+    rng_state: torch.Tensor
+
+
+def self_attention(case: Case, device: str, lengths=(40, 1, 23, 0)) -> tuple[Problem, Weights]:
+    """A problem whose keys are its queries' tokens; lengths of the documents, where packed."""
+    problem = make_problem(case, device, [(n, n) for n in lengths] if case.kind == "packed" else None)
+    if case.kind == "packed":
+        problem.k, problem.v = problem.k[: sum(lengths)], problem.v[: sum(lengths)]
+    out_shape = (*problem.q.shape[:-1], problem.v.shape[-1])
+    lse_shape = problem.q.shape[:-1]
+    lse_shape = (lse_shape[1], lse_shape[0]) if case.kind == "packed" else (lse_shape[0], lse_shape[2], lse_shape[1])
+    dtype = torch.float64 if problem.q.dtype == torch.float64 else torch.float32
+    dout = torch.randn(out_shape, dtype=problem.q.dtype, device=device)
+    return problem, Weights(dout, torch.randn(lse_shape, dtype=dtype, device=device))
+
+
+def make_plan(problem: Problem, group, **options) -> CpPlan:
+    if problem.layout is None:
+        return CpPlan.dense(problem.q.shape[1], group=group, **options)
+    return CpPlan.varlen(problem.cu_seqlens_q.cpu(), group=group, **options)
+
+
+def call_options(problem: Problem) -> dict:
+    options = dict(problem.options, dropout_p=problem.case.dropout)
+    options["window_size"] = options.pop("window")
+    return options
+
+
+def run_rank(problem: Problem, weights: Weights, group, deterministic=False, **plan_options) -> Result:
+    """One rank's call and backward; every tensor of the result is of all tokens, dsinks of this rank's."""
+    plan = make_plan(problem, group, **plan_options)
+    axis = 0 if plan.is_packed else 1
+    own = [plan.shard(x, axis).requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    options = call_options(problem)
+    if problem.sinks is not None:
+        own.append(problem.sinks.clone().requires_grad_())
+        options["sinks"] = own[-1]
+    out, lse, rng_state = flash_attn_cp_func(
+        *own[:3], plan=plan, return_attn_probs=True, deterministic=deterministic, **options
+    )
+    assert out.is_contiguous() and lse.is_contiguous()
+    given = [plan.shard(weights.dout, axis), plan.shard(weights.dlse, -1)]
+    grads = torch.autograd.grad([out, lse], own, given)
+    whole = [plan.unshard(x, axis) for x in (out.detach(), *grads[:3])]
+    return Result(whole[0], plan.unshard(lse.detach(), -1), [*whole[1:], *grads[3:]], rng_state)
+
+
+def run_local(problem: Problem, weights: Weights, ranks: int, **options) -> Result:
+    """All ranks as threads. They agree on every result."""
+    results = LocalGroup(ranks).run(lambda rank: run_rank(problem, weights, rank, **options))
+    first = results[0]
+    for other in results[1:]:
+        for a, b in zip((first.out, first.lse, *first.grads[:3]), (other.out, other.lse, *other.grads[:3])):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert torch.equal(first.rng_state, other.rng_state)
+    for result in results[1:]:
+        first.grads[3:] = [a + b for a, b in zip(first.grads[3:], result.grads[3:])]
+    return first
+
+
+def check_result(problem: Problem, weights: Weights, result: Result) -> None:
+    """By the criterion of one GPU; in float64 gradients to 1e-10 too."""
+    case, keep = problem.case, None
+    if case.dropout > 0:
+        rows = problem.max_seqlen_q if problem.layout is not None else problem.q.shape[1]
+        entries = len(problem.layout.lens_q) if problem.layout is not None else case.batch
+        keep = dropout_mask(result.rng_state, case.dropout, entries, case.nheads, rows, rows, problem.q.device)
+    check_forward(problem, result.out, result.lse, keep)
+    exact = gradients(problem, weights.dout, torch.float64, keep, weights.dlse)
+    plain = gradients(problem, weights.dout, problem.q.dtype, keep, weights.dlse)
+    for name, ours, reference, same in zip(("dq", "dk", "dv"), result.grads, exact, plain):
+        if problem.q.dtype == torch.float64:
+            assert_accurate(ours, reference, same, name, slack=1e-10)
+        else:
+            assert_gradient_accurate(ours, reference, same, name)
+    if problem.sinks is not None:
+        allowed = sink_gradient_error(problem, weights.dout, keep, weights.dlse)
+        assert ((result.grads[3].double() - exact[3]).abs() <= allowed + 1e-4).all()

@@ -1,0 +1,176 @@
+"""What the processes of the distributed tests run; started by `run_processes`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case
+from cp_harness import check_result, make_plan, run_rank, self_attention
+from torch.multiprocessing import get_context
+
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.context_parallel import CpCache, CpPlan, flash_attn_cp_func, flash_attn_cp_kvcache
+
+SECONDS = 120  # of all that the processes of one test do
+
+
+def run_processes(function, size: int, backend: str, *arguments) -> None:
+    """function(*arguments) in `size` processes with an initialised group; raises what a process raised."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "cp_workers"])
+    with tempfile.TemporaryDirectory() as folder:
+        errors = context.SimpleQueue()
+        processes = [
+            context.Process(target=_main, args=(function, rank, size, backend, f"{folder}/store", errors, *arguments))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SECONDS)
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        texts = []
+        while not errors.empty():
+            texts.append(errors.get())
+        assert not hanging and not texts, f"hanging: {hanging}; " + "\n".join(texts)
+        assert [process.exitcode for process in processes] == [0] * size
+
+
+def _main(function, rank, size, backend, store, errors, *arguments):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        device = "cuda" if "nccl" in backend else "cpu"
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+        function(device, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+        raise
+
+
+def attention(device: str, seed: int) -> None:
+    """Every method and layout, dense and packed, against the reference on every rank."""
+    dtype = "float64" if device == "cpu" else "bfloat16"
+    cases = [
+        Case(2, 37, 37, 4, 2, 16, dtype, causal=True, sinks=True),
+        Case(4, 0, 0, 4, 4, 8, dtype, causal=True, window=(9, 0), softcap=15.0, kind="packed"),
+        Case(1, 30, 30, 2, 1, 8, dtype, alibi="heads", dropout=0.2 if device == "cpu" else 0.0, causal=True),
+    ]
+    torch.manual_seed(seed)
+    layouts = ("zigzag", "contiguous", "balanced")
+    for index, case in enumerate(cases):
+        for shift, method in enumerate(("all_gather", "ring", "ulysses")):
+            if device == "cuda" and case.alibi != "none" and method == "ring":
+                continue
+            problem, weights = self_attention(case, device)
+            result = run_rank(problem, weights, None, method=method, layout=layouts[(index + shift) % 3])
+            for dsinks in result.grads[3:]:
+                dist.all_reduce(dsinks)
+            check_result(problem, weights, result)
+
+
+def equal_bits(device: str) -> None:
+    """Two runs, whose messages may arrive in other orders, have the same results and gradients to the last bit."""
+    torch.manual_seed(0)
+    problem, weights = self_attention(Case(2, 130, 130, 4, 2, 32, "bfloat16", causal=True), device)
+    for method in ("all_gather", "ring", "ulysses"):
+        first, second = (run_rank(problem, weights, None, deterministic=True, method=method) for _ in range(2))
+        for a, b in zip((first.out, first.lse, *first.grads), (second.out, second.lse, *second.grads)):
+            assert torch.equal(a, b), method
+
+
+def cache(device: str) -> None:
+    """Decoding over a cache of which every rank has its rows, beside the whole."""
+    torch.manual_seed(1)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(2, n, h, 16, device=device, dtype=dtype) for n, h in ((3, 4), (21, 2), (21, 2)))
+    shards = CpCache(interleave=2)
+    rows = shards.rows(torch.arange(21, device=device))
+    own = [x.new_full((2, 12, 2, 16), float("nan")) for x in (k, v)]
+    for part, x in zip(own, (k, v)):
+        part[:, rows[rows >= 0]] = x[:, rows >= 0]
+    lengths = torch.tensor([21, 5], dtype=torch.int32, device=device)
+    found = flash_attn_cp_kvcache(q, *own, lengths, causal=True, return_softmax_lse=True, shards=shards)
+    expected = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, atol=1e-10 if device == "cpu" else 2e-2, rtol=0)
+
+
+def meshes(device: str) -> None:
+    """A DeviceMesh, and a group that is not all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = dist.get_world_size()
+    plan = CpPlan.dense(10, mesh=init_device_mesh(device, (size,)))
+    assert plan.size == size
+    with pytest.raises(TypeError, match="group: expected None, for mesh is given"):
+        CpPlan.dense(10, mesh=init_device_mesh(device, (size,)), group=dist.group.WORLD)
+    group = dist.new_group([size - 1, 0] if size > 1 else [0])
+    if dist.get_rank() in (0, size - 1):
+        plan = CpPlan.dense(10, group=group)
+        x = torch.arange(10.0, device=device)
+        assert plan.size == min(2, size) and torch.equal(plan.unshard(plan.shard(x, 0), 0), x)
+    else:
+        with pytest.raises(RuntimeError, match="group: expected a group that this rank belongs to"):
+            CpPlan.dense(10, group=group)
+
+
+def mismatches(device: str) -> None:
+    """What one rank does otherwise raises on all, and the group is usable afterwards."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    with pytest.raises(RuntimeError, match="CpPlan: expected the same on every rank"):
+        CpPlan.dense(10 + (rank == last))
+    with pytest.raises(RuntimeError, match="expected"):
+        CpPlan.varlen([0, 5, 3] if rank == last else [0, 3, 5])
+    plan = CpPlan.dense(9)
+    q = torch.randn(1, plan.num_tokens, 2, 8, device=device, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="flash_attn_cp_func: expected the same on every rank"):
+        flash_attn_cp_func(q, q, q, plan=plan, causal=rank == last)
+    with pytest.raises(RuntimeError, match="expected"):
+        short = q[:, :-1] if rank == last else q
+        flash_attn_cp_func(short, q, q, plan=plan)
+    assert flash_attn_cp_func(q, q, q, plan=plan).shape == q.shape
+
+
+def killed(device: str) -> None:
+    """A rank dies while the others wait for its keys: they raise, long before the group's time is over. Ends all."""
+    plan = CpPlan.dense(64, check="plan")
+    q = torch.randn(1, plan.num_tokens, 2, 8, device=device)
+    flash_attn_cp_func(q, q, q, plan=plan)  # compared now; the next call goes straight to the exchange
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        flash_attn_cp_func(q, q, q, plan=plan)
+    os._exit(0)
+
+
+def random_plans(device: str, seed: int, count: int) -> None:
+    """Documents of any lengths in turn: every rank gets to the end, with the sum that one rank has."""
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(count):
+        lengths = torch.randint(0, 60, (5,), generator=generator).tolist()
+        case = Case(5, 0, 0, 2, 1, 8, "float64" if device == "cpu" else "bfloat16", causal=True, kind="packed")
+        torch.manual_seed(index)
+        problem, _ = self_attention(case, device, lengths)
+        method, layout = ("all_gather", "ring", "ulysses")[index % 3], ("zigzag", "balanced")[index % 2]
+        plan = make_plan(problem, None, method=method, layout=layout)
+        own = [plan.shard(x, 0) for x in (problem.q, problem.k, problem.v)]
+        out = plan.unshard(flash_attn_cp_func(*own, plan=plan, causal=True), 0)
+        alone = problem.cu_seqlens_q
+        longest = max(lengths)
+        expected = flash_attn_varlen_func(
+            problem.q, problem.k, problem.v, alone, alone, longest, longest, causal=True
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected, atol=1e-10 if device == "cpu" else 2e-2, rtol=0)
