@@ -35,7 +35,9 @@ def codes_of(cache, stored):
     """Codes of a cache in its layout: values times 30, the code of NaN, or of int8 the largest, where there is NaN."""
     unseen = cache.isnan()
     values = (cache.float() * 30).nan_to_num(nan=0).round().clamp(-127, 127)
-    codes = torch.empty_strided(cache.shape, cache.stride(), dtype=stored, device=cache.device).copy_(values)
+    elements = cache.untyped_storage().nbytes() // cache.element_size()
+    storage = torch.full((elements,), 0x7F, dtype=torch.int8, device=cache.device).view(stored)
+    codes = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(values)
     codes.view(torch.int8)[unseen] = 0x7F
     return codes
 
