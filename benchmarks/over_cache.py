@@ -93,6 +93,7 @@ def ours(row, inputs):
         plan = flash_attn.KvCachePlan(
             inputs.lengths, case.seqlen_q, case.nheads, case.nheads_k, case.head_dim, capacity, case.append,
             case.causal, case.window, batch_invariant=case.invariant,
+            kv_cache_dtype=inputs.caches[0][0].dtype if case.codes else None,
         )  # fmt: skip
         out = torch.empty_like(inputs.q)
     layers, count = itertools.cycle(inputs.caches), itertools.count()

@@ -21,7 +21,7 @@ CACHE_TIMING = {
     "decode_tokens": "replay",
     "decode_append": "replay",
     "decode_invariant": "replay",
-    "decode_8bit": "replay",
+    "decode_8bit": "graph",
     "decode_features": "replay",
     "prefill_cache": "event",
 }

@@ -24,8 +24,8 @@ def quantize(
         x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), floating point, any strides.
         granularity: what has a descale of its own, and its shape, which the attention functions take as it is:
             "tensor" (); "head" (batch, heads), packed (heads,); "token" (batch, seqlen, heads), packed
-            (total, 1, heads), not for q; "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with
-            v_descale_axis="channel".
+            (total, 1, heads), not for q, and heads first in memory, so that kernels read a head's in one piece;
+            "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with v_descale_axis="channel".
         dtype: torch.float8_e4m3fn or torch.int8 (-127 to 127).
         power_of_two: bool. Round descales up to powers of two: then codes * descale is exact in half precision, as
             far as its exponents go.
@@ -48,7 +48,8 @@ def quantize(
     if granularity == "tensor":
         return codes, descale.reshape(())
     if granularity == "token":
-        return codes, descale.squeeze(-1) if rows else descale.transpose(1, 2)
+        heads_first = descale.transpose(-3, -2).contiguous()  # a sector then holds 8 tokens of one head
+        return codes, heads_first.squeeze(-1).transpose(1, 2) if rows else heads_first.permute(1, 2, 0)
     return codes, descale.squeeze(rows) if granularity == "channel" else descale.squeeze(-1).squeeze(rows)
 
 

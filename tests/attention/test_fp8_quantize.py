@@ -93,6 +93,15 @@ def test_random_values_to_the_bit(device, dtype, granularity, packed):
     assert np.array_equal(bits(codes), expected_codes(x.numpy(), np.broadcast_to(expected, x.shape), dtype))
 
 
+@pytest.mark.parametrize("packed", (False, True))
+def test_descales_of_tokens_lie_heads_first(device, packed):
+    """Else a kernel reads a sector of memory for each token of a head."""
+    x = torch.randn(3, 17, 4, 24, device=device)
+    descale = fp8.quantize(x.flatten(0, 1) if packed else x, "token")[1]
+    tokens, heads = (0, 2) if packed else (1, 2)
+    assert (descale.stride(tokens), descale.stride(heads)) == (1, descale.shape[tokens])
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_round_trip_error_bounds(device, granularity):
     """Half a unit of e4m3, half a step of int8; the products in float32 add 2^-22 of the value."""
