@@ -17,7 +17,7 @@ def check_unpacked(args: AttentionArgs):
 
 
 def may_have_kernels(args: AttentionArgs) -> bool:
-    """Whether kernels of 8 bits serve such calls, for some head dims and GPUs: e4m3 q, k and v with descales of heads."""
+    """Whether kernels of 8 bits serve such calls of some head dims on some GPUs."""
     descales = (args.q_descale, args.k_descale, args.v_descale)
     return (
         all(x.dtype is eight_bit.E4M3 for x in (args.q, args.k, args.v))

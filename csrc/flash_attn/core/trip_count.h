@@ -74,10 +74,6 @@ struct DescendingTripCount {
   int unmasked_begin = 0;  // n_blocks that every row of the warpgroup sees wholly
   int unmasked_end = 0;
   Bounds bounds;
-
-  FLASH_HOST_DEVICE constexpr bool masks(int n_block) const {
-    return n_block < unmasked_begin || n_block >= unmasked_end;
-  }
 };
 
 template <class Mask>

@@ -25,16 +25,16 @@ __device__ __forceinline__ int word_of(int key) {
 constexpr int kWords = kKeys * kPaddedWords + 9;
 
 // A block of keys of one K/V head: what its queries see of it is [begin, end).
-struct KeyBlock {
+struct VtTile {
   int head = 0, batch = 0;
   int begin = 0, end = 0;  // within the block; none when end <= begin
   int64_t source = 0;      // element offset of key 0 in V
   int64_t target = 0;      // of column 0, key 0 in V^T
 };
 
-__device__ __forceinline__ KeyBlock key_block(const Flash_fwd_fp8_params& params, int index) {
+__device__ __forceinline__ VtTile vt_tile(const Flash_fwd_fp8_params& params, int index) {
   const int blocks = static_cast<int>(params.vt_keys / kKeys), matrix = index / blocks, slot = index - matrix * blocks;
-  KeyBlock at;
+  VtTile at;
   Visibility mask{params.seqlen_q, params.seqlen_k, params.window};
   int first = slot * kKeys, k_begin = 0;
   at.batch = matrix / params.h_k;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-__device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, const KeyBlock& at, uint32_t* words) {
+__device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, const VtTile& at, uint32_t* words) {
   constexpr int kVectors = kCols / 16, kSteps = kKeys * kVectors / kThreads;
   const auto* const v = static_cast<const uint8_t*>(params.v_ptr) + at.source;
   uint4 vectors[kSteps];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, co
 }
 
 // A warp writes 128 keys of a column at a time.
-__device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params, const KeyBlock& at,
+__device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params, const VtTile& at,
                                               const uint32_t* words) {
   const int lane = threadIdx.x % 32, key = lane / 4 * 16;
   uint8_t* const to = params.vt_ptr + at.target + 4 * lane;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_cons
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
   if (params.vt_keys == 0) return;
-  const KeyBlock at = key_block(params, reversed_block());
+  const VtTile at = vt_tile(params, reversed_block());
   if (at.end <= 0) return;  // no key of a sequence: never read
   load_keys(params, at, words);
   __syncthreads();

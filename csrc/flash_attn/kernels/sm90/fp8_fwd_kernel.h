@@ -53,7 +53,8 @@ struct Fp8FwdConsumer {
     constexpr float kLog2e = 1.4426950408889634f, kLeastNormal = 1.17549435e-38f;
     const float scale =
         launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
-    mainloop.scale_log2 = scale < kLeastNormal ? kLeastNormal : scale;
+    mainloop.negates = scale < 0.0f;
+    mainloop.scale_log2 = fabsf(scale) < kLeastNormal ? kLeastNormal : fabsf(scale);
   }
 
   // S of a tile's first block; if there is none, of whatever the buffers hold: the result is never read.
@@ -72,8 +73,8 @@ struct Fp8FwdConsumer {
     const bool computes = mainloop.steps(slot).count > 0;
     set_scale(mainloop.tile(slot));
     if (computes) {
-      mainloop.skip_v(mainloop.steps(slot).skipped_first);
       mainloop.first_step(slot);
+      mainloop.skip_v(mainloop.steps(slot).skipped_first);
       mainloop.run(slot, q_stage);
       mainloop.skip_k(mainloop.steps(slot).skipped_last);
     } else {

@@ -20,6 +20,7 @@ struct Fp8FwdMainloop {
   using KvState = PipelineState<Config::kKvStages>;
   using MmaQk = typename Config::MmaQk;
   using MmaPv = typename Config::MmaPv;
+  static constexpr int kNegates = 0x7fffffff;         // every block takes the path of masked ones, which negates S too
   static constexpr int kWords = Config::kBlockN / 8;  // of P, four codes each
   using AccS = decltype(cute::partition_fragment_C(MmaQk{}, cute::Shape<cute::_64, cute::Int<Config::kBlockN>>{}));
   using AccO = decltype(cute::partition_fragment_C(MmaPv{}, cute::Shape<cute::_64, cute::Int<Config::kVtRows>>{}));
@@ -38,6 +39,7 @@ struct Fp8FwdMainloop {
   AccO acc_t, acc_o;
   FragmentP tOrP;
   Fp8Softmax<Config::kCodes> softmax;
+  bool negates;      // S of this tile
   float scale_log2;  // what scores are multiplied by: descales, softmax_scale, log2(e)
   int blocks_in_t = 0;
 
@@ -116,11 +118,14 @@ struct Fp8FwdMainloop {
     storage.v_full[v_state.stage].wait(v_state.phase ^ half.sign);
   }
 
-  // S of an n_block to P. Returns, warp-uniform, whether row_max was updated.
+  // S of an n_block to P. `unmasked_begin`: of the warpgroup's rows, or kNegates. Returns, warp-uniform, whether
+  // row_max was updated.
   template <bool kFirst>
-  __device__ __forceinline__ int make_p(int slot, int n_block, bool masks, HalfP& half, float (&correction)[2]) {
+  __device__ __forceinline__ int make_p(int slot, int n_block, int unmasked_begin, int unmasked_end, HalfP& half,
+                                        float (&correction)[2]) {
     auto scores = row_col_view(acc_s);
-    if (masks) {
+    if (n_block < unmasked_begin || n_block >= unmasked_end) {
+      if (unmasked_begin == kNegates) negate_s();
       const int rows = min(64, tile(slot).seqlen_q - tile(slot).row_begin - 64 * group);
       const int key = n_block * Config::kBlockN;
       apply_bounds(scores, coords, steps(slot).bounds, rows, tile(slot).seqlen_k, key, key + Config::kBlockN);
@@ -128,6 +133,15 @@ struct Fp8FwdMainloop {
     const int rescale = softmax.update_row_max(scores, scale_log2, kFirst, correction);
     softmax.exponentiate(acc_s, scale_log2, half);
     return rescale;
+  }
+
+  // Descales of opposite signs: maxima are those of scores that a positive factor scales.
+  __device__ __forceinline__ void negate_s() {
+#pragma unroll
+    for (int i = 0; i < cute::size(acc_s); ++i) acc_s(i) = -acc_s(i);
+  }
+  __device__ __forceinline__ int unmasked_begin(int slot) const {
+    return negates ? kNegates : steps(slot).unmasked_begin;
   }
 
   // With nothing under way.
@@ -153,7 +167,7 @@ struct Fp8FwdMainloop {
     HalfP half;
     float correction[2];
     const int n_block = steps(slot).first_block;
-    make_p<true>(slot, n_block, steps(slot).masks(n_block), half, correction);
+    make_p<true>(slot, n_block, unmasked_begin(slot), steps(slot).unmasked_end, half, correction);
     set_p(half);
   }
 
@@ -164,7 +178,7 @@ struct Fp8FwdMainloop {
   }
 
   // One KV block: S and P of `n_block`, and T += P V of the block before.
-  __device__ __forceinline__ void step(int slot, int n_block, bool masks, int q_stage) {
+  __device__ __forceinline__ void step(int slot, int n_block, int unmasked_begin, int unmasked_end, int q_stage) {
     // 1. Issue S = Q K^T, then T += P V of the block before.
     wait_for_k();
     issue_qk(q_stage);
@@ -174,7 +188,7 @@ struct Fp8FwdMainloop {
     release_k();
     HalfP half;
     float correction[2];
-    const int rescale = make_p<false>(slot, n_block, masks, half, correction);
+    const int rescale = make_p<false>(slot, n_block, unmasked_begin, unmasked_end, half, correction);
     finish_p_before_pv_wait(half);
     // 3. P V is complete, nothing is under way: only here may T be read.
     cute::warpgroup_fence_operand(acc_s);
@@ -192,12 +206,12 @@ struct Fp8FwdMainloop {
   // All KV blocks of the tile after first_step(), but for P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
     const int last = steps(slot).first_block - steps(slot).count + 1;
-    const int unmasked_begin = steps(slot).unmasked_begin, unmasked_end = steps(slot).unmasked_end;
+    const int first_unmasked = unmasked_begin(slot), unmasked_end = steps(slot).unmasked_end;
     int n_block = steps(slot).first_block;
 #pragma unroll 1
     while (n_block > last) {
       --n_block;
-      step(slot, n_block, n_block < unmasked_begin || n_block >= unmasked_end, q_stage);
+      step(slot, n_block, first_unmasked, unmasked_end, q_stage);
     }
   }
 

@@ -36,8 +36,8 @@ struct Fp8Softmax : Softmax<2, int> {
   using Base::row_max;
   using Base::row_sum;
   static constexpr int kRows = 2;
-  static constexpr float kOffsetLog2 = 5.0f, kSlackLog2 = 3.0f;
-  static_assert(kOffsetLog2 + kSlackLog2 <= 8.8f, "P would saturate");
+  static constexpr float kOffsetLog2 = 5.0f, kMaxLagLog2 = 3.0f;
+  static_assert(kOffsetLog2 + kMaxLagLog2 <= 8.8f, "P would saturate");
   // Scores of 128 products of codes up to 448 that are scaled by less differ by less than the 4096 octaves that 16 bits
   // of a code reach.
   static constexpr float kLargestNearScale = 7.5e-5f;
@@ -58,14 +58,14 @@ struct Fp8Softmax : Softmax<2, int> {
       for (int ni = 0; ni < size<1>(scores); ni += 2) {
         bound[mi] = __vimax3_s32(bound[mi], __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
-      exceeds |= !(fmaf(__int_as_float(bound[mi]), scale, -row_max[mi]) <= kOffsetLog2 + kSlackLog2);
+      exceeds |= !(fmaf(__int_as_float(bound[mi]), scale, -row_max[mi]) <= kOffsetLog2 + kMaxLagLog2);
     }
     if (!__any_sync(0xffffffffu, exceeds)) return false;
     float new_max[kRows];
     Base::set_maxima(scores, new_max);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const bool has_nan = quad_max_of_bits(bound[mi]) > 0x7f800000 || row_max[mi] != row_max[mi];
+      const bool has_nan = quad_max_of_bits(bound[mi]) > 0x7f800000 || row_max[mi] != row_max[mi] || scale != scale;
       const float raised = fmaxf(row_max[mi], rintf(new_max[mi] * scale) - kOffsetLog2);
       const float new_row_max = has_nan ? __int_as_float(0x7fffffff) : fmaxf(raised, Base::kLowest);
       correction[mi] = exp2f(row_max[mi] - new_row_max);
