@@ -39,7 +39,7 @@ def attend(
     causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
     lse.check_convention(lse_convention)
     want_dmask = dropout_p > 0 and bool(return_attn_probs)
-    *scaling, exp = scaling or (None,) * 5 + ("exact",)
+    *scaling, exp = scaling or (None, None, None, None, None, "exact")
     scaling = arguments.scaling(inputs[0], *scaling) or (None, None, None, False, None)
     fast_exp = arguments.fast_exp(inputs[0], exp)
     # Calls with 8-bit tensors are padded where their operands are made.

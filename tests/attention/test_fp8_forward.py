@@ -24,7 +24,7 @@ from harness import captured
 from reference import Varlen, attention, attention_varlen, sequence_bounds
 from test_fp8 import inputs, quantized
 
-from flash_attn import backends, flash_attn_func, flash_attn_varlen_func
+from flash_attn import backends, explain, flash_attn_func, flash_attn_varlen_func
 
 D = 128
 FAST_LSE = 5e-2  # of probabilities as codes: linear between powers of two
@@ -94,6 +94,7 @@ DESCALES = {
     "head": lambda device, heads: scale(device, heads),
     "batch and head": lambda device, heads: scale(device, 3, heads),
     "expanded": lambda device, heads: scale(device).expand(3, heads),
+    "of both signs": lambda device, heads: scale(device, heads) * (1 - 2 * (torch.arange(heads, device=device) % 2)),
     "strided": lambda device, heads: scale(device, heads, 3, 2)[..., 1].t(),
 }
 
@@ -289,6 +290,8 @@ def test_the_kernel_serves_such_calls(device):
     q, k, v = dense(device, 1, 200, 200, 2, 2)
     arguments = (None, None, None, None, None, None, 0.1, False, -1, -1, False, False)
     assert len(backends.of(q).fwd_fp8(q, k, v, *arguments)) == 4
+    plan = explain(flash_attn_func, q, k, v, exp="fast")["forward"]
+    assert plan["qkv_dtype"] == "e4m3" and plan["exp"] == "fast"
     narrow = [x[..., :64].contiguous() for x in (q, k, v)]
     assert backends.of(q).fwd_fp8(*narrow, *arguments) == []
 

@@ -1,6 +1,7 @@
 // A forward of e4m3 q, k and v by kernels of 8 bits, for the calls that they serve.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "api/forward.h"
@@ -74,33 +75,40 @@ inline cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const pla
   return FP16_SWITCH(plan.dtype, [&] { return run_mha_fwd_fp8_wgmma_<kDtype, 128>(params, plan, stream); });
 }
 
-// {out, lse, an empty S_dmask, rng_state}; nothing where there is no kernel for the call.
-inline std::vector<at::Tensor> fp8_forward(const Fp8FwdCall& call) {
-  const CallDevice guard(call.q.device());
-  check_device_supported(call.q);
-  if (call.q.numel() == 0 || call.k.numel() == 0) return {};
-  const at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v);
-  Flash_fwd_fp8_params params = call.sequences;
+// Fills params, but for memory. A plan without a grid: there is no kernel for the call.
+inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params& params, const at::Tensor& q,
+                                   const at::Tensor& k, const at::Tensor& v) {
+  params = call.sequences;
   params.device = q.device().index();
   params.multiprocessors = multiprocessor_count(params.device);
   set_params_fprop(params, q, k, v, call.scores, 0.0);
   params.o_strides = contiguous_strides(q, params.d_v);
-  plan::FwdProblem problem = fwd_problem(params, Dtype::kE4m3);
-  problem.dtype = call.out_type == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
-  const plan::Device device = device_of(params.device);
-  if (!plan::fp8_fwd_supports(problem, device)) return {};
-  const plan::FwdPlan plan = plan::plan_fp8_fwd(problem, device);
-  if (plan.grid == 0) return {};
-  const at::Tensor out = new_empty(q, checks::output_shape(q, v), call.out_type);
-  const at::Tensor lse = new_empty(q, call.lse_shape, at::kFloat), rng_state = new_empty(q, {2}, at::kLong);
-  const at::Tensor vt = new_empty(q, {plan::fp8_vt_bytes(problem)}, at::kByte);
-  set_params_out(params, out, lse);
-  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
   params.q_descale = descale_of(call.q_descale, params.h);
   params.k_descale = descale_of(call.k_descale, params.h);
   params.v_descale = descale_of(call.v_descale, params.h);
-  params.vt_ptr = vt.mutable_data_ptr<uint8_t>();
+  plan::FwdProblem problem = fwd_problem(params, Dtype::kE4m3);
+  problem.dtype = call.out_type == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
+  const plan::Device device = device_of(params.device);
+  if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device)) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
+  return plan::plan_fp8_fwd(problem, device);
+}
+
+// {out, lse, an empty S_dmask, rng_state}; nothing where there is no kernel for the call.
+inline std::vector<at::Tensor> fp8_forward(const Fp8FwdCall& call) {
+  const CallDevice guard(call.q.device());
+  check_device_supported(call.q);
+  const at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v);
+  Flash_fwd_fp8_params params;
+  const plan::FwdPlan plan = plan_fp8_call(call, params, q, k, v);
+  if (plan.grid == 0) return {};
+  const at::Tensor out = new_empty(q, checks::output_shape(q, v), call.out_type);
+  const at::Tensor lse = new_empty(q, call.lse_shape, at::kFloat), rng_state = new_empty(q, {2}, at::kLong);
+  const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
+  const at::Tensor vt = new_empty(q, {matrices, params.d_v, params.vt_keys}, at::kByte);
+  set_params_out(params, out, lse);
+  params.dropout.rng_state = rng_state.mutable_data_ptr<int64_t>();
+  params.vt_ptr = vt.mutable_data_ptr<uint8_t>();
   at::Tensor workspace;
   prepare_fp8(params, plan, q, workspace);
   trace(plan);
@@ -110,13 +118,25 @@ inline std::vector<at::Tensor> fp8_forward(const Fp8FwdCall& call) {
   return {out, lse, new_empty(q, {0}, call.out_type), rng_state};
 }
 
+// The plan alone, empty where there is no kernel: no launch, no memory.
+inline plan::Explanation explain_fp8(const Fp8FwdCall& call) {
+  check_device_supported(call.q);
+  const at::Tensor q = aligned_layout(call.q), k = aligned_layout(call.k), v = aligned_layout(call.v);
+  Flash_fwd_fp8_params params;
+  const plan::FwdPlan plan = plan_fp8_call(call, params, q, k, v);
+  if (plan.grid == 0) return {};
+  plan::Explanation result = plan::explain(plan);
+  result["qkv_dtype"] = std::string(dtype_name(Dtype::kE4m3));
+  result["exp"] = std::string(params.exp_codes ? "fast" : "exact");
+  return result;
+}
+
 // Dense without cu_seqlens, else packed.
-inline std::vector<at::Tensor> mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                                           const OptionalTensor& q_descale, const OptionalTensor& k_descale,
-                                           const OptionalTensor& v_descale, const OptionalTensor& sinks,
-                                           double softmax_scale, bool is_causal, int64_t window_left,
-                                           int64_t window_right, bool fp16_out, bool fast_exp) {
+template <class Result>
+Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& cu_seqlens_q,
+                   const OptionalTensor& cu_seqlens_k, const OptionalTensor& q_descale, const OptionalTensor& k_descale,
+                   const OptionalTensor& v_descale, const OptionalTensor& sinks, double softmax_scale, bool is_causal,
+                   int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp) {
   const bool is_varlen = cu_seqlens_q.has_value();
   const char* axes = is_varlen ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
   const int64_t dims = is_varlen ? 3 : 4;
@@ -141,8 +161,13 @@ inline std::vector<at::Tensor> mha_fwd_fp8(const at::Tensor& q, const at::Tensor
   checks::descale("v_descale", v_descale, q, batch);
   const at::DimVector lse_shape =
       is_varlen ? at::DimVector{q.size(1), q.size(0)} : at::DimVector{q.size(0), q.size(2), q.size(1)};
-  return fp8_forward(
-      {sequences, q, k, v, q_descale, k_descale, v_descale, lse_shape, scores, fp16_out ? at::kHalf : at::kBFloat16});
+  const Fp8FwdCall call{sequences, q,         k,         v,      q_descale,
+                        k_descale, v_descale, lse_shape, scores, fp16_out ? at::kHalf : at::kBFloat16};
+  if constexpr (std::is_same_v<Result, plan::Explanation>) {
+    return explain_fp8(call);
+  } else {
+    return fp8_forward(call);
+  }
 }
 
 }  // namespace flash

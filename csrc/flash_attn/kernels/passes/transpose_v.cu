@@ -5,6 +5,7 @@
 
 #include "core/e4m3.h"
 #include "core/unmasked.h"
+#include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/pdl.h"
@@ -20,7 +21,7 @@ constexpr int kRowWords = kCols / 4, kPaddedWords = kRowWords + 1;
 // words after each 32 keys take them to 32 banks.
 __device__ __forceinline__ int word_of(int key) {
   const int chunk = key / 32;
-  return key * kPaddedWords + chunk % 2 * 8 + chunk / 2;
+  return key * kPaddedWords + chunk % 2 + chunk / 2 * 8;
 }
 constexpr int kWords = kKeys * kPaddedWords + 9;
 
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_cons
   wait_for_previous_kernel();
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
+  store_rng_state(params.dropout);
   if (params.vt_keys == 0) return;
   const VtTile at = vt_tile(params, reversed_block());
   if (at.end <= 0) return;  // no key of a sequence: never read
