@@ -15,6 +15,7 @@
 #include "api/combine.h"
 #include "api/environment.h"
 #include "api/forward.h"
+#include "api/fp8_forward.h"
 #include "api/kvcache.h"
 #include "api/overlap.h"
 #include "api/set_params.h"
@@ -381,6 +382,14 @@ void define_varlen_bwd(py::module_& m, const char* name, Function* function, con
 }
 
 template <class Function>
+void define_fwd_fp8(py::module_& m, const char* name, Function* function, const char* doc) {
+  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+        py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
+        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
+        py::arg("fast_exp"), py::call_guard<CallGuard>());
+}
+
+template <class Function>
 void define_kvcache(py::module_& m, const char* name, Function* function, const char* doc) {
   m.def(name, function, doc, py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
         py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"),
@@ -432,6 +441,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
         py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::call_guard<CallGuard>());
+  define_fwd_fp8(m, "fwd_fp8", &mha_fwd_fp8<Tensors>, "Forward of e4m3 tensors; [] where no kernel serves it");
+  define_fwd_fp8(m, "explain_fwd_fp8", &mha_fwd_fp8<plan::Explanation>, "The plan of fwd_fp8, or {}");
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),
         py::arg("lse_partial"), py::arg("out"), py::call_guard<CallGuard>());
   m.def("build_info", &build_info, "Identity of this build as JSON text");

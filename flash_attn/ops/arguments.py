@@ -9,7 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn.eight_bit import EIGHT_BIT, named
+from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 
 _BELOW, _BEYOND = -(2**63), 2**63
 _STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
@@ -154,6 +154,13 @@ def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
     given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
     return (*(_descale(name, q, value) for name, value in given), v_descale_axis is not None, out_dtype)
+
+
+def fast_exp(q, exp):
+    """Whether a call allows approximate exponentials, which only kernels of 8 bits have."""
+    if not isinstance(exp, str) or exp not in ("exact", "fast"):
+        raise RuntimeError(f"exp: expected 'exact' or 'fast', got {shown(exp)}")
+    return exp == "fast" and q.dtype is E4M3
 
 
 def _descale(name, q, value):

@@ -18,7 +18,7 @@ def attend(
 ):  # fmt: skip
     """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns.
 
-    scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype) of a function that takes 8-bit tensors.
+    scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp) of a function that takes 8-bit tensors.
     """
     names = _NAMES[len(inputs) - 1]
     varlen = sequences is not DENSE
@@ -39,7 +39,9 @@ def attend(
     causal, deterministic = arguments.flag("causal", causal), arguments.flag("deterministic", deterministic)
     lse.check_convention(lse_convention)
     want_dmask = dropout_p > 0 and bool(return_attn_probs)
-    scaling = () if scaling is None else arguments.scaling(inputs[0], *scaling)
+    *scaling, exp = scaling or (None, None, None, None, None, "exact")
+    scaling = arguments.scaling(inputs[0], *scaling) or (None, None, None, False, None)
+    fast_exp = arguments.fast_exp(inputs[0], exp)
     # Calls with 8-bit tensors are padded where their operands are made.
     padded = head_dim % 8 != 0 and head_dim < 256 and inputs[0].is_cuda and inputs[-1].dtype not in EIGHT_BIT
     padded = padded and inputs[0].dtype not in EIGHT_BIT
@@ -54,7 +56,7 @@ def attend(
         q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqused_k, sequences.leftpad_k,
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
         softcap, deterministic, want_dmask, bool(return_max_logit),
-        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(), *scaling,
+        arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(), *scaling, fast_exp,
     )  # fmt: skip
     out, softmax_lse, dmask, _, *max_logit = library.attention(args)
     if padded:

@@ -64,6 +64,7 @@ class AttentionArgs(NamedTuple):
     v_descale: Optional[Tensor] = None
     v_per_channel: bool = False
     out_dtype: Optional[torch.dtype] = None
+    fast_exp: bool = False
 
     def named(self):
         """The values of NAMED_OPTIONS that are given, by name: reading one costs the extension as much as a check."""
@@ -106,7 +107,8 @@ class AttentionArgs(NamedTuple):
     def without_scaling(self, q, k, v):
         """The same call of operands that descales have been applied to."""
         return self._replace(
-            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None
+            q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None, v_per_channel=False, out_dtype=None,
+            fast_exp=False,
         )  # fmt: skip
 
 

@@ -54,7 +54,9 @@ def forward(args: AttentionArgs, backend=None):
     backend, scaling = backend or backends.of(args.q), {}
     if args.is_scaled():
         if not args.q.is_cpu:
-            return scaled.forward(args, lambda plain: forward(plain, backend))
+            return scaled.forward(
+                args, lambda: _forward_fp8(args, backend), lambda converted: forward(converted, backend)
+            )
         scaled.check_unpacked(args)
         scaling = args.scaling()
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
@@ -73,6 +75,18 @@ def forward(args: AttentionArgs, backend=None):
             args.return_softmax, None, 0, args.return_max_logit, args.batch_invariant, **args.named(), **scaling,
         )  # fmt: skip
     return tuple(result)
+
+
+def _forward_fp8(args: AttentionArgs, backend):
+    """The result of the kernels of e4m3, or () where there is none for the call."""
+    return tuple(
+        backend.fwd_fp8(
+            *map(rows_contiguous, (args.q, args.k, args.v)), _index("cu_seqlens_q", args.cu_seqlens_q),
+            _index("cu_seqlens_k", args.cu_seqlens_k), args.q_descale, args.k_descale, args.v_descale, args.sinks,
+            args.softmax_scale, args.causal, args.window_left, args.window_right,
+            result_dtype(args.q, args.v, args.out_dtype) is torch.float16, args.fast_exp,
+        )
+    )  # fmt: skip
 
 
 def copied(out, result):

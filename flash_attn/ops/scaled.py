@@ -1,4 +1,4 @@
-"""Calls with 8-bit tensors where the backend has no kernels for them: attention of operands in 16 bits.
+"""Calls with 8-bit tensors beside those of the CPU: by kernels of 8 bits, or attention of operands in 16 bits.
 
 Codes are exact in 16 bits. Descales of heads go into the queries before and into the output after, those of rows and
 pages into copies of K and V. The cost is these copies, of whole caches too.
@@ -16,14 +16,31 @@ def check_unpacked(args: AttentionArgs):
             raise RuntimeError(f"{name}: expected a Tensor beside 8-bit tensors and descales, got None: one is packed")
 
 
-def forward(args: AttentionArgs, attend):
-    """What `attend` makes of the operands of a call, as the result of the call."""
+def may_have_kernels(args: AttentionArgs) -> bool:
+    """Whether kernels of 8 bits serve such calls of some head dims on some GPUs."""
+    descales = (args.q_descale, args.k_descale, args.v_descale)
+    return (
+        all(x.dtype is eight_bit.E4M3 for x in (args.q, args.k, args.v))
+        and not any(eight_bit.is_by_row(x) and x.numel() > 1 for x in descales)
+        and not args.v_per_channel
+        and all(x is None for x in (args.seqused_k, args.leftpad_k, args.block_table, args.alibi_slopes))
+        and args.softcap == 0.0
+        and not args.return_max_logit
+    )
+
+
+def forward(args: AttentionArgs, attend_fp8, attend):
+    """The result of a call: of `attend_fp8`, which may be empty, or what `attend` makes of operands in 16 bits."""
     check_unpacked(args)
     q, k, v = args.q, args.k, args.v
     _check_shapes(args)
     eight_bit.check_dtypes(q, k, v, args.out_dtype, args.dropout_p)
     varlen = args.cu_seqlens_q is not None
     eight_bit.check_descales(q, k, v, args.descales(), args.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0])
+    if may_have_kernels(args):
+        result = attend_fp8()
+        if result:
+            return result
     dtype = eight_bit.result_dtype(q, v, args.out_dtype)
     scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
     sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None

@@ -35,11 +35,11 @@ KEYWORDS = (
 SCALING = "q_descale=None, k_descale=None, v_descale=None, v_descale_axis=None, out_dtype=None"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
-    "flash_attn_func": f"(q, k, v, {TAIL}, {KEYWORDS}, {SCALING})",
+    "flash_attn_func": f"(q, k, v, {TAIL}, {KEYWORDS}, {SCALING}, exp='exact')",
     "flash_attn_qkvpacked_func": f"(qkv, {TAIL}, {KEYWORDS})",
     "flash_attn_kvpacked_func": f"(q, kv, {TAIL}, {KEYWORDS})",
     "flash_attn_varlen_func": f"(q, k, v, {VARLEN}, {TAIL}, block_table=None, *, seqused_q=None, seqused_k=None, "
-    f"leftpad_k=None, {KEYWORDS[3:]}, {SCALING})",
+    f"leftpad_k=None, {KEYWORDS[3:]}, {SCALING}, exp='exact')",
     "flash_attn_varlen_qkvpacked_func": f"(qkv, cu_seqlens, max_seqlen, {TAIL}, {KEYWORDS})",
     "flash_attn_varlen_kvpacked_func": f"(q, kv, {VARLEN}, {TAIL}, {KEYWORDS})",
     "flash_attn_with_kvcache": "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "

@@ -280,6 +280,33 @@ void check_trip_counts(const Mask& mask, const BlockRange& range, int row_begin,
   }
 }
 
+// Downwards: the blocks that a part needs are one stretch, those before and after it are skipped; a part without rows
+// or visible keys skips all.
+template <class Mask>
+void check_descending(const Mask& mask, const BlockRange& range, int row_begin, int row_end, int part_rows, int parts,
+                      int block_n) {
+  for (int part = 0; range.count() > 0 && part < parts; ++part) {
+    const int begin = row_begin + part * part_rows, part_end = std::min(begin + part_rows, row_end);
+    const auto steps = flash::descending_trip_count(mask, flash::KvBlockOrder{range}, begin, part_end, block_n);
+    check::that(steps.skipped_first + steps.count + steps.skipped_last == range.count(), "descending steps",
+                steps.skipped_first, steps.count, steps.skipped_last, range.count());
+    for (int step = 0; step < range.count(); ++step) {
+      const int block = range.end - 1 - step;
+      const bool computed = step >= steps.skipped_first && step < steps.skipped_first + steps.count;
+      if (begin >= part_end) {
+        check::that(!computed, "a part without rows", step, begin, part_end);
+        continue;
+      }
+      const auto facts = block_facts(mask, begin, part_end, block, block_n);
+      check::that(computed == facts.needed, "descending steps computed", step, range.count(), begin, part_end, block_n);
+      if (!computed) continue;
+      check::that(block == steps.first_block - (step - steps.skipped_first), "descending block", step, block);
+      const bool masks = block < steps.unmasked_begin || block >= steps.unmasked_end;
+      check::that(masks || facts.unmasked, "descending block that needs a mask", block, begin, part_end, block_n);
+    }
+  }
+}
+
 // Splits are contiguous and of one length but for the last ones; unmasked and skipped blocks are known in each.
 template <class Mask>
 void check_splits(const Mask& mask, const BlockRange& range, int row_begin, int row_end, int block_n) {
@@ -328,6 +355,7 @@ void check_mask(const Mask& mask) {
           if (block_m % parts != 0) continue;
           check_skipped_blocks(mask, range, row, row_end, block_m / parts, parts, block_n);
           check_trip_counts(mask, range, row, row_end, block_m / parts, parts, block_n);
+          check_descending(mask, range, row, row_end, block_m / parts, parts, block_n);
         }
         check_splits(mask, range, row, row_end, block_n);
       }

@@ -63,4 +63,36 @@ FLASH_HOST_DEVICE constexpr WarpgroupTripCount<typename Mask::Bounds> warpgroup_
   return steps;
 }
 
+// The same for a walk downwards, from order.range.end - 1 to order.range.begin: skipped blocks come first and last. A
+// warpgroup whose rows see no key, or that has none, skips them all.
+template <class Bounds>
+struct DescendingTripCount {
+  int skipped_first = 0;
+  int count = 0;  // blocks that are computed, from first_block downwards
+  int skipped_last = 0;
+  int first_block = 0;
+  int unmasked_begin = 0;  // n_blocks that every row of the warpgroup sees wholly
+  int unmasked_end = 0;
+  Bounds bounds;
+};
+
+template <class Mask>
+FLASH_HOST_DEVICE constexpr DescendingTripCount<typename Mask::Bounds> descending_trip_count(const Mask& mask,
+                                                                                             const KvBlockOrder& order,
+                                                                                             int row_begin, int row_end,
+                                                                                             int block_n) {
+  DescendingTripCount<typename Mask::Bounds> steps;
+  BlockRange own;
+  if (row_begin < row_end) own = block_range(mask, row_begin, row_end, block_n);
+  steps.bounds = mask.bounds(row_begin);
+  steps.count = own.count();
+  steps.skipped_first = order.range.end - (own.count() > 0 ? own.end : order.range.begin);
+  if (own.count() == 0) return steps;
+  steps.skipped_last = own.begin - order.range.begin;
+  steps.first_block = own.end - 1;
+  steps.unmasked_begin = own.unmasked_begin;
+  steps.unmasked_end = own.unmasked_end;
+  return steps;
+}
+
 }  // namespace flash

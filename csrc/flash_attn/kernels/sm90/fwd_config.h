@@ -4,8 +4,10 @@
 
 #include <cute/tensor.hpp>
 
+#include "core/trip_count.h"
 #include "kernels/common/accumulator.h"
 #include "kernels/common/convert.h"
+#include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "params/flash.h"
 #include "plan/fwd_policy_sm90.h"
@@ -19,6 +21,7 @@ using plan::FwdVariant;
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_ = kHeadDim_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
+  using OutElement = Element;
   static constexpr FwdVariant kVariant = kVariant_;
   static constexpr bool kHasValueDim = kHeadDimV_ != kHeadDim_;
   static constexpr plan::Sm90FwdTile kTile =
@@ -44,6 +47,16 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kConsumerGroups * kWarpGroups == 2 ? 232 : kWarpGroups == 3 ? 160 : 112;
   static_assert(kConsumerGroups == 1 ? kWarpGroups == 2 || kWarpGroups == 3 : kConsumerGroups == 2 && kWarpGroups == 2,
                 "register budgets exist for two, three or twice two consumers");
+
+  // KV blocks are walked upwards, unmasked ones first; P V reads V as it is.
+  static constexpr bool kDescending = false;
+  static constexpr bool kTransposedV = false;
+  using TripCount = WarpgroupTripCount<typename MaskOf<FwdConfig>::Bounds>;
+  template <class Mask>
+  __device__ __forceinline__ static TripCount trip_count(const Mask& mask, const KvBlockOrder& order, int row_begin,
+                                                         int row_end) {
+    return warpgroup_trip_count(mask, order, row_begin, row_end, kBlockN);
+  }
 
   // What follows from the variant.
   static constexpr bool kHasPages = plan::sm90_reads_pages(kTile, kVariant);

@@ -15,22 +15,21 @@ namespace sm90 {
 
 using namespace tma;
 
-// Stages O of this warp's 16 rows, times o_scale, over Q, in swizzle-atom columns as TMA takes them.
-template <class Config>
-__device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
+// Stages kHeadDim columns of this warp's 16 rows of O, times o_scale, in swizzle atoms of kCols columns as TMA takes
+// them.
+template <int kCols, int kHeadDim, class Acc, class Element>
+__device__ __forceinline__ void stage_o(const Acc& acc_o, Element* buffer, const float (&o_scale)[2]) {
   using namespace cute;
-  using Element = typename Config::Element;
-  constexpr int kCols = Config::kAtomCols, kAtomBytes = 64 * kCols * static_cast<int>(sizeof(Element));
+  constexpr int kAtomBytes = 64 * kCols * static_cast<int>(sizeof(Element));
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t address =
-      cast_smem_ptr_to_uint(mainloop.storage.q[q_stage][mainloop.group] + swizzle_offset(kCols, row, lane / 16));
+  const uint32_t address = cast_smem_ptr_to_uint(buffer + swizzle_offset(kCols, row, lane / 16));
 #pragma unroll
-  for (int col = 0; col < Config::kHeadDimV; col += 16) {
+  for (int col = 0; col < kHeadDim; col += 16) {
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = col / 2 + 2 * i;
-      pairs[i] = pack_pair(mainloop.acc_o(at) * o_scale[i % 2], mainloop.acc_o(at + 1) * o_scale[i % 2], Element{});
+      pairs[i] = pack_pair(acc_o(at) * o_scale[i % 2], acc_o(at + 1) * o_scale[i % 2], Element{});
     }
     // Advancing by two 16-byte vectors flips one bit of the offset under any swizzle.
     const uint32_t to = (address ^ (col % kCols / kVectorCols * 16)) + col / kCols * kAtomBytes;
@@ -38,6 +37,12 @@ __device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int
                  "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                  : "memory");
   }
+}
+
+// Over Q.
+template <class Config>
+__device__ __forceinline__ void stage_o(const FwdMainloop<Config>& mainloop, int q_stage, const float (&o_scale)[2]) {
+  stage_o<Config::kAtomCols, Config::kHeadDimV>(mainloop.acc_o, mainloop.storage.q[q_stage][mainloop.group], o_scale);
 }
 
 // Stages kStoredCols columns at a time; with more than one pass the previous store must have read the buffer. The last

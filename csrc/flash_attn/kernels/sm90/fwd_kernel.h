@@ -13,17 +13,6 @@
 namespace flash {
 namespace sm90 {
 
-// Roles of warpgroup 0's warps; two consumer groups have two of them each. Where paged loaders take warps 2 and 3,
-// kLoadWarp stores O as well.
-enum ProducerWarp {
-  kLoadWarp = 0,
-  kSchedulerWarp = 1,
-  kPagedKWarp = 2,
-  kColBitsWarp = 2,
-  kPagedVWarp = 3,
-  kStoreWarp = 3
-};
-
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct FwdConsumer {

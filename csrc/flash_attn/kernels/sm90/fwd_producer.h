@@ -20,6 +20,17 @@ namespace sm90 {
 
 using namespace tma;
 
+// Roles of warpgroup 0's warps; two consumer groups have two of them each. Where paged loaders take warps 2 and 3,
+// kLoadWarp stores O as well.
+enum ProducerWarp {
+  kLoadWarp = 0,
+  kSchedulerWarp = 1,
+  kPagedKWarp = 2,
+  kColBitsWarp = 2,
+  kPagedVWarp = 3,
+  kStoreWarp = 3
+};
+
 // Which work tiles a consumer group gets.
 template <class Config>
 struct WorkTileScheduler {
@@ -81,7 +92,7 @@ struct WorkTileScheduler {
 // before it knows from the LSE which splits count.
 template <class Config>
 __device__ __forceinline__ void store_fully_masked(const FwdLaunch& launch, const WorkTile& tile, int split) {
-  using Element = typename Config::Element;
+  using Element = typename Config::OutElement;
   const Flash_fwd_params& params = launch.params;
   const bool is_split = is_split_kv<Config>(launch);
   const int lane = threadIdx.x % 32;
@@ -272,11 +283,32 @@ struct FwdProducer {
   // mask takes care of K.
   __device__ __forceinline__ void load_v(const LoadWork& work, int i) {
     const int n_block = block_to_load<Config>(work.order, i);
+    if constexpr (Config::kTransposedV) {
+      load_vt(work, n_block);
+      return;
+    }
     const MaskOf<Config> visibility = mask_of<Config>(launch.params, work.tile);
     const int unmasked_begin_key = visibility.may_mask_left() ? first_unmasked_key(visibility) : 0;
     load_kv<Config::kAtomsV, !Config::kNoMask>(launch.v_map, storage.v_full, storage.v_empty, &storage.v[0][0], v_state,
                                                n_block, work.rows, work.head_k,
                                                unmasked_begin_key - n_block * Config::kBlockN);
+  }
+
+  // A block of V^T, whose pass has written zeros for the keys that take no part.
+  __device__ __forceinline__ void load_vt(const LoadWork& work, int n_block) {
+    const Flash_fwd_params& params = launch.params;
+    storage.v_empty[v_state.stage].wait(v_state.phase ^ 1);
+    if (issues) {
+      Barrier& full = storage.v_full[v_state.stage];
+      full.arrive_and_expect(Config::kBlockN * Config::kHeadDimV);
+      const int slot =
+          params.is_varlen() ? varlen_first_slot(work.tile.k_begin, work.tile.batch + 1, Config::kBlockN) : 0;
+      cute::SM90_TMA_LOAD_5D::copy(&launch.v_map, &full.state,
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                   storage.v[v_state.stage], (slot + n_block) * Config::kBlockN, 0, work.head_k,
+                                   params.is_varlen() ? 0 : work.tile.batch, 0);
+    }
+    v_state.advance();
   }
 
   __device__ __forceinline__ void prefetch(const CUtensorMap& map) const {

@@ -36,13 +36,14 @@ struct alignas(16) Slot {
 template <class Config>
 struct FwdStorage {
   using Element = typename Config::Element;
-  using TripCount = WarpgroupTripCount<typename MaskOf<Config>::Bounds>;
+  using OutElement = typename Config::OutElement;
+  using TripCount = typename Config::TripCount;
 
   alignas(1024) Element q[Config::kQStages][Config::kWarpGroups][Config::kSmemQ];
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(Config::kSeparateOSmem ? 1024
-                                 : 8) Element o[Config::kWarpGroups][Config::kSeparateOSmem ? Config::kSmemO : 1];
+                                 : 8) OutElement o[Config::kWarpGroups][Config::kSeparateOSmem ? Config::kSmemO : 1];
 
   // Random bits of the block's columns, beside its K (kPackedDropout). For lanes 4 g + t: fine bits of pairs t, t + 4,
   // t + 8, ..., then coarse bits of t, t + 8, ...
@@ -138,7 +139,7 @@ struct WorkPipeline {
       if constexpr (!Config::kNoMask) {
         const MaskOf<Config> mask{tile.seqlen_q, tile.seqlen_k, window};
         const int first_row = tile.row_begin + 64 * lane, row_end = min(first_row + 64, tile.row_end);
-        storage.steps[state.stage][lane].value = warpgroup_trip_count(mask, order, first_row, row_end, Config::kBlockN);
+        storage.steps[state.stage][lane].value = Config::trip_count(mask, order, first_row, row_end);
       }
       storage.trip_count_full[state.stage].arrive();
     }

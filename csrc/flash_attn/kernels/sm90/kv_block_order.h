@@ -35,6 +35,7 @@ __device__ __forceinline__ KvBlockOrder kv_block_order(const FwdLaunch& launch, 
 // The n_block to load at a step.
 template <class Config>
 __device__ __forceinline__ int block_to_load(const KvBlockOrder& order, int step) {
+  if constexpr (Config::kDescending) return order.range.end - 1 - step;
   return Config::kAlignUnmasked ? order.block_to_load(step) : order.block(step);
 }
 

@@ -63,6 +63,16 @@ inline EncodeTensorMap find_tensor_map_encoder() {
 constexpr int kPackedRows = 1 << 30;
 constexpr int kTensorMapAxes = 5;
 
+constexpr CUtensorMapDataType tensor_map_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFp16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case Dtype::kBf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Dtype::kE4m3:
+    case Dtype::kInt8: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
 inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& source, Dtype dtype, TensorMapBox box) {
   static const EncodeTensorMap encode = find_tensor_map_encoder();
   if (encode == nullptr) return cudaErrorSymbolNotFound;
@@ -82,11 +92,10 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const TensorMapSource& sour
   const cuuint32_t box_lengths[kTensorMapAxes] = {static_cast<cuuint32_t>(box.cols), static_cast<cuuint32_t>(box.rows),
                                                   1, 1, 1};
   const cuuint32_t steps[kTensorMapAxes] = {1, 1, 1, 1, 1};
-  const CUresult status =
-      encode(&map, dtype == Dtype::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             kTensorMapAxes, const_cast<void*>(source.data), lengths, strides, box_lengths, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, box.cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, tensor_map_type(dtype), kTensorMapAxes, const_cast<void*>(source.data), lengths,
+                                 strides, box_lengths, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 box.cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;  // plan::tensor_map_holds() asked first
 }
 

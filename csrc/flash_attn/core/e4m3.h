@@ -1,0 +1,29 @@
+// e4m3 operands of wgmma: the order of the keys of V^T, and e4m3 codes from exponents. Plain C++17.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace flash {
+namespace e4m3 {
+
+// Bytes 4 t to 4 t + 3 of 16 columns of the A operand belong to lane 4 g + t, which holds columns 2 t, 2 t + 1 of each
+// 8 of an accumulator. P in its own registers is an operand of permuted keys: the key, of 16, at a position.
+FLASH_HOST_DEVICE constexpr int key_at(int position) { return position / 4 * 2 + position % 2 + position / 2 % 2 * 8; }
+
+constexpr int kVtKeys = 128;  // keys of a block of V^T, which begins at a multiple of as many
+
+// The code of 2^x is 8 (x + 7) where it is a power of two, and linear in x between, as the value is in the code: at
+// most 6 % above. As a float that is 1.5 * 2^23 higher it stands in the low 16 bits.
+constexpr float kCodesPerOctave = 8.0f;
+constexpr float kExponentBias = 7.0f;
+constexpr float kCodeMagic = 12582912.0f;
+constexpr uint32_t kMaxCodes = 0x007e007eu;  // 448, twice
+// log2(1.5 ln 2): how much more a sum of such codes is than that of the powers, exponents being spread over octaves.
+constexpr float kCodeMeanLog2 = 0.056197f;
+
+constexpr uint32_t kOnes = 0x38383838u;  // 1, four times
+
+}  // namespace e4m3
+}  // namespace flash

@@ -1,0 +1,190 @@
+// The e4m3 forward kernel: persistent thread blocks with the scheduler and the producer of the 16-bit one.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/common/fwd_epilogue.h"
+#include "kernels/common/pdl.h"
+#include "kernels/sm90/fp8_fwd_mainloop.h"
+#include "kernels/sm90/fwd_epilogue.h"
+#include "kernels/sm90/fwd_producer.h"
+#include "params/fp8.h"
+
+namespace flash {
+namespace sm90 {
+
+struct Fp8FwdLaunch : FwdLaunch {
+  Descale q_descale, k_descale, v_descale;
+};
+
+__device__ __forceinline__ float descale_of(const Descale& descale, const WorkTile& tile) {
+  if (descale.ptr == nullptr) return 1.0f;
+  return descale.ptr[tile.batch * descale.batch_stride + descale.group.divide(tile.head) * descale.head_stride];
+}
+
+// A consumer warpgroup: one work tile after the other.
+template <class Config>
+struct Fp8FwdConsumer {
+  static constexpr int kRows = 2;
+
+  const Fp8FwdLaunch& launch;
+  FwdStorage<Config>& storage;
+  WorkPipeline<Config> pipeline;
+  PipelineState<Config::kQStages> q_state;
+  Fp8FwdMainloop<Config> mainloop;
+
+  __device__ __forceinline__ Fp8FwdConsumer(const Fp8FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group) {}
+
+  // The slot of the next work tile, which stays as it is until that of the tile after it is released: the one before
+  // may be overwritten from here on.
+  __device__ __forceinline__ int next_slot() {
+    static_assert(FwdStorage<Config>::kTileSlots == 2, "the current tile and the next one");
+    const int slot = pipeline.state.stage;
+    storage.trip_count_full[slot].wait(pipeline.state.phase);
+    pipeline.release();
+    return slot;
+  }
+
+  // The kernels flush denormals to 0, and 0 * -inf is NaN: a masked score needs a scale that is not 0.
+  __device__ __forceinline__ void set_scale(const WorkTile& tile) {
+    constexpr float kLog2e = 1.4426950408889634f, kLeastNormal = 1.17549435e-38f;
+    const float scale =
+        launch.params.scale_softmax * kLog2e * descale_of(launch.q_descale, tile) * descale_of(launch.k_descale, tile);
+    mainloop.negates = scale < 0.0f;
+    mainloop.scale_log2 = fabsf(scale) < kLeastNormal ? kLeastNormal : fabsf(scale);
+  }
+
+  // S of a tile's first block; if there is none, of whatever the buffers hold: the result is never read.
+  __device__ __forceinline__ void issue_first_qk(int slot) {
+    if (!mainloop.tile(slot).empty() && mainloop.steps(slot).count > 0) {
+      mainloop.skip_k(mainloop.steps(slot).skipped_first);
+      storage.q_full[q_state.stage][mainloop.group].wait(q_state.phase);
+      mainloop.wait_for_k();
+    }
+    mainloop.issue_qk(q_state.stage);
+  }
+
+  // On entry S of this tile's first block is complete, on exit that of the tile in the returned slot.
+  __device__ __forceinline__ int compute_attn_1rowblock(int slot) {
+    const int q_stage = q_state.stage;
+    const bool computes = mainloop.steps(slot).count > 0;
+    set_scale(mainloop.tile(slot));
+    if (computes) {
+      mainloop.first_step(slot);
+      mainloop.skip_v(mainloop.steps(slot).skipped_first);
+      mainloop.run(slot, q_stage);
+      mainloop.skip_k(mainloop.steps(slot).skipped_last);
+    } else {
+      storage.q_full[q_stage][mainloop.group].wait(q_state.phase);
+      mainloop.skip(storage.order[slot].value.count());
+    }
+    // All GEMMs of this warp that read Q are complete: releases Q.
+    if (threadIdx.x % 32 == 0) storage.q_empty[q_stage][mainloop.group].arrive();
+    q_state.advance();
+    const WorkTile tile = mainloop.tile(slot);
+    const int skipped_last = mainloop.steps(slot).skipped_last;
+    const int next = next_slot();
+    if (computes) {  // one block for ptxas, which otherwise sees T read while P V is under way
+      mainloop.issue_pv();
+      issue_first_qk(next);
+      mainloop.wait_for_o();
+      mainloop.skip_v(skipped_last);
+    } else {
+      issue_first_qk(next);
+      mainloop.set_fully_masked();
+    }
+    store(tile);
+    mainloop.wait_for_scores();
+    return next;
+  }
+
+  __device__ __forceinline__ void store(const WorkTile& tile) {
+    const Flash_fwd_params& params = launch.params;
+    const float sink = row_sink(params, tile);
+    const int row_begin = tile.row_begin + 64 * mainloop.group;
+    float o_scale[kRows];
+    mainloop.softmax.finalize_rounded(o_scale, mainloop.acc_o, Config::kHeadDimV, descale_of(launch.v_descale, tile),
+                                      sink);
+    store_o(tile, row_begin, o_scale);
+    store_lse(mainloop.softmax, params, tile, mainloop.coords, row_begin, sink);
+  }
+
+  // Each warp stores its 16 rows, once its last store has read the buffer.
+  __device__ __forceinline__ void store_o(const WorkTile& tile, int row_begin, const float (&o_scale)[kRows]) {
+    constexpr int kCols = Config::kOutAtomCols;
+    auto* const buffer = storage.o[mainloop.group];
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    const bool issues = threadIdx.x % 32 == 0;
+    if (issues) cute::tma_store_wait<0>();
+    __syncwarp();
+    stage_o<kCols, Config::kHeadDimV>(mainloop.acc_o, buffer, o_scale);
+    fence_buffer();
+    __syncwarp();
+    if (!issues) return;
+    const TmaRows rows(launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
+#pragma unroll
+    for (int atom = 0; atom < Config::kHeadDimV / kCols; ++atom) {
+      cute::SM90_TMA_STORE_5D::copy(&launch.o_map, buffer + (atom * 64 + warp_row) * kCols, atom * kCols,
+                                    row_begin + warp_row + rows.shift, tile.head, rows.outer, rows.origin);
+    }
+    cute::tma_store_arrive();
+  }
+
+  // The work tiles of this warpgroup.
+  __device__ __forceinline__ void compute_attn() {
+    int slot = next_slot();
+    if (!mainloop.tile(slot).empty()) {
+      issue_first_qk(slot);
+      mainloop.wait_for_scores();
+    }
+    while (!mainloop.tile(slot).empty()) slot = compute_attn_1rowblock(slot);
+    // Shared memory must outlive the last TMA store's reads.
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  }
+};
+
+// The columns of ones behind V^T, in every stage; TMA never writes them.
+template <class Config>
+__device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
+  constexpr int kWords = (Config::kVtRows - Config::kHeadDimV) * Config::kBlockN / 4;
+  for (int stage = 0; stage < Config::kKvStages; ++stage) {
+    auto* const ones = reinterpret_cast<uint32_t*>(storage.v[stage] + Config::kHeadDimV * Config::kBlockN);
+    for (int i = threadIdx.x; i < kWords; i += Config::kThreads) ones[i] = e4m3::kOnes;
+  }
+  fence_buffer();
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
+  if (threadIdx.x < 32) {
+    storage.init_barriers(false);
+    Barrier::fence_init();
+  }
+  fill_ones(storage);
+  const int warp_group =
+      __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // shuffled, so that ptxas sees uniform branches
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    wait_for_previous_kernel();  // V^T, the semaphore, the segments
+    if (warp == kSchedulerWarp) {
+      run_scheduler<Config>(launch, storage, 0);  // calls begin_together()
+    } else {
+      begin_together<Config>();
+      if (warp == kLoadWarp) FwdProducer<Config>(launch, storage).run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    begin_together<Config>();
+    Fp8FwdConsumer<Config>(launch, storage, warp_group - 1).compute_attn();
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,86 @@
+// The plan of a forward of e4m3 q, k and v by the wgmma family: a FwdPlan, of one kernel. Plain C++17.
+#pragma once
+
+#include <cstdint>
+
+#include "core/e4m3.h"
+#include "plan/fwd_plan.h"
+
+namespace flash {
+namespace plan {
+
+// Two consumers of 64 rows; O has a buffer of its own, for it takes twice the bytes of Q.
+constexpr Sm90FwdTile kSm90Fp8FwdTile = {128, 128, 128, 4, 2, false, 1, 0, 128};
+
+// Rows of V^T in shared memory: behind the columns of V are ones, so that P V also makes the row sums.
+constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
+
+// sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
+constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
+  const int groups = tile.block_m / 64;
+  const int barriers = 4 * tile.kv_stages + 1 + 3 * tile.q_stages * groups + 2 * 3;
+  SmemLayout storage;
+  storage.add(tile.q_stages * tile.block_m * tile.head_dim, kSwizzleBytes)
+      .add(tile.kv_stages * tile.block_n * tile.head_dim, kSwizzleBytes)
+      .add(tile.kv_stages * tile.block_n * fp8_vt_rows(tile), kSwizzleBytes)
+      .add(2 * groups * 64 * tile.o_cols, kSwizzleBytes)
+      .add(16 * 4, 16)
+      .add(kBarrierBytes * barriers, kBarrierBytes)
+      .add(2 * slot_bytes(kWorkTileBytes), 16)
+      .add(2 * slot_bytes(sizeof(KvBlockOrder)), 16)
+      .add(2 * groups * slot_bytes(sizeof(DescendingTripCount<ColBounds>)), 16)
+      .add(2 * 4, 4)
+      .add(sizeof(ShortSoftcapSeries), 4);
+  return storage.size(kSwizzleBytes);
+}
+
+// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O.
+constexpr bool fp8_fwd_supports(const FwdProblem& problem, const Device& device) {
+  const Sm90FwdTile& tile = kSm90Fp8FwdTile;
+  return device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
+         problem.head_dim == tile.head_dim && problem.head_dim_v == tile.head_dim && problem.heads_k > 0 &&
+         !problem.has_score_mod() && !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged &&
+         !problem.has_key_ranges && problem.fits_tensor_maps;
+}
+
+// Keys of a row of V^T, and their blocks.
+constexpr int64_t fp8_vt_blocks(const FwdProblem& problem) {
+  return problem.is_varlen
+             ? varlen_slot_count(static_cast<int>(problem.seqlen_k), static_cast<int>(problem.batch), e4m3::kVtKeys)
+             : (problem.seqlen_k + e4m3::kVtKeys - 1) / e4m3::kVtKeys;
+}
+
+constexpr int64_t fp8_vt_bytes(const FwdProblem& problem) {
+  return product(problem.is_varlen ? 1 : problem.batch, problem.heads_k, problem.head_dim_v, fp8_vt_blocks(problem),
+                 e4m3::kVtKeys);
+}
+
+inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
+  const Sm90FwdTile tile = kSm90Fp8FwdTile;
+  FwdPlan plan;
+  plan.family = Family::kWgmma;
+  plan.variant = problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;
+  plan.dtype = problem.dtype;
+  plan.head_dim = plan.head_dim_v = tile.head_dim;
+  plan.block_m = tile.block_m;
+  plan.block_n = tile.block_n;
+  plan.kv_stages = tile.kv_stages;
+  plan.q_stages = tile.q_stages;
+  plan.threads = sm90_fwd_threads(tile);
+  plan.smem_bytes = sm90_fp8_fwd_smem_bytes(tile);
+  plan.num_work_tiles = product(m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
+                                         static_cast<int>(problem.seqlen_q), tile.block_m),
+                                problem.heads, problem.is_varlen ? 1 : problem.batch);
+  if (plan.num_work_tiles > kMaxWorkTiles) return plan;  // too many
+  plan.grid = plan.num_work_tiles < device.multiprocessors ? plan.num_work_tiles : device.multiprocessors;
+  FwdProblem bytes = problem;  // heads of half the 16-bit columns take as much of L2
+  bytes.head_dim /= 2;
+  bytes.head_dim_v /= 2;
+  set_tile_order(plan, bytes, device);
+  plan.pdl = true;  // behind the pass that transposes V
+  plan.workspace_bytes = 4 * (varlen_words(problem.is_varlen, problem.batch) + plan.is_dynamic) + fp8_vt_bytes(problem);
+  return plan;
+}
+
+}  // namespace plan
+}  // namespace flash

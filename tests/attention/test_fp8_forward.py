@@ -1,0 +1,304 @@
+"""The forward of e4m3 q, k and v at head dim 128: masks, lengths, packed sequences, heads, descales, unused rows.
+
+tests/attention/test_fp8.py has the inputs on which formats and orders of keys go wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_harness import (
+    E4M3,
+    LSE,
+    MEAN,
+    NAN_CODE,
+    PEAKED,
+    PLAIN,
+    dequantized,
+    lse_error,
+    of_query_heads,
+    relative_rmse,
+    set_nan,
+)  # fmt: skip
+from harness import captured
+from reference import Varlen, attention, attention_varlen, sequence_bounds
+from test_fp8 import inputs, quantized
+
+from flash_attn import backends, explain, flash_attn_func, flash_attn_varlen_func
+
+D = 128
+FAST_LSE = 5e-2  # of probabilities as codes: linear between powers of two
+
+
+def codes(device, *shape, mean=0.0):
+    return (torch.randn(shape, device=device) + mean).to(E4M3)
+
+
+def scale(device, *shape, size=1.0):
+    """Factors around `size`, no powers of two."""
+    return (torch.rand(shape, device=device) * 0.7 + 0.4) * size
+
+
+def check(result, expected, exp="exact", bound=PLAIN):
+    out, lse, _ = result
+    assert not out.isnan().any()
+    error = relative_rmse(out, expected.out)
+    assert error <= bound, f"relative RMSE {error:.2e}, bound {bound:.1e}"
+    assert lse_error(lse, expected.lse) <= (LSE if exp == "exact" else FAST_LSE)
+
+
+def dense(device, batch, seqlen_q, seqlen_k, heads, heads_k):
+    q = codes(device, batch, seqlen_q, heads, D)
+    return q, *(codes(device, batch, seqlen_k, heads_k, D) for _ in "kv")
+
+
+LENGTHS = ((1, 1), (63, 64), (64, 129), (128, 128), (129, 127), (200, 1000), (300, 100), (1000, 513), (513, 1024))
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "left": {"window_size": (150, -1)},
+    "right": {"window_size": (-1, 200)},
+    "narrow": {"window_size": (3, 0)},
+}
+
+
+def reference_options(options):
+    return {{"window_size": "window"}.get(name, name): value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "x".join(map(str, lengths)))
+def test_lengths_and_masks(device, lengths, mask, exp):
+    q, k, v = dense(device, 2, *lengths, 4, 2)
+    options = MASKS[mask]
+    expected = attention(q, k, v, **reference_options(options))
+    check(flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **options), expected, exp)
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("heads, heads_k", ((6, 6), (6, 2), (6, 1)))
+def test_heads_and_many_work_tiles(device, heads, heads_k, causal, exp):
+    """On a GPU more work tiles than multiprocessors: the next one is fetched, its S issued, while O is stored."""
+    batch = 1 if device == "cpu" else 16
+    q, k, v = dense(device, batch, 640, 700, heads, heads_k)
+    check(
+        flash_attn_func(q, k, v, causal=causal, return_attn_probs=True, exp=exp), attention(q, k, v, causal=causal), exp
+    )
+
+
+DESCALES = {
+    "tensor": lambda device, heads: scale(device),
+    "head": lambda device, heads: scale(device, heads),
+    "batch and head": lambda device, heads: scale(device, 3, heads),
+    "expanded": lambda device, heads: scale(device).expand(3, heads),
+    "of both signs": lambda device, heads: scale(device, heads) * (1 - 2 * (torch.arange(heads, device=device) % 2)),
+    "strided": lambda device, heads: scale(device, heads, 3, 2)[..., 1].t(),
+}
+
+
+@pytest.mark.parametrize("query_heads", (False, True))
+@pytest.mark.parametrize("name", DESCALES)
+def test_descales(device, name, query_heads):
+    q, k, v = dense(device, 3, 150, 260, 4, 2)
+    q_descale = DESCALES[name](device, 4 if query_heads else 2)
+    k_descale, v_descale = (DESCALES[name](device, 2) for _ in "kv")
+    expected = attention(
+        dequantized(q, of_query_heads(q_descale, 4)), dequantized(k, k_descale), dequantized(v, v_descale), causal=True
+    )
+    result = flash_attn_func(
+        q, k, v, causal=True, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    )
+    check(result, expected)
+
+
+@pytest.mark.parametrize("out_dtype", (None, torch.float16, torch.bfloat16))
+def test_output_dtype_scale_and_sinks(device, out_dtype):
+    q, k, v = dense(device, 2, 200, 300, 4, 4)
+    sinks = torch.randn(4, device=device) * 3
+    result = flash_attn_func(
+        q, k, v, softmax_scale=0.05, causal=True, return_attn_probs=True, out_dtype=out_dtype, sinks=sinks
+    )
+    assert result[0].dtype == (out_dtype or torch.bfloat16)
+    check(result, attention(q, k, v, sinks=sinks, scale=0.05, causal=True))
+
+
+def packed(device, lengths_q, lengths_k, heads, heads_k, unused=(0, 0)):
+    """Sequences with rows of none before and after them, of NaN codes."""
+    before, after = unused
+    cu_q, cu_k = (
+        torch.tensor([before, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        for lengths in (lengths_q, lengths_k)
+    )
+    total_q, total_k = (int(cu[-1]) + after for cu in (cu_q, cu_k))
+    q = codes(device, total_q, heads, D)
+    k, v = (codes(device, total_k, heads_k, D) for _ in "kv")
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        set_nan(x, slice(0, before))
+        set_nan(x, slice(int(cu[-1]), None))
+    return q, k, v, cu_q, cu_k
+
+
+def layout_of(cu_q, cu_k, total_q):
+    lens_q, lens_k = ([end - begin for begin, end in zip(cu, cu[1:])] for cu in (cu_q, cu_k))
+    return Varlen(cu_q[:-1], lens_q, cu_k[:-1], lens_k, total_q)
+
+
+PACKED = {
+    "uneven": ((5, 300, 64, 129, 1), (5, 300, 128, 700, 3)),
+    "empty": ((0, 100, 0, 7, 50), (40, 0, 0, 130, 50)),
+    "one": ((257,), (513,)),
+    "many": ((17, 130, 3, 64) * 9, (100, 130, 1, 65) * 9),
+}
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(device, name, mask, exp):
+    lengths = PACKED[name]
+    q, k, v, cu_q, cu_k = packed(device, *lengths, 4, 2, unused=(3, 5))
+    options = MASKS[mask]
+    descales = [scale(device, len(lengths[0]), heads) for heads in (4, 2, 2)]
+    wide = [x.nan_to_num(nan=0.0) for x in (q.double(), k.double(), v.double())]
+    expected = attention_varlen(
+        *(dequantized_packed(x, descale, cu) for x, descale, cu in zip(wide, descales, (cu_q, cu_k, cu_k))),
+        layout_of(cu_q.tolist(), cu_k.tolist(), q.shape[0]), **reference_options(options),
+    )  # fmt: skip
+    result = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max(lengths[0]), max(lengths[1]), return_attn_probs=True, exp=exp, q_descale=descales[0],
+        k_descale=descales[1], v_descale=descales[2], **options,
+    )  # fmt: skip
+    check(result, expected, exp)
+
+
+def dequantized_packed(x, descale, cu_seqlens):
+    """x (total, heads, d) times the descale (b, heads) of each row's sequence."""
+    result = x.clone()
+    for i, (begin, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
+        result[begin:end] *= descale[i, :, None].double()
+    return result
+
+
+@pytest.mark.parametrize("cu_k", ([0, 90, 40, 200], [-5, 100, 300, 150], [0, 1 << 30, 5, 6], [40, 50, 50, 90]))
+def test_cu_seqlens_of_anything(device, cu_k):
+    q, k, v, cu_q, _ = packed(device, (70, 0, 130), (70, 0, 130), 2, 1)
+    given = torch.tensor(cu_k, dtype=torch.int32, device=device)
+    layout = layout_of(cu_q.tolist(), sequence_bounds(cu_k, k.shape[0]), q.shape[0])
+    result = flash_attn_varlen_func(q, k, v, cu_q, given, 130, 200, return_attn_probs=True)
+    check(result, attention_varlen(q.double(), k.double(), v.double(), layout))
+
+
+def test_nan_before_a_window_and_in_masked_rows(device):
+    """Keys that no query sees may hold NaN codes."""
+    q, k, v = dense(device, 2, 100, 700, 2, 2)
+    expected = attention(q, k, v, window=(150, 10))
+    for x in (k, v):
+        set_nan(x, (slice(None), slice(0, 450)))
+    check(flash_attn_func(q, k, v, window_size=(150, 10), return_attn_probs=True), expected)
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+def test_nan_among_visible_keys_is_seen(device, exp):
+    q, k, v = dense(device, 1, 100, 300, 2, 2)
+    k.view(torch.uint8)[0, 200, 0, 5] = NAN_CODE
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, exp=exp)
+    assert out[:, :, 0].isnan().all() and lse[:, 0].isnan().all()
+    assert not out[:, :, 1].isnan().any() and not lse[:, 1].isnan().any()
+
+
+BOUNDS = {
+    "plain": 4e-2,
+    "mean": MEAN,
+    "sink6": PEAKED,
+    "sink12": PEAKED,
+    "std2": 2.5e-2,
+    "rising3": 4e-2,
+    "rising8": 4e-2,
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_fast_exponentials(device, kind):
+    q, k, v = inputs(kind, 16384 if kind == "mean" or kind.startswith("sink") else 4096, device)
+    if kind.startswith("std"):
+        v += 0.5
+    (q, q_descale), (k, k_descale), (v, v_descale) = (quantized(x) for x in (q, k, v))
+    expected = attention(*(dequantized(*x) for x in ((q, q_descale), (k, k_descale), (v, v_descale))))
+    result = flash_attn_func(
+        q, k, v, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, exp="fast"
+    )
+    check(result, expected, "fast", BOUNDS[kind])
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("size", (1.0, 30.0, 400.0))
+def test_scores_far_apart(device, size, exp):
+    """Thousands of octaves below the largest: such keys have no weight."""
+    q, k, v = dense(device, 1, 130, 400, 2, 2)
+    expected = attention(dequantized(q, size), dequantized(k, size), v)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, q_descale=size, k_descale=size, exp=exp)
+    assert relative_rmse(out, expected.out) <= PLAIN
+    assert lse_error(lse / size**2, expected.lse / size**2) <= (LSE if exp == "exact" else FAST_LSE)
+
+
+def test_zero_descales(device):
+    q, k, v = dense(device, 1, 130, 200, 2, 2)
+    zero = torch.zeros((), device=device)
+    result = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, q_descale=zero)
+    check(result, attention(dequantized(q, 0.0), k, v, causal=True))
+
+
+def test_strides(device):
+    """Heads before rows, and columns of a wider tensor."""
+    q, k, v = (codes(device, 2, 4, 300, D).transpose(1, 2) for _ in "qkv")
+    check(flash_attn_func(q, k, v, return_attn_probs=True), attention(q, k, v))
+    q, k, v = codes(device, 2, 300, 4, 3 * D).split(D, -1)
+    check(flash_attn_func(q, k, v, return_attn_probs=True), attention(q, k, v))
+
+
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+def test_runs_agree_alone_and_in_a_batch(device, exp):
+    """Equal bits in two runs, and for a sequence alone, in a batch and packed."""
+    q, k, v = dense(device, 3, 260, 390, 4, 2)
+    out = flash_attn_func(q, k, v, causal=True, exp=exp)
+    assert torch.equal(out, flash_attn_func(q, k, v, causal=True, exp=exp))
+    assert torch.equal(out[1:2], flash_attn_func(q[1:2], k[1:2], v[1:2], causal=True, exp=exp))
+    cu_q, cu_k = (torch.arange(4, dtype=torch.int32, device=device) * length for length in (260, 390))
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    assert torch.equal(out.flatten(0, 1), flash_attn_varlen_func(*flat, cu_q, cu_k, 260, 390, causal=True, exp=exp))
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+def test_cuda_graph(device, exp):
+    q, k, v = dense(device, 2, 700, 900, 4, 2)
+    graph, out = captured(lambda: flash_attn_func(q, k, v, causal=True, exp=exp))
+    for _ in range(3):
+        for x in (q, k, v):
+            x.copy_(codes(device, *x.shape))
+        graph.replay()
+        assert torch.equal(out, flash_attn_func(q, k, v, causal=True, exp=exp))
+
+
+@pytest.mark.devices("cuda")
+def test_the_kernel_serves_such_calls(device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no wgmma")
+    q, k, v = dense(device, 1, 200, 200, 2, 2)
+    arguments = (None, None, None, None, None, None, 0.1, False, -1, -1, False, False)
+    assert len(backends.of(q).fwd_fp8(q, k, v, *arguments)) == 4
+    plan = explain(flash_attn_func, q, k, v, exp="fast")["forward"]
+    assert plan["qkv_dtype"] == "e4m3" and plan["exp"] == "fast"
+    narrow = [x[..., :64].contiguous() for x in (q, k, v)]
+    assert backends.of(q).fwd_fp8(*narrow, *arguments) == []
+
+
+def test_exp_is_exact_or_fast(device):
+    q, k, v = dense(device, 1, 10, 10, 2, 2)
+    with pytest.raises(RuntimeError, match="exp: expected 'exact' or 'fast', got 'slow'"):
+        flash_attn_func(q, k, v, exp="slow")
+    half = [x.half() for x in (q, k, v)]
+    assert torch.equal(flash_attn_func(*half, exp="fast"), flash_attn_func(*half))  # no such kernels
