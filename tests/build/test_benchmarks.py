@@ -1,12 +1,15 @@
 """The benchmark suite: its rows, its timing, its peers, its reports, and the Triton comparator."""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -644,6 +647,23 @@ def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):
     assert [entry["score"] for entry in entries] == [pytest.approx(2**-0.5), pytest.approx(3**-0.5), 0.0]
     triton_sweep.print_table("dq", 64, entries)
     assert "(128, 64, 8, 2)     0.000          inf" in capsys.readouterr().out
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.devices("cuda")
+def test_a_graph_keeps_what_its_calls_use(device):
+    """Else the memory may be unmapped when the next graph is captured."""
+    numbers = torch.zeros(4, device=device)
+    seen = weakref.ref(numbers)
+    replay = timing.captured(lambda numbers=numbers: numbers.add_(1), contextlib.nullcontext, 2)
+    del numbers
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = seen().sum().item()
+    replay()
+    assert seen().sum().item() == before + 8
 
 
 # ---- SDPA ------------------------------------------------------------------------------------------------------------
