@@ -24,7 +24,7 @@ def quantize(
         x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), floating point, any strides.
         granularity: what has a descale of its own, and its shape, which the attention functions take as it is:
             "tensor" (); "head" (batch, heads), packed (heads,); "token" (batch, seqlen, heads), packed
-            (total, 1, heads), not for q, and heads first in memory, so that kernels read a head's in one piece;
+            (total, 1, heads), not for q, and heads first in memory, so that kernels read those of a head as one run;
             "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with v_descale_axis="channel".
         dtype: torch.float8_e4m3fn or torch.int8 (-127 to 127).
         power_of_two: bool. Round descales up to powers of two: then codes * descale is exact in half precision, as

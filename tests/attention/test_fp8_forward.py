@@ -27,7 +27,16 @@ from test_fp8 import inputs, quantized
 from flash_attn import backends, explain, flash_attn_func, flash_attn_varlen_func
 
 D = 128
-FAST_LSE = 5e-2  # of probabilities as codes: linear between powers of two
+# wgmma cuts each of the four sums of a score to 13 bits below its largest term: 4 * 2^-13 * 64 / sqrt(128) for the
+# largest scores here. Rows of many keys average it out (LSE).
+FEW_KEYS_LSE = 3e-3
+FAST_LSE = 1e-1  # of one key: a code is linear between powers of two (3 %), and has 3 bits after the point (6 %)
+
+
+@pytest.fixture(autouse=True)
+def by_its_own_kernels(monkeypatch):
+    """They are off otherwise."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "fp8")
 
 
 def codes(device, *shape, mean=0.0):
@@ -44,7 +53,7 @@ def check(result, expected, exp="exact", bound=PLAIN):
     assert not out.isnan().any()
     error = relative_rmse(out, expected.out)
     assert error <= bound, f"relative RMSE {error:.2e}, bound {bound:.1e}"
-    assert lse_error(lse, expected.lse) <= (LSE if exp == "exact" else FAST_LSE)
+    assert lse_error(lse, expected.lse) <= (FEW_KEYS_LSE if exp == "exact" else FAST_LSE)
 
 
 def dense(device, batch, seqlen_q, seqlen_k, heads, heads_k):

@@ -89,7 +89,7 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
   plan::FwdProblem problem = fwd_problem(params, Dtype::kE4m3);
   problem.dtype = call.out_type == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
   const plan::Device device = device_of(params.device);
-  if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device)) return {};
+  if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device, forced_family())) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
   return plan::plan_fp8_fwd(problem, device);
 }

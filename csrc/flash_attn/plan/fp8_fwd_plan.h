@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/e4m3.h"
 #include "plan/fwd_plan.h"
@@ -34,9 +35,11 @@ constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
   return storage.size(kSwizzleBytes);
 }
 
-// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O.
-constexpr bool fp8_fwd_supports(const FwdProblem& problem, const Device& device) {
+// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O. `forced`: the
+// value of FLASH_ATTN_FAMILY: the kernels run only where it is "fp8", until a GPU has shown that they are right.
+inline bool fp8_fwd_supports(const FwdProblem& problem, const Device& device, const char* forced) {
   const Sm90FwdTile& tile = kSm90Fp8FwdTile;
+  if (forced == nullptr || std::strcmp(forced, "fp8") != 0) return false;
   return device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
          problem.head_dim == tile.head_dim && problem.head_dim_v == tile.head_dim && problem.heads_k > 0 &&
          !problem.has_score_mod() && !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged &&

@@ -76,7 +76,7 @@ struct Fp8FwdMainloop {
     const auto thread = mma.get_slice(threadIdx.x % 128);
     auto vt = make_tensor(make_smem_ptr(storage.v[0]), typename Config::SmemLayoutVt{});
     auto tOrV = thread.partition_fragment_B(vt)(_, _, _, v_state.stage);
-    start_gemm(mma, tOrP, tOrV, acc_t, blocks_in_t == 0);
+    start_gemm(mma, tOrP, tOrV, acc_t, false);
     ++blocks_in_t;
   }
 
@@ -155,6 +155,12 @@ struct Fp8FwdMainloop {
   __device__ __forceinline__ void flush() {
 #pragma unroll
     for (int i = 0; i < size(acc_o); ++i) acc_o(i) += acc_t(i);
+  }
+
+  // T = 0, by each warp for itself: whether a wgmma adds or sets is one predicate of the whole warpgroup, and warps
+  // flush by their own row maxima.
+  __device__ __forceinline__ void clear_t() {
+    cute::clear(acc_t);
     blocks_in_t = 0;
   }
 
@@ -163,7 +169,7 @@ struct Fp8FwdMainloop {
     release_k();
     softmax = decltype(softmax)();
     cute::clear(acc_o);
-    blocks_in_t = 0;
+    clear_t();
     HalfP half;
     float correction[2];
     const int n_block = steps(slot).first_block;
@@ -195,7 +201,10 @@ struct Fp8FwdMainloop {
     wait_for<0>(acc_t);
     cute::warpgroup_fence_operand(tOrP);
     release_v();
-    if (rescale || blocks_in_t == Config::kFlushBlocks) flush();
+    if (rescale || blocks_in_t == Config::kFlushBlocks) {
+      flush();
+      clear_t();
+    }
     if (rescale) {
       auto out = row_col_view(acc_o);
       softmax.rescale(out, correction);
