@@ -195,12 +195,12 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     hopper = [f for f in files if f.family == "sm90"]
     assert {(f.direction, f.head_dim, f.dtype) for f in hopper if f.head_dim_v is None} == {
         (direction, d, t)
-        for direction, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("bwd", (64, 128, 256)))
+        for direction, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("fwd_fp8", (128,)), ("bwd", (64, 128, 256)))
         for d in head_dims
         for t in ("fp16", "bf16")
     }
     assert {(f.only_arch, f.direction, f.function) for f in hopper} == {
-        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "bwd")
+        ("90", direction, f"run_mha_{direction}_wgmma_") for direction in ("fwd", "fwd_fp8", "bwd")
     }
     assert {f.only_arch for f in files if f.family == "sm80"} == {None}
     assert kernel_build.gencode_flags(["80", "90"], only_arch="90") == ["-gencode=arch=compute_90a,code=sm_90a"]
