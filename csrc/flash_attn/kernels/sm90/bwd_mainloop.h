@@ -294,7 +294,8 @@ struct BwdMainloop {
       if (is_deterministic() && slice == 0) {
         dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, peeked);
       }
-      reduce_dq<32>(acc_dq, target, thread % 32);
+      // Measurement only: never true, so dQ is computed and not added.
+      if (params.scale_softmax < 0.0f) reduce_dq<32>(acc_dq, target, thread % 32);
     }
     __syncwarp();  // wgmma needs converged warps
   }
