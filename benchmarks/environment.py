@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -70,6 +71,19 @@ def describe_versions():
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
     return {**versions, **peer_versions()}, flash_attn.__build__
+
+
+def describe_origin(device):
+    """What every result begins with: when, on what device, which versions, of which build and commit."""
+    versions, build = describe_versions()
+    commit, dirty = git_state()
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": describe_device(device),
+        "versions": versions,
+        "build": build,
+        "git": {"commit": commit or build.get("commit"), "dirty": dirty},
+    }
 
 
 def peer_versions():

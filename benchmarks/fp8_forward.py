@@ -1,102 +1,95 @@
 """Speed of the e4m3 forward at head dim 128 beside bf16, V's transposition included:
 
-    python benchmarks/fp8_forward.py [--quick] [--json FILE]
+    python benchmarks/fp8_forward.py [--device cuda] [--quick] [--out FILE.json]
 
-Each row measures all kernels in turns, so that they share the clock of the chip; a figure is the median of the turns.
+The kernels take turns, as graphs of several calls after the L2 cache was overwritten; a figure is the median. The e4m3
+forward is off by default: this program sets FLASH_ATTN_FAMILY=fp8, and says of a row which kernels ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
-from flash_attn import backends, flash_attn_func
+import torch
+from environment import describe_origin
+from shared import Case, row_bar
+from timing import Budget, captured, interleave, make_timers
+
+from flash_attn import explain, flash_attn_func
 from flash_attn.fp8 import quantize
 
-HEADS, D, TOKENS = 16, 128, 16384
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-TURNS, WARM_UP_SECONDS, TURN_SECONDS = 7, 0.5, 0.06
+TOKENS, HEADS, D = 16384, 16, 128
 
 
-def calls(seqlen, causal, heads_k):
-    """Name -> call, of one problem."""
-    batch = max(TOKENS // seqlen, 1)
+def cases(quick, device):
+    """The problems; tiny ones on the CPU."""
+    tokens, seqlens = (TOKENS, SEQLENS[2::3] if quick else SEQLENS) if device == "cuda" else (128, (64,))
+    return [
+        Case(tokens // s, s, s, HEADS, heads_k, D, "bfloat16", causal=causal)
+        for heads_k in (HEADS, HEADS // 4)
+        for causal in (False, True)
+        for s in seqlens
+    ]
+
+
+def calls(case, device):
+    """{name: call} of one problem, and whether e4m3 has kernels of its own there."""
     q, k, v = (
-        torch.randn(batch, seqlen, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, heads_k, heads_k)
+        torch.randn(case.batch, case.seqlen_q, heads, D, device=device, dtype=torch.bfloat16)
+        for heads in (case.nheads, case.nheads_k, case.nheads_k)
     )
     codes, descales = zip(*(quantize(x, "head") for x in (q, k, v)))
-    descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
-
-    def fp8(exp):
-        return flash_attn_func(*codes, causal=causal, exp=exp, **descales)
-
+    options = {"causal": case.causal, **dict(zip(("q_descale", "k_descale", "v_descale"), descales))}
+    plan = explain(flash_attn_func, *codes, **options)["forward"]
     return {
-        "bf16": lambda: flash_attn_func(q, k, v, causal=causal),
-        "fp8": lambda: fp8("exact"),
-        "fp8 fast": lambda: fp8("fast"),
-    }
+        "bf16": lambda: flash_attn_func(q, k, v, causal=case.causal),
+        "fp8": lambda: flash_attn_func(*codes, exp="exact", **options),
+        "fp8 fast": lambda: flash_attn_func(*codes, exp="fast", **options),
+    }, plan.get("qkv_dtype") == "e4m3"
 
 
-def graph_of(call, count):
-    """A CUDA graph of `count` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph
+def measure(case, timer, device):
+    """A row of the result."""
+    functions, has_kernels = calls(case, device)
+    if device == "cuda":
+        functions = {name: captured(call, nullcontext) for name, call in functions.items()}
+    timed = {name: (nullcontext, call) for name, call in functions.items()}
+    times, sm_mhz = interleave(timer, timed, Budget(max_ms=1500.0))
+    ms = {name: statistics.median(taken) for name, taken in times.items()}
+    rates = {name: case.flops / value / 1e9 for name, value in ms.items()}
+    return {"id": case.id, "has_kernels": has_kernels, "sm_mhz": sm_mhz, "ms": ms, "tflops": rates}
 
 
-def milliseconds(run):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def measure(functions):
-    """Name -> median milliseconds of a call."""
-    graphs, times = {}, {name: [] for name in functions}
-    for name, call in functions.items():
-        call()
-        once = max(min(milliseconds(call) for _ in range(3)), 1e-3)
-        count = max(1, min(50, round(1e3 * TURN_SECONDS / once)))
-        graphs[name] = graph_of(call, count), count
-        for _ in range(max(1, round(1e3 * WARM_UP_SECONDS / (once * count) / len(functions)))):
-            graphs[name][0].replay()
-    for _ in range(TURNS):
-        for name, (graph, count) in graphs.items():
-            times[name].append(milliseconds(graph.replay) / count)
-    return {name: sorted(values)[TURNS // 2] for name, values in times.items()}
-
-
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="two lengths only")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    print(torch.cuda.get_device_name(), backends.get("cuda").build_info())
-    rows = []
-    for heads_k in (HEADS, HEADS // 4):
-        for causal in (False, True):
-            for seqlen in SEQLENS[2::3] if arguments.quick else SEQLENS:
-                times = measure(calls(seqlen, causal, heads_k))
-                flops = 4 * max(TOKENS // seqlen, 1) * HEADS * D * seqlen**2 / (2 if causal else 1)
-                rates = {name: flops / value / 1e9 for name, value in times.items()}
-                rows.append({"seqlen": seqlen, "causal": causal, "heads_k": heads_k, "ms": times, "tflops": rates})
-                label = f"{'causal' if causal else 'full':6} h{HEADS}/{heads_k:<2} s{seqlen:<5}"
-                print(label, "  ".join(f"{name} {rate:6.0f} TF {times[name]:.4f} ms" for name, rate in rates.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    parser.add_argument("--out", type=Path, help="write the result here, after every row")
+    options = parser.parse_args(arguments)
+    os.environ["FLASH_ATTN_FAMILY"] = "fp8"
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    result = {**describe_origin(device), "rows": []}
+    timer = make_timers(device)["graph" if options.device == "cuda" else "event"]
+    problems = cases(options.quick, options.device)
+    with row_bar(len(problems)) as done:
+        for case in problems:
+            row = measure(case, timer, options.device)
+            result["rows"].append(row)
+            rates = "  ".join(f"{name} {rate:.0f} TFLOPS" for name, rate in row["tflops"].items())
+            done(f"{case.id}: {rates}" + ", e4m3 by copies in 16 bits" * (not row["has_kernels"]))
+            if options.out:
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

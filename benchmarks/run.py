@@ -27,7 +27,6 @@ at last rows. --max-ms bounds the repeats of each row.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import re
@@ -37,7 +36,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import torch
-from environment import describe_device, describe_versions, git_state
+from environment import describe_origin
 from implementations import DEFAULT_PEERS, IMPLEMENTATIONS, choose, make_inputs
 from measure import measure, prepare, skipped
 from over_cache import read_ceiling
@@ -129,16 +128,10 @@ def result_path(options, result):
 
 
 def describe_run(options, device, budget, timers):
-    versions, build = describe_versions()
-    commit, dirty = git_state()
     clock = timers["event"].clock.source if device.type == "cuda" else None
     return {
         "schema": 2,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": describe_device(device),
-        "versions": versions,
-        "build": build,
-        "git": {"commit": commit or build.get("commit"), "dirty": dirty},
+        **describe_origin(device),
         "dtype": options.dtype,
         "implementations": {item.name: item.title for item in options.implementations},
         "groups": options.groups,

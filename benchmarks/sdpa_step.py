@@ -3,15 +3,14 @@
 python benchmarks/sdpa_step.py --out FILE.json [--device cuda] [--steps 12]
 
 The model is Llama's, with random weights, in the sizes of SIZES; a step is forward, backward and AdamW under autocast
-to bfloat16, as examples/sdpa.py does it. The ways take turns step by step on one model, the first steps of each are
-left out, the median is reported. `torch` leaves the choice of a backend to PyTorch, `flash` allows its flash attention
+to bfloat16, as examples/sdpa.py does it. The ways take turns step by step on one model, after some steps of each;
+the median is reported. `torch` leaves the choice of a backend to PyTorch, `flash` allows its flash attention
 only, `provider` and `scope` are the two ways of `flash_attn.sdpa`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import statistics
@@ -21,10 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import torch
-import torch.nn.functional as F
-from environment import describe_device, describe_versions, git_state
+from environment import describe_origin
 from shared import ROOT, row_bar
-from timing import HostTimer
+from timing import Budget, HostTimer, interleave
 
 SIZES = (
     {"layers": 8, "dim": 2048, "heads": 16, "heads_k": 4, "seqlen": 2048, "batch": 4},
@@ -33,7 +31,7 @@ SIZES = (
     {"layers": 8, "dim": 2048, "heads": 32, "heads_k": 8, "seqlen": 8192, "batch": 1},
 )
 TINY = ({"layers": 1, "dim": 64, "heads": 2, "heads_k": 1, "seqlen": 64, "batch": 1},)  # on the CPU
-WARMUP_STEPS = 3
+WARMUP_MS = 300.0
 
 
 def load_example():
@@ -44,32 +42,19 @@ def load_example():
 
 
 def make_step(example, size, device):
-    """A function that makes one step and returns nothing."""
+    """A function that makes one step."""
     model = example.make_model(argparse.Namespace(**size, llama=True, device=device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(example.VOCABULARY, (size["batch"], size["seqlen"] + 1), device=device)
-
-    def step():
-        with torch.autocast(device, torch.bfloat16):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return lambda: example.train_step(model, optimizer, tokens)
 
 
 def measure(example, size, device, steps):
     """{way: median milliseconds of a step}."""
-    step, timer = make_step(example, size, device), HostTimer(torch.device(device))
-    records = {name: [] for name in example.ways(device)}
-    for _ in range(WARMUP_STEPS + steps):
-        for name, context in example.ways(device).items():
-            with context():
-                timer.synchronize()
-                records[name].append(timer.record(step))
-    return {name: statistics.median(timer.milliseconds(taken[WARMUP_STEPS:])) for name, taken in records.items()}
+    step = make_step(example, size, device)
+    calls = {name: (context, step) for name, context in example.ways(device).items()}
+    times, _ = interleave(HostTimer(torch.device(device)), calls, Budget(steps, 0.0, WARMUP_MS))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main(arguments=None):
@@ -81,16 +66,8 @@ def main(arguments=None):
     import transformers
 
     example, sizes = load_example(), SIZES if options.device == "cuda" else TINY
-    versions, build = describe_versions()
-    commit, dirty = git_state()
-    result = {
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git": {"commit": commit, "dirty": dirty},
-        "device": describe_device(torch.device(options.device)),
-        "versions": {**versions, "transformers": transformers.__version__},
-        "build": build,
-        "rows": [],
-    }
+    result = {**describe_origin(torch.device(options.device)), "rows": []}
+    result["versions"]["transformers"] = transformers.__version__
     with row_bar(len(sizes)) as done:
         for size in sizes:
             ms = measure(example, size, options.device, options.steps)

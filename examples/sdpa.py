@@ -88,21 +88,26 @@ def ways(device):
     return found
 
 
+def train_step(model, optimizer, tokens):
+    """The loss, under autocast to bfloat16, of predicting each row's next token."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def train(options):
-    """Losses, and the median seconds of a step, of predicting a repeated sequence under autocast to bfloat16."""
+    """Losses, and the median seconds of a step, of predicting a repeated sequence."""
     model = make_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     tokens = torch.arange(options.seqlen + 1, device=options.device).remainder(7).expand(options.batch, -1)
     losses, seconds = [], []
     for _ in range(options.steps):
         start = time.perf_counter()
-        with torch.autocast(options.device, torch.bfloat16):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_step(model, optimizer, tokens).item())
         seconds.append(time.perf_counter() - start)
     return losses, statistics.median(seconds)
 
