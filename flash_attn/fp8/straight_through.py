@@ -111,8 +111,7 @@ def _attend(
     arguments.check_constant("alibi_slopes", alibi_slopes)
     sinks = None if sinks is None else arguments.sinks(sinks)
     if q.is_cuda and head_dim % 8 != 0 and head_dim < 256:
-        pad = torch.nn.functional.pad
-        q, k, v = (pad(x, (0, -head_dim % 8)) if x.shape[-1] == head_dim else x for x in (q, k, v))
+        q, k, v = arguments.padded((q, k, v), head_dim)
     args = AttentionArgs(
         None, None, None, sequences.cu_seqlens_q, sequences.cu_seqlens_k, None, None, None, alibi_slopes, None,
         *max_seqlens, 0.0, scale, arguments.flag("causal", causal), *arguments.window(window_size),

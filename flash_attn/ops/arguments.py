@@ -189,6 +189,11 @@ def _is_of_rows(descale, cache):
     return descale is not None and descale.dim() == 3 and descale.shape == cache.shape[:3]
 
 
+def padded(tensors, head_dim):
+    """Those of this head dim with zeros up to a multiple of 8, as the kernels want it; the others as they are."""
+    return tuple(torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in tensors)
+
+
 def head_dim(name, x):
     """The last size of x, which may have no dimensions: that is the backends' matter."""
     sizes = x.shape

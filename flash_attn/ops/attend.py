@@ -1,7 +1,5 @@
 """From the arguments of a public attention function to its results: all forms, dense and varlen, packed or not."""
 
-import torch
-
 from flash_attn.batch_invariance import is_batch_invariant
 from flash_attn.eight_bit import EIGHT_BIT
 from flash_attn.ops import arguments, library, lse
@@ -47,9 +45,7 @@ def attend(
     padded = padded and inputs[0].dtype not in EIGHT_BIT
     if padded:
         value_dim = arguments.head_dim(names[-1], inputs[-1])  # another one is the backend's matter
-        inputs = tuple(
-            torch.nn.functional.pad(x, (0, -head_dim % 8)) if x.size(-1) == head_dim else x for x in inputs
-        )  # fmt: skip
+        inputs = arguments.padded(inputs, head_dim)
     max_seqlen_q, max_seqlen_k = arguments.max_seqlens(inputs, sequences, want_dmask) if varlen else (0, 0)
     q, k, v = inputs if len(inputs) == 3 else (*inputs, None, None)[:3]
     args = AttentionArgs(

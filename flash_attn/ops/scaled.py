@@ -7,6 +7,7 @@ pages into copies of K and V. The cost is these copies, of whole caches too.
 import torch
 
 from flash_attn import eight_bit
+from flash_attn.ops import arguments
 from flash_attn.ops.attention_args import AttentionArgs, KvCacheArgs
 
 
@@ -45,9 +46,9 @@ def forward(args: AttentionArgs, attend_fp8, attend):
     scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
     sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
     operands = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
-    padding = -q.shape[-1] % 8 if q.shape[-1] < 256 else 0
-    pad = torch.nn.functional.pad
-    operands = (pad(x.to(dtype), (0, padding if x.shape[-1] == q.shape[-1] else 0)) for x in operands)
+    operands = tuple(x.to(dtype) for x in operands)
+    if q.shape[-1] % 8 != 0 and q.shape[-1] < 256:
+        operands = arguments.padded(operands, q.shape[-1])
     result, *others = attend(args.without_scaling(*operands))
     out = result.new_empty((*q.shape[:-1], v.shape[-1]))
     scaling.store(out, result[..., : v.shape[-1]], sequence)
