@@ -220,7 +220,7 @@ def main(arguments=None):
         "started": started,
         "device": describe_device(device),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        **{b.name: {"commit": b.commit, "site": str(b.site), "build": b.info} for b in builds},
+        **{b.name: {"commit": b.commit, "site": b.site and b.site.name, "build": b.info} for b in builds},
         "limit": options.limit,
         "host_limit": options.host_limit,
         "rows": entries,
