@@ -14,10 +14,13 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import cp_model
 import torch

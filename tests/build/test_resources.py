@@ -124,10 +124,12 @@ def loops(code):
 def smallest_matrix_loop(code):
     """Instruction count of the shortest loop with tensor-core instructions: the interior loop; None without one.
 
-    Of a kernel with wgmma those count: where it falls back on mma.sync, that is a loop within the interior one.
+    Of a kernel with wgmma those count (HGMMA of 16 bits, QGMMA of e4m3): where it falls back on mma.sync, that is a
+    loop within the interior one.
     """
-    product = "HGMMA" if any(re.search(r"\bHGMMA\b", text) for _, text in code) else "HMMA"
-    counts = [len(loop) for loop in loops(code) if any(re.search(rf"\b{product}\b", t) for t in loop)]
+    wgmma, mma = r"\b[HQ]GMMA\b", r"\bHMMA\b"
+    product = wgmma if any(re.search(wgmma, text) for _, text in code) else mma
+    counts = [len(loop) for loop in loops(code) if any(re.search(product, text) for text in loop)]
     return min(counts, default=None)
 
 
@@ -160,3 +162,4 @@ def test_loop_counter_on_known_code():
     assert smallest_matrix_loop(code[:1]) is None
     outer = [*code[:3], (0x30, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"), (0x40, "@P1 BRA 0x0")]
     assert smallest_matrix_loop(outer) == 5
+    assert smallest_matrix_loop([*outer[:3], (0x30, "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20]"), outer[4]]) == 5
