@@ -1,5 +1,7 @@
 // The key order of V^T against the fragments of wgmma as PTX defines them, and codes against the values of e4m3.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <set>
 
 #include "check.h"
@@ -33,10 +35,8 @@ void check_codes() {
     const float code = e4m3::kCodesPerOctave * (static_cast<float>(exponent) + e4m3::kExponentBias);
     check::that(value_of(static_cast<int>(code)) == std::ldexp(1.0, exponent), "code of a power of two", exponent);
   }
-  const int largest = static_cast<int>(e4m3::kMaxCodes & 0xffff);
-  check::that(value_of(largest) == 448.0 && e4m3::kMaxCodes >> 16 == e4m3::kMaxCodes % 65536u, "largest code");
+  check::that(value_of(e4m3::kLargestCode) == 448.0 && e4m3::kNanCode == e4m3::kLargestCode + 1, "largest code");
   check::that(value_of(e4m3::kOnes % 256u) == 1.0, "ones");
-  check::that(e4m3::kCodeMagic == 1.5f * 8388608.0f, "floats of whole numbers");
   double sums[2] = {};
   constexpr int kSteps = 1 << 16;
   for (int i = 0; i < kSteps; ++i) {
@@ -47,10 +47,31 @@ void check_codes() {
   check::that(std::fabs(std::log2(sums[0] / sums[1]) - e4m3::kCodeMeanLog2) < 1e-6, "mean of codes");
 }
 
+// What the kernel does with the low 16 bits of a float: wrapping addition, then both bounds.
+int clamped_code(float code) {
+  uint32_t bits;
+  std::memcpy(&bits, &code, sizeof bits);
+  const auto low = static_cast<int16_t>(static_cast<uint16_t>(bits + e4m3::kCodeShift));
+  return std::max<int>(std::min<int>(low, e4m3::kNanCode), 0);
+}
+
+void check_clamp() {
+  for (int code = -32768; code < 32768; ++code) {
+    const int expected = std::min(std::max(code, 0), static_cast<int>(e4m3::kNanCode));
+    check::that(clamped_code(e4m3::kCodeMagic + static_cast<float>(code)) == expected, "clamped code", code);
+  }
+  check::that(clamped_code(-INFINITY) == 0, "a masked score");
+  uint32_t nan_bits = 0x7fffffffu;  // the NaN that instructions make
+  float nan;
+  std::memcpy(&nan, &nan_bits, sizeof nan);
+  check::that(clamped_code(nan) == static_cast<int>(e4m3::kNanCode), "NaN");
+}
+
 }  // namespace
 
 int main() {
   check_key_order();
   check_codes();
+  check_clamp();
   return check::report();
 }

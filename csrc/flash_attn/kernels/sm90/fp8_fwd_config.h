@@ -52,14 +52,17 @@ struct Fp8FwdConfig {
     return descending_trip_count(mask, order, row_begin, row_end, kBlockN);
   }
 
-  // A wgmma accumulator of e4m3 products keeps 13 bits: P V is added up in fp32 after so many blocks.
-  static constexpr int kFlushBlocks = 4;
+  // A wgmma accumulator of e4m3 products keeps 13 bits: P V is added up in fp32 after so many halves of blocks.
+  static constexpr int kFlushHalves = 8;
+  // Keys of half a block: S of one half is computed while the other's becomes P.
+  static constexpr int kHalfKeys = kBlockN / 2;
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
-  // S (64, N) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both K-major.
-  using MmaQk = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>{}));
+  // S (64, N / 2) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both
+  // K-major.
+  using MmaQk = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>{}));
   using MmaPv = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>{}));
-  static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kBlockN);
+  static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kHalfKeys);
   static_assert(decltype(cute::tile_size<1>(MmaPv{}))::value == kVtRows);
 
   static constexpr int kAtomCols = 128, kAtoms = 1, kAtomsV = 1;
@@ -68,7 +71,7 @@ struct Fp8FwdConfig {
   using Tiles = decltype(cute::tile_to_shape(
       KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kAtomCols>, cute::Int<kBuffers>>{}));
   using SmemLayoutQ = Tiles<64, kQStages * kWarpGroups>;
-  using SmemLayoutK = Tiles<kBlockN, kKvStages>;
+  using SmemLayoutK = Tiles<kHalfKeys, 2 * kKvStages>;  // the lower keys of a stage, then the upper ones
   using SmemLayoutVt = Tiles<kVtRows, kKvStages>;
   static constexpr int kSmemQ = 64 * kHeadDim;
   static constexpr int kSmemK = kBlockN * kHeadDim;

@@ -27,13 +27,14 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct Fp8FwdConsumer {
+  using Mainloop = Fp8FwdMainloop<Config>;
   static constexpr int kRows = 2;
 
   const Fp8FwdLaunch& launch;
   FwdStorage<Config>& storage;
   WorkPipeline<Config> pipeline;
   PipelineState<Config::kQStages> q_state;
-  Fp8FwdMainloop<Config> mainloop;
+  Mainloop mainloop;
 
   __device__ __forceinline__ Fp8FwdConsumer(const Fp8FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
       : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group) {}
@@ -64,7 +65,7 @@ struct Fp8FwdConsumer {
       storage.q_full[q_state.stage][mainloop.group].wait(q_state.phase);
       mainloop.wait_for_k();
     }
-    mainloop.issue_qk(q_state.stage);
+    mainloop.template issue_qk<Mainloop::kUpper>(q_state.stage);
   }
 
   // On entry S of this tile's first block is complete, on exit that of the tile in the returned slot.
@@ -73,7 +74,7 @@ struct Fp8FwdConsumer {
     const bool computes = mainloop.steps(slot).count > 0;
     set_scale(mainloop.tile(slot));
     if (computes) {
-      mainloop.first_step(slot);
+      mainloop.first_step(slot, q_stage);
       mainloop.skip_v(mainloop.steps(slot).skipped_first);
       mainloop.run(slot, q_stage);
       mainloop.skip_k(mainloop.steps(slot).skipped_last);
@@ -88,7 +89,7 @@ struct Fp8FwdConsumer {
     const int skipped_last = mainloop.steps(slot).skipped_last;
     const int next = next_slot();
     if (computes) {  // one block for ptxas, which otherwise sees T read while P V is under way
-      mainloop.issue_pv();
+      mainloop.template issue_pv<Mainloop::kLower>();
       issue_first_qk(next);
       mainloop.wait_for_o();
       mainloop.skip_v(skipped_last);

@@ -21,14 +21,22 @@ __device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
   return word;
 }
 
-// Two codes from the low 16 bits of floats, clamped to [0, 448], in 16 bits each.
+// Two codes from the low 16 bits of floats, in 16 bits each: 0 below all codes, NaN above them and of NaN.
 __device__ __forceinline__ uint32_t clamp_codes(float a, float b) {
-  return __vimin_s16x2_relu(__byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410), e4m3::kMaxCodes);
+  const uint32_t pair = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
+  return __viaddmin_s16x2_relu(pair, e4m3::twice(e4m3::kCodeShift), e4m3::twice(e4m3::kNanCode));
+}
+
+// fmaxf and fminf drop NaN.
+__device__ __forceinline__ float clamp_keeping_nan(float x, float most) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  return x;
 }
 
 // row_max is that of scaled scores in powers of 2, rounded to an integer, so that corrections and codes are exact, and
-// less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's range: the greatest is about 2^5, and with the lag
-// 2^8. e4m3 ends at 448 = 2^8.8: offset and lag together may not exceed that.
+// less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's range: right after an update the greatest is at most
+// 2^5.5, and row_max lags until one would exceed 448 = 2^8.8, where e4m3 ends.
 // kCodes: P as codes straight from the scores, and no sums but those of P V.
 template <bool kCodes>
 struct Fp8Softmax : Softmax<2, int> {
@@ -36,43 +44,35 @@ struct Fp8Softmax : Softmax<2, int> {
   using Base::row_max;
   using Base::row_sum;
   static constexpr int kRows = 2;
-  static constexpr float kOffsetLog2 = 5.0f, kMaxLagLog2 = 3.0f;
-  static_assert(kOffsetLog2 + kMaxLagLog2 <= 8.8f, "P would saturate");
-  // Scores of 128 products of codes up to 448 that are scaled by less differ by less than the 4096 octaves that 16 bits
-  // of a code reach.
-  static constexpr float kLargestNearScale = 7.5e-5f;
-  static constexpr float kFarLog2 = -1000.0f;
+  static constexpr float kOffsetLog2 = 5.0f, kLargestP = 448.0f;
+  // Scores of 128 products of codes up to 448 that are scaled by less are less than kNearLog2, and the 4096 octaves
+  // that 16 bits of a code reach are more than their differences.
+  static constexpr float kLargestNearScale = 7.5e-5f, kNearLog2 = 2000.0f;
+  static constexpr float kFarLog2 = 1000.0f;
+  // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
+  static constexpr int kPartialSums = 2;
 
-  // `always`: for a tile's first block. Returns, warp-uniform, whether row_max was updated: then O has to be multiplied
+  // For a block that may exceed row_max: makes it that of the scores, if that is greater. Then O has to be multiplied
   // by `correction`, row_sum already is. A NaN among the scores makes row_max NaN for good.
   template <class Scores>
-  __device__ __forceinline__ int update_row_max(const Scores& scores, float scale, bool always,
-                                                float (&correction)[kRows]) {
+  __device__ __forceinline__ void update_row_max(const Scores& scores, float scale, float (&correction)[kRows]) {
     using namespace cute;
-    int bound[kRows];  // bits of the largest non-negative score, or NaN
-    bool exceeds = always;
-#pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) {
-      bound[mi] = 0;
-#pragma unroll
-      for (int ni = 0; ni < size<1>(scores); ni += 2) {
-        bound[mi] = __vimax3_s32(bound[mi], __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
-      }
-      exceeds |= !(fmaf(__int_as_float(bound[mi]), scale, -row_max[mi]) <= kOffsetLog2 + kMaxLagLog2);
-    }
-    if (!__any_sync(0xffffffffu, exceeds)) return false;
     float new_max[kRows];
     Base::set_maxima(scores, new_max);
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const bool has_nan = quad_max_of_bits(bound[mi]) > 0x7f800000 || row_max[mi] != row_max[mi] || scale != scale;
+      int bits = 0;  // of the largest non-negative score, or of NaN
+#pragma unroll
+      for (int ni = 0; ni < size<1>(scores); ni += 2) {
+        bits = __vimax3_s32(bits, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
+      }
+      const bool has_nan = quad_max_of_bits(bits) > 0x7f800000 || row_max[mi] != row_max[mi] || scale != scale;
       const float raised = fmaxf(row_max[mi], rintf(new_max[mi] * scale) - kOffsetLog2);
       const float new_row_max = has_nan ? __int_as_float(0x7fffffff) : fmaxf(raised, Base::kLowest);
       correction[mi] = exp2f(row_max[mi] - new_row_max);
       row_max[mi] = new_row_max;
       row_sum[mi][0] *= correction[mi];
     }
-    return true;
   }
 
   __device__ __forceinline__ static int quad_max_of_bits(int bits) {
@@ -80,72 +80,81 @@ struct Fp8Softmax : Softmax<2, int> {
     return max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
   }
 
-  // Half of a block's P, in registers that P V under way does not read: words() makes the operand of it and acc_s.
-  // Words 2 i and 2 i + 1 hold the 16 keys i of rows g and g + 8; S is an accumulator of 8 columns after the other.
-  template <int kWords>
-  struct HalfP {
-    uint32_t low[kCodes ? kWords : 1], high[kCodes ? kWords : 1];  // codes, two in each
-    uint16_t pairs[kCodes ? 1 : kWords];                           // of the first two keys of a word
-    uint32_t sign = 0;                                             // 0, which only a run knows
-  };
+  // Words 2 i and 2 i + 1 of P hold the 16 keys i of rows g and g + 8; S is an accumulator of 8 columns after the
+  // other.
   __device__ __forceinline__ static constexpr int index(int word, int j) {
     return word / 2 * 8 + word % 2 * 2 + j % 2 + j / 2 * 4;
   }
 
-  template <class Acc, int kWords>
-  __device__ __forceinline__ void exponentiate(Acc& acc_s, float scale, HalfP<kWords>& half) {
-    static_assert(decltype(cute::size(acc_s))::value == 4 * kWords);
+  // P against row_max as it is, four codes a word, and what it adds to row_sum. Returns whether some P of this thread
+  // exceeds what e4m3 holds, or is NaN: then P is of no use but for rows with NaN.
+  template <class Acc, class Words>
+  __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, Words& words,
+                                               float (&sums)[kRows]) const {
+    static_assert(decltype(cute::size(acc_s))::value == 4 * decltype(cute::size(words))::value);
     if constexpr (kCodes) {
-      make_codes(acc_s, scale, half);
+      return make_codes(acc_s, scale, words);
     } else {
+      constexpr int kWords = decltype(cute::size(words))::value;
+      static_assert(kWords / kRows / kPartialSums * 4 * 45.3f <= kLargestP, "2^5.5 each");
+      float partial[kRows][kPartialSums] = {};
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
+        float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float& p = acc_s(index(i, j));
-          p = exp2f(fmaf(p, scale, -row_max[i % 2]));
-          row_sum[i % 2][0] += p;
+          p[j] = exp2f(fmaf(acc_s(index(i, j)), scale, -row_max[i % 2]));
+          partial[i % 2][i / 2 % kPartialSums] += p[j];
         }
-        half.pairs[i] = pack_e4m3(acc_s(index(i, 0)), acc_s(index(i, 1)));
+        words(i) = join(pack_e4m3(p[0], p[1]), pack_e4m3(p[2], p[3]));
       }
-      half.sign = row_sum[0][0] + row_sum[1][0] < 0.0f;
+      int bits = 0;  // bits of floats that are not negative order as they do, and NaN is above them
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) {
+        bits = __vimax3_s32(bits, __float_as_int(partial[mi][0]), __float_as_int(partial[mi][1]));
+        sums[mi] = partial[mi][0] + partial[mi][1];
+      }
+      return bits > __float_as_int(kLargestP);
     }
   }
 
-  template <class Acc, int kWords>
-  __device__ __forceinline__ void make_codes(Acc& acc_s, float scale, HalfP<kWords>& half) const {
-    constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
-    float factor = e4m3::kCodesPerOctave * scale, offset[kRows];
+  __device__ __forceinline__ void add(const float (&sums)[kRows]) {
+    if constexpr (!kCodes) {
 #pragma unroll
-    for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kCodesPerOctave * fmaxf(row_max[mi], -0x1p18f);
-    if (!(scale <= kLargestNearScale)) {  // codes of scores far below would wrap
-#pragma unroll
-      for (int i = 0; i < 4 * kWords; ++i) {
-        acc_s(i) = fmaxf(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), kFarLog2);
-      }
-      factor = e4m3::kCodesPerOctave;
-      offset[0] = offset[1] = kZero;
+      for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
     }
+  }
+
+  template <class Acc, class Words>
+  __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, Words& words) const {
+    constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
+    if (scale <= kLargestNearScale) {
+      float offset[kRows];
+#pragma unroll
+      for (int mi = 0; mi < kRows; ++mi) offset[mi] = kZero - e4m3::kCodesPerOctave * fmaxf(row_max[mi], -kNearLog2);
+      const float factor = e4m3::kCodesPerOctave * scale;
+      return pack_codes(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
+    }
+    return pack_codes(words, [&](int i) {  // codes of scores far from row_max would wrap
+      const float exponent = clamp_keeping_nan(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), kFarLog2);
+      return fmaf(exponent, e4m3::kCodesPerOctave, kZero);
+    });
+  }
+
+  // code_of(i): of element i of S, as a float. Returns whether some code is NaN.
+  template <class Words, class CodeOf>
+  __device__ __forceinline__ static bool pack_codes(Words& words, const CodeOf& code_of) {
+    constexpr int kWords = decltype(cute::size(words))::value;
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      float code[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) code[j] = fmaf(acc_s(index(i, j)), factor, offset[i % 2]);
-      half.low[i] = clamp_codes(code[0], code[1]);
-      half.high[i] = clamp_codes(code[2], code[3]);
-      half.sign |= half.high[i];
+      const uint32_t low = clamp_codes(code_of(index(i, 0)), code_of(index(i, 1)));
+      const uint32_t high = clamp_codes(code_of(index(i, 2)), code_of(index(i, 3)));
+      largest = __vimax3_s16x2(largest, low, high);
+      words(i) = __byte_perm(low, high, 0x6420);
     }
-    half.sign >>= 31;
-  }
-
-  // Behind the wait for P V, which reads the registers that these words go to.
-  template <class Acc, int kWords>
-  __device__ __forceinline__ static uint32_t word(const Acc& acc_s, const HalfP<kWords>& half, int i) {
-    if constexpr (kCodes) {
-      return __byte_perm(half.low[i], half.high[i], 0x6420);
-    } else {
-      return join(half.pairs[i], pack_e4m3(acc_s(index(i, 2)), acc_s(index(i, 3))));
-    }
+    constexpr uint32_t kCarry = e4m3::twice(0x80u - e4m3::kNanCode);
+    return (largest + kCarry & e4m3::twice(0x80u)) != 0;
   }
 
   // finalize(), with the sums of P as it was rounded, in every lane of a quad: numerator and denominator lose alike,
