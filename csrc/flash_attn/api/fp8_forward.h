@@ -72,7 +72,10 @@ inline void prepare_fp8(Flash_fwd_fp8_params& params, const plan::FwdPlan& plan,
 }
 
 inline cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  return FP16_SWITCH(plan.dtype, [&] { return run_mha_fwd_fp8_wgmma_<kDtype, 128>(params, plan, stream); });
+  return FP16_SWITCH(plan.dtype, [&] {
+    return HEADDIM_8BIT_SWITCH(plan.head_dim,
+                               [&] { return run_mha_fwd_fp8_wgmma_<kDtype, kHeadDim>(params, plan, stream); });
+  });
 }
 
 // Fills params, but for memory. A plan without a grid: there is no kernel for the call.
@@ -91,6 +94,7 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
   const plan::Device device = device_of(params.device);
   if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device, forced_family())) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
+  params.exp_codes = params.exp_codes && plan::fp8_has_ones(plan::sm90_fp8_fwd_tile(problem.head_dim));
   return plan::plan_fp8_fwd(problem, device);
 }
 

@@ -11,10 +11,24 @@ namespace flash {
 namespace plan {
 
 // Two consumers of 64 rows; O has a buffer of its own, for it takes twice the bytes of Q.
-constexpr Sm90FwdTile kSm90Fp8FwdTile = {128, 128, 128, 4, 2, false, 1, 0, 128};
+constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
+    {64, 128, 128, 4, 2, false, 1, 0, 64},
+    {128, 128, 128, 4, 2, false, 1, 0, 128},
+    {256, 128, 64, 3, 2, false, 1, 0, 128},
+};
 
-// Rows of V^T in shared memory: behind the columns of V are ones, so that P V also makes the row sums.
-constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
+// head_dim 0: there is none.
+constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim) {
+  for (const Sm90FwdTile& tile : kSm90Fp8FwdTiles) {
+    if (tile.head_dim == head_dim) return tile;
+  }
+  return Sm90FwdTile{};
+}
+
+// Whether P V also makes the row sums, of columns of ones behind those of V: not where registers are short.
+constexpr bool fp8_has_ones(const Sm90FwdTile& tile) { return tile.head_dim <= 128; }
+// Rows of V^T in shared memory.
+constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + (fp8_has_ones(tile) ? 8 : 0); }
 
 // sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
 constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
@@ -38,12 +52,12 @@ constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
 // Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O. `forced`: the
 // value of FLASH_ATTN_FAMILY: the kernels run only where it is "fp8", until a GPU has shown that they are right.
 inline bool fp8_fwd_supports(const FwdProblem& problem, const Device& device, const char* forced) {
-  const Sm90FwdTile& tile = kSm90Fp8FwdTile;
+  const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim);
   if (forced == nullptr || std::strcmp(forced, "fp8") != 0) return false;
-  return device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
-         problem.head_dim == tile.head_dim && problem.head_dim_v == tile.head_dim && problem.heads_k > 0 &&
-         !problem.has_score_mod() && !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged &&
-         !problem.has_key_ranges && problem.fits_tensor_maps;
+  return tile.head_dim > 0 && device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
+         problem.head_dim_v == tile.head_dim && problem.heads_k > 0 && !problem.has_score_mod() &&
+         !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged && !problem.has_key_ranges &&
+         problem.fits_tensor_maps;
 }
 
 // Keys of a row of V^T, and their blocks.
@@ -59,7 +73,7 @@ constexpr int64_t fp8_vt_bytes(const FwdProblem& problem) {
 }
 
 inline FwdPlan plan_fp8_fwd(const FwdProblem& problem, const Device& device) {
-  const Sm90FwdTile tile = kSm90Fp8FwdTile;
+  const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim);
   FwdPlan plan;
   plan.family = Family::kWgmma;
   plan.variant = problem.window.may_mask() ? FwdVariant::kMasked : FwdVariant::kPlain;

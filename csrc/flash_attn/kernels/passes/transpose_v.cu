@@ -14,16 +14,21 @@
 namespace flash {
 namespace {
 
-constexpr int kThreads = 256, kKeys = e4m3::kVtKeys, kCols = 128;
-constexpr int kRowWords = kCols / 4, kPaddedWords = kRowWords + 1;
+constexpr int kThreads = 256, kKeys = e4m3::kVtKeys;
 
-// Of column quad 0 of a key. Lanes of a warp read keys 16 i + 2 t, i < 8 and t < 4, of one column quad: the additional
-// words after each 32 keys take them to 32 banks.
-__device__ __forceinline__ int word_of(int key) {
-  const int chunk = key / 32;
-  return key * kPaddedWords + chunk % 2 + chunk / 2 * 8;
-}
-constexpr int kWords = kKeys * kPaddedWords + 9;
+// kCols columns of 128 keys, in words of four columns.
+template <int kCols>
+struct KeyWords {
+  static constexpr int kRowWords = kCols / 4, kPaddedWords = kRowWords + 1;
+  static constexpr int kWords = kKeys * kPaddedWords + 9;
+
+  // Of column quad 0 of a key. Lanes of a warp read keys 16 i + 2 t, i < 8 and t < 4, of one column quad: the
+  // additional words after each 32 keys take them to 32 banks, for kPaddedWords is 1 above a multiple of 16.
+  __device__ __forceinline__ static int word_of(int key) {
+    const int chunk = key / 32;
+    return key * kPaddedWords + chunk % 2 + chunk / 2 * 8;
+  }
+};
 
 // A block of keys of one K/V head: what its queries see of it is [begin, end).
 struct VtTile {
@@ -66,6 +71,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+template <int kCols>
 __device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, const VtTile& at, uint32_t* words) {
   constexpr int kVectors = kCols / 16, kSteps = kKeys * kVectors / kThreads;
   const auto* const v = static_cast<const uint8_t*>(params.v_ptr) + at.source;
@@ -79,7 +85,8 @@ __device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, co
   }
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    uint32_t* const to = words + word_of((threadIdx.x + i * kThreads) / kVectors) + 4 * (threadIdx.x % kVectors);
+    uint32_t* const to =
+        words + KeyWords<kCols>::word_of((threadIdx.x + i * kThreads) / kVectors) + 4 * (threadIdx.x % kVectors);
     to[0] = vectors[i].x;
     to[1] = vectors[i].y;
     to[2] = vectors[i].z;
@@ -88,15 +95,16 @@ __device__ __forceinline__ void load_keys(const Flash_fwd_fp8_params& params, co
 }
 
 // A warp writes 128 keys of a column at a time.
+template <int kCols>
 __device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params, const VtTile& at,
                                               const uint32_t* words) {
   const int lane = threadIdx.x % 32, key = lane / 4 * 16;
   uint8_t* const to = params.vt_ptr + at.target + 4 * lane;
-#pragma unroll
-  for (int quad = threadIdx.x / 32; quad < kRowWords; quad += kThreads / 32) {
+#pragma unroll 4
+  for (int quad = threadIdx.x / 32; quad < KeyWords<kCols>::kRowWords; quad += kThreads / 32) {
     uint32_t bytes[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) bytes[j] = words[word_of(key + e4m3::key_at(lane % 4 * 4 + j)) + quad];
+    for (int j = 0; j < 4; ++j) bytes[j] = words[KeyWords<kCols>::word_of(key + e4m3::key_at(lane % 4 * 4 + j)) + quad];
     transpose_bytes(bytes);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -105,8 +113,9 @@ __device__ __forceinline__ void store_columns(const Flash_fwd_fp8_params& params
   }
 }
 
+template <int kCols>
 __global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_constant__ Flash_fwd_fp8_params params) {
-  __shared__ uint32_t words[kWords];
+  __shared__ uint32_t words[KeyWords<kCols>::kWords];
   wait_for_previous_kernel();
   allow_next_kernel();  // it calls wait_for_previous_kernel() before it reads any of this
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_count_semaphore != nullptr) *params.tile_count_semaphore = 0;
@@ -114,18 +123,29 @@ __global__ void __launch_bounds__(kThreads) transpose_v_kernel(const __grid_cons
   if (params.vt_keys == 0) return;
   const VtTile at = vt_tile(params, reversed_block());
   if (at.end <= 0) return;  // no key of a sequence: never read
-  load_keys(params, at, words);
+  load_keys<kCols>(params, at, words);
   __syncthreads();
-  store_columns(params, at, words);
+  store_columns<kCols>(params, at, words);
+}
+
+template <int kCols>
+cudaError_t launch_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
+  const int64_t blocks = std::max<int64_t>(matrices * (params.vt_keys / kKeys), 1);  // one clears the semaphore
+  return launch_dependent(transpose_v_kernel<kCols>, blocks, kThreads, 0, params, params.device, stream,
+                          configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_transpose_v(const Flash_fwd_fp8_params& params, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
-  const int64_t blocks = std::max<int64_t>(matrices * (params.vt_keys / kKeys), 1);  // one clears the semaphore
-  return launch_dependent(transpose_v_kernel, blocks, kThreads, 0, params, params.device, stream, configured_devices);
+  switch (params.d_v) {
+    case 64: return launch_transpose_v<64>(params, stream);
+    case 128: return launch_transpose_v<128>(params, stream);
+    case 256: return launch_transpose_v<256>(params, stream);
+    default: return cudaErrorInvalidValue;  // plan::sm90_fp8_fwd_tile() has no other
+  }
 }
 
 }  // namespace flash

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "core/e4m3.h"
 #include "core/trip_count.h"
@@ -15,6 +16,24 @@ namespace sm90 {
 
 using plan::FwdVariant;
 
+// P V of kCols columns: P in registers, V^T in shared memory.
+template <int kCols>
+struct Fp8PvOf;
+template <>
+struct Fp8PvOf<64> {
+  using Atom = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+};
+template <>
+struct Fp8PvOf<72> {
+  using Atom = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;
+};
+template <>
+struct Fp8PvOf<136> {
+  using Atom = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;
+};
+template <int kCols>
+using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
+
 // kCodes_: P as e4m3 codes straight from the scores (core/e4m3.h) instead of exp2.
 template <Dtype kOut, int kHeadDim_, bool kCodes_>
 struct Fp8FwdConfig {
@@ -22,12 +41,12 @@ struct Fp8FwdConfig {
   using OutElement = ElementOf<kOut>;
   static constexpr bool kCodes = kCodes_;
   static constexpr FwdVariant kVariant = FwdVariant::kPlain;
-  static constexpr plan::Sm90FwdTile kTile = plan::kSm90Fp8FwdTile;
+  static constexpr plan::Sm90FwdTile kTile = plan::sm90_fp8_fwd_tile(kHeadDim_);
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.value_dim();
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages;
-  static_assert(kHeadDim == kHeadDim_ && kHeadDim == 128, "a row of Q or K is one swizzle atom");
-  static_assert(kBlockN == e4m3::kVtKeys, "a row of a block of V^T is one swizzle atom");
+  static_assert(kHeadDim == kHeadDim_ && kHeadDim == kHeadDimV, "a tile for this head dim");
+  static_assert(e4m3::kVtKeys % kBlockN == 0, "a block of V^T holds whole blocks of keys");
   static_assert(kQStages == 2, "S of the next tile is issued before O of this one is stored");
 
   static constexpr int kConsumerGroups = kTile.consumer_groups;
@@ -52,35 +71,45 @@ struct Fp8FwdConfig {
     return descending_trip_count(mask, order, row_begin, row_end, kBlockN);
   }
 
-  // A wgmma accumulator of e4m3 products keeps 13 bits: P V is added up in fp32 after so many halves of blocks.
-  static constexpr int kFlushHalves = 8;
-  // Keys of half a block: S of one half is computed while the other's becomes P.
-  static constexpr int kHalfKeys = kBlockN / 2;
+  // S is computed for so many keys at a time.
+  static constexpr int kStepKeys = 64, kBlockSteps = kBlockN / kStepKeys;
+  // A wgmma accumulator of e4m3 products keeps 13 bits: P V is added up in fp32 after so many steps.
+  static constexpr int kFlushSteps = 8;
+  // Two accumulators of all columns do not fit: P V of so many columns at a time, added up in fp32 after each step.
+  static constexpr bool kSlicedPv = kHeadDim > 128;
+  static constexpr int kSliceCols = 64;
+  static_assert(kBlockSteps == (kSlicedPv ? 1 : 2));
+  // Columns of ones behind those of V: P V makes the sums of P as it was rounded.
+  static constexpr bool kHasOnes = plan::fp8_has_ones(kTile);
+  static_assert(kHasOnes || !kCodes, "codes have no other sums");
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
-  // S (64, N / 2) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both
-  // K-major.
+  // S (64, 64) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both K-major.
   using MmaQk = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>{}));
-  using MmaPv = decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>{}));
-  static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kHalfKeys);
-  static_assert(decltype(cute::tile_size<1>(MmaPv{}))::value == kVtRows);
+  static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kStepKeys);
 
-  static constexpr int kAtomCols = 128, kAtoms = 1, kAtomsV = 1;
-  using KMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  template <int kRows, int kBuffers>
-  using Tiles = decltype(cute::tile_to_shape(
-      KMajorAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kAtomCols>, cute::Int<kBuffers>>{}));
-  using SmemLayoutQ = Tiles<64, kQStages * kWarpGroups>;
-  using SmemLayoutK = Tiles<kHalfKeys, 2 * kKvStages>;  // the lower keys of a stage, then the upper ones
-  using SmemLayoutVt = Tiles<kVtRows, kKvStages>;
+  // A row of a swizzle atom is one of Q or K, or half of it, or one of a block of V^T.
+  static constexpr int kAtomCols = kHeadDim < 128 ? kHeadDim : 128, kAtoms = kHeadDim / kAtomCols, kAtomsV = 1;
+  template <int kRowBytes>
+  using KMajorAtom = std::conditional_t<kRowBytes == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  template <int kAtomBytes, int kRows, int kCols, int kBuffers>
+  using Tiles = decltype(cute::tile_to_shape(KMajorAtom<kAtomBytes>{},
+                                             cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kBuffers>>{}));
+  using SmemLayoutQ = Tiles<kAtomCols, 64, kHeadDim, kQStages * kWarpGroups>;
+  using SmemLayoutK = Tiles<kAtomCols, kStepKeys, kHeadDim, kBlockSteps * kKvStages>;  // lower keys of a stage first
+  template <int kRows>
+  using SmemLayoutVt = Tiles<kBlockN, kRows, kBlockN, 1>;  // of rows of a stage
   static constexpr int kSmemQ = 64 * kHeadDim;
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kVtRows;
+  static_assert(kSmemK == kBlockSteps * kStepKeys * kHeadDim && (kAtoms == 1 || kBlockSteps == 1),
+                "the keys of a step are contiguous");
 
   static constexpr bool kSeparateOSmem = true;
-  static constexpr int kOutAtomCols = 64;  // columns of O in a swizzle atom
-  static constexpr int kSmemO = 64 * kTile.o_cols;
-  static_assert(kTile.o_cols == kHeadDimV, "O is staged at once");
+  static constexpr int kOutAtomCols = 64;           // columns of O in a swizzle atom
+  static constexpr int kStagedCols = kTile.o_cols;  // of O, staged at a time
+  static constexpr int kSmemO = 64 * kStagedCols;
 };
 
 }  // namespace sm90

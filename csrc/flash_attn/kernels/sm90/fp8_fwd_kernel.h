@@ -8,6 +8,7 @@
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fp8_fwd_mainloop.h"
+#include "kernels/sm90/fp8_fwd_sliced_mainloop.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_producer.h"
 #include "params/fp8.h"
@@ -27,7 +28,7 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct Fp8FwdConsumer {
-  using Mainloop = Fp8FwdMainloop<Config>;
+  using Mainloop = std::conditional_t<Config::kSlicedPv, Fp8FwdSlicedMainloop<Config>, Fp8FwdMainloop<Config>>;
   static constexpr int kRows = 2;
 
   const Fp8FwdLaunch& launch;
@@ -65,7 +66,7 @@ struct Fp8FwdConsumer {
       storage.q_full[q_state.stage][mainloop.group].wait(q_state.phase);
       mainloop.wait_for_k();
     }
-    mainloop.template issue_qk<Mainloop::kUpper>(q_state.stage);
+    mainloop.issue_first_qk(q_state.stage);
   }
 
   // On entry S of this tile's first block is complete, on exit that of the tile in the returned slot.
@@ -89,9 +90,9 @@ struct Fp8FwdConsumer {
     const int skipped_last = mainloop.steps(slot).skipped_last;
     const int next = next_slot();
     if (computes) {  // one block for ptxas, which otherwise sees T read while P V is under way
-      mainloop.template issue_pv<Mainloop::kLower>();
+      mainloop.issue_last_pv();
       issue_first_qk(next);
-      mainloop.wait_for_o();
+      mainloop.finish();
       mainloop.skip_v(skipped_last);
     } else {
       issue_first_qk(next);
@@ -113,25 +114,29 @@ struct Fp8FwdConsumer {
     store_lse(mainloop.softmax, params, tile, mainloop.coords, row_begin, sink);
   }
 
-  // Each warp stores its 16 rows, once its last store has read the buffer.
+  // Each warp stores its 16 rows, kStagedCols columns at a time, once its last store has read the buffer.
   __device__ __forceinline__ void store_o(const WorkTile& tile, int row_begin, const float (&o_scale)[kRows]) {
-    constexpr int kCols = Config::kOutAtomCols;
+    constexpr int kCols = Config::kOutAtomCols, kStagedCols = Config::kStagedCols;
     auto* const buffer = storage.o[mainloop.group];
     const int warp_row = threadIdx.x % 128 / 32 * 16;
     const bool issues = threadIdx.x % 32 == 0;
-    if (issues) cute::tma_store_wait<0>();
-    __syncwarp();
-    stage_o<kCols, Config::kHeadDimV>(mainloop.acc_o, buffer, o_scale);
-    fence_buffer();
-    __syncwarp();
-    if (!issues) return;
     const TmaRows rows(launch.params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
 #pragma unroll
-    for (int atom = 0; atom < Config::kHeadDimV / kCols; ++atom) {
-      cute::SM90_TMA_STORE_5D::copy(&launch.o_map, buffer + (atom * 64 + warp_row) * kCols, atom * kCols,
-                                    row_begin + warp_row + rows.shift, tile.head, rows.outer, rows.origin);
+    for (int first = 0; first < Config::kHeadDimV; first += kStagedCols) {
+      if (issues) cute::tma_store_wait<0>();
+      __syncwarp();
+      const auto columns = cute::make_tensor(mainloop.acc_o.data() + first / 2, cute::Int<kStagedCols / 2>{});
+      stage_o<kCols, kStagedCols>(columns, buffer, o_scale);
+      fence_buffer();
+      __syncwarp();
+      if (!issues) continue;
+#pragma unroll
+      for (int atom = 0; atom < kStagedCols / kCols; ++atom) {
+        cute::SM90_TMA_STORE_5D::copy(&launch.o_map, buffer + (atom * 64 + warp_row) * kCols, first + atom * kCols,
+                                      row_begin + warp_row + rows.shift, tile.head, rows.outer, rows.origin);
+      }
+      cute::tma_store_arrive();
     }
-    cute::tma_store_arrive();
   }
 
   // The work tiles of this warpgroup.

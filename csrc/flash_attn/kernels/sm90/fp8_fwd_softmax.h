@@ -34,11 +34,12 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float most) {
   return x;
 }
 
-// row_max is that of scaled scores in powers of 2, rounded to an integer, so that corrections and codes are exact, and
-// less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's range: right after an update the greatest is at most
-// 2^5.5, and row_max lags until one would exceed 448 = 2^8.8, where e4m3 ends.
+// row_max is that of scaled scores in powers of 2, less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's
+// range: right after an update the greatest is at most 2^5.5, and row_max lags until one would exceed 448 = 2^8.8,
+// where e4m3 ends. kHasOnes: P V makes sums of P as it was rounded, and row_max is rounded to an integer, so that
+// corrections and codes are exact; else P of the greatest score is a power of 2, so that a row of one key is exact.
 // kCodes: P as codes straight from the scores, and no sums but those of P V.
-template <bool kCodes>
+template <bool kCodes, bool kHasOnes>
 struct Fp8Softmax : Softmax<2, int> {
   using Base = Softmax<2, int>;
   using Base::row_max;
@@ -67,7 +68,8 @@ struct Fp8Softmax : Softmax<2, int> {
         bits = __vimax3_s32(bits, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
       const bool has_nan = quad_max_of_bits(bits) > 0x7f800000 || row_max[mi] != row_max[mi] || scale != scale;
-      const float raised = fmaxf(row_max[mi], rintf(new_max[mi] * scale) - kOffsetLog2);
+      const float scaled = new_max[mi] * scale;
+      const float raised = fmaxf(row_max[mi], (kHasOnes ? rintf(scaled) : scaled) - kOffsetLog2);
       const float new_row_max = has_nan ? __int_as_float(0x7fffffff) : fmaxf(raised, Base::kLowest);
       correction[mi] = exp2f(row_max[mi] - new_row_max);
       row_max[mi] = new_row_max;
@@ -157,11 +159,16 @@ struct Fp8Softmax : Softmax<2, int> {
     return (largest + kCarry & e4m3::twice(0x80u)) != 0;
   }
 
-  // finalize(), with the sums of P as it was rounded, in every lane of a quad: numerator and denominator lose alike,
-  // and a row of one key is exact. The LSE keeps the sums before rounding, if there are any.
+  // finalize(). The LSE keeps the sums before rounding, if there are any; `acc_o`, whose columns of ones begin at
+  // ones_col, is divided by those of P as it was rounded, in every lane of a quad: numerator and denominator lose
+  // alike, and a row of one key is exact.
   template <class Acc>
   __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], const Acc& acc_o, int ones_col,
                                                    float v_descale, float sink) {
+    if constexpr (!kHasOnes) {
+      Base::finalize(o_scale, v_descale, 1.0f, sink);
+      return;
+    }
     Fp8Softmax rounded = *this;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {

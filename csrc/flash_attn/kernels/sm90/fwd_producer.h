@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "core/e4m3.h"
 #include "core/unmasked.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/pdl.h"
@@ -301,11 +302,12 @@ struct FwdProducer {
     if (issues) {
       Barrier& full = storage.v_full[v_state.stage];
       full.arrive_and_expect(Config::kBlockN * Config::kHeadDimV);
-      const int slot =
-          params.is_varlen() ? varlen_first_slot(work.tile.k_begin, work.tile.batch + 1, Config::kBlockN) : 0;
+      constexpr int kVtKeys = e4m3::kVtKeys;
+      const int first_key =
+          params.is_varlen() ? varlen_first_slot(work.tile.k_begin, work.tile.batch + 1, kVtKeys) * kVtKeys : 0;
       cute::SM90_TMA_LOAD_5D::copy(&launch.v_map, &full.state,
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   storage.v[v_state.stage], (slot + n_block) * Config::kBlockN, 0, work.head_k,
+                                   storage.v[v_state.stage], first_key + n_block * Config::kBlockN, 0, work.head_k,
                                    params.is_varlen() ? 0 : work.tile.batch, 0);
     }
     v_state.advance();

@@ -1,0 +1,143 @@
+// What the mainloops of the e4m3 forward share: one consumer warpgroup, 64 rows, KV blocks downwards, its place in the
+// pipelines of K and V, and scores to P.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/mask.h"
+#include "kernels/sm90/fp8_fwd_config.h"
+#include "kernels/sm90/fp8_fwd_softmax.h"
+#include "kernels/sm90/fwd_storage.h"
+#include "kernels/sm90/gemm.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+struct Fp8FwdMainloopBase {
+  using Element = typename Config::Element;
+  using Storage = FwdStorage<Config>;
+  using KvState = PipelineState<Config::kKvStages>;
+  using MmaQk = typename Config::MmaQk;
+  static constexpr int kNegates = 0x7fffffff;  // every block takes the path of masked ones, which negates S too
+  static constexpr int kStepKeys = Config::kStepKeys;
+  using AccS = decltype(cute::partition_fragment_C(MmaQk{}, cute::Shape<cute::_64, cute::Int<kStepKeys>>{}));
+  // As wgmma lays out accumulators.
+  template <int kCols>
+  using Accumulator = decltype(cute::make_tensor<float>(
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kCols / 8>>, cute::_1, cute::_1>>{}));
+  using AccO = Accumulator<Config::kVtRows>;
+  using LayoutP =
+      cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kStepKeys / 32>>>;
+  using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
+
+  Storage& storage;
+  const int group;
+  const AccumulatorCoords<4> coords;
+  KvState k_state, v_state;
+
+  AccO acc_o;
+  Fp8Softmax<Config::kCodes, Config::kHasOnes> softmax;
+  bool negates;      // S of this tile
+  float scale_log2;  // what scores are multiplied by: descales, softmax_scale, log2(e)
+
+  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_)
+      : storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+
+  // Of the work tile in a slot. What only some steps need stays in shared memory: registers are short.
+  __device__ __forceinline__ const WorkTile& tile(int slot) const { return storage.tile[slot].value; }
+  __device__ __forceinline__ const typename Config::TripCount& steps(int slot) const {
+    return storage.steps[slot][group].value;
+  }
+
+  __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
+  __device__ __forceinline__ void wait_for_v() const { storage.v_full[v_state.stage].wait(v_state.phase); }
+
+  // S = Q K^T of step `step` of the block at k_state: issued, not waited for.
+  __device__ __forceinline__ void issue_qk(AccS& acc_s, int q_stage, int step) {
+    using namespace cute;
+    MmaQk mma;
+    const auto thread = mma.get_slice(threadIdx.x % 128);
+    auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
+    auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
+    auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);
+    auto tSrK = thread.partition_fragment_B(k)(_, _, _, Config::kBlockSteps * k_state.stage + step);
+    start_gemm(mma, tSrQ, tSrK, acc_s, true);
+  }
+
+  // This warp has read the stage.
+  __device__ __forceinline__ static void release(Barrier* empty, KvState& state) {
+    if (threadIdx.x % 32 == 0) empty[state.stage].arrive();
+    state.advance();
+  }
+  __device__ __forceinline__ void release_k() { release(storage.k_empty, k_state); }
+  __device__ __forceinline__ void release_v() { release(storage.v_empty, v_state); }
+
+  // Skipped blocks have to land before their stages can be released.
+  __device__ __forceinline__ void skip_k(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      wait_for_k();
+      release_k();
+    }
+  }
+  __device__ __forceinline__ void skip_v(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      storage.v_full[v_state.stage].wait(v_state.phase);
+      release_v();
+    }
+  }
+  // All blocks of a tile: K and V in turns, for the ring holds fewer blocks.
+  __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      skip_k(1);
+      skip_v(1);
+    }
+  }
+
+  // S of the kStepKeys keys from `key` on, of `n_block`, to P. `unmasked_begin`: of the warpgroup's rows, or kNegates.
+  // Returns, warp-uniform, whether row_max was updated.
+  template <bool kFirst>
+  __device__ __forceinline__ int make_p(AccS& acc_s, FragmentP& p, int slot, int n_block, int key, int unmasked_begin,
+                                        int unmasked_end, float (&correction)[2]) {
+    auto scores = row_col_view(acc_s);
+    if (n_block < unmasked_begin || n_block >= unmasked_end) {
+      if (unmasked_begin == kNegates) negate(acc_s);
+      const int rows = min(64, tile(slot).seqlen_q - tile(slot).row_begin - 64 * group);
+      apply_bounds(scores, coords, steps(slot).bounds, rows, tile(slot).seqlen_k, key, key + kStepKeys);
+    }
+    auto words = cute::recast<uint32_t>(p);
+    float sums[2];
+    int updated = kFirst;
+    if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);
+#pragma unroll 1
+    while (true) {  // row_max rarely has to be updated: what it is of is found out by exceeding it
+      const bool exceeds = softmax.exponentiate(acc_s, scale_log2, words, sums);
+      if (updated || !__any_sync(0xffffffffu, exceeds)) break;
+      softmax.update_row_max(scores, scale_log2, correction);
+      updated = true;
+    }
+    softmax.add(sums);
+    return updated;
+  }
+
+  // Descales of opposite signs: maxima are those of scores that a positive factor scales.
+  __device__ __forceinline__ static void negate(AccS& acc) {
+#pragma unroll
+    for (int i = 0; i < cute::size(acc); ++i) acc(i) = -acc(i);
+  }
+  __device__ __forceinline__ int unmasked_begin(int slot) const {
+    return negates ? kNegates : steps(slot).unmasked_begin;
+  }
+
+  // The result of rows that see no key.
+  __device__ __forceinline__ void set_fully_masked() {
+    softmax = decltype(softmax)();
+    cute::clear(acc_o);
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash
