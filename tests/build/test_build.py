@@ -195,7 +195,11 @@ def test_the_wgmma_family_is_compiled_for_its_architecture_only():
     hopper = [f for f in files if f.family == "sm90"]
     assert {(f.direction, f.head_dim, f.dtype) for f in hopper if f.head_dim_v is None} == {
         (direction, d, t)
-        for direction, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("fwd_fp8", (128,)), ("bwd", (64, 128, 256)))
+        for direction, head_dims in (
+            ("fwd", (64, 96, 128, 192, 256)),
+            ("fwd_fp8", (64, 128, 256)),
+            ("bwd", (64, 128, 256)),
+        )
         for d in head_dims
         for t in ("fp16", "bf16")
     }

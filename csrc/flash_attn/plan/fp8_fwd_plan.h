@@ -14,7 +14,7 @@ namespace plan {
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 128, 128, 4, 2, false, 1, 0, 64},
     {128, 128, 128, 4, 2, false, 1, 0, 128},
-    {256, 128, 64, 3, 2, false, 1, 0, 128},
+    {256, 128, 64, 4, 2, false, 1, 0, 128},
 };
 
 // head_dim 0: there is none.

@@ -155,8 +155,8 @@ struct Fp8Softmax : Softmax<2, int> {
       largest = __vimax3_s16x2(largest, low, high);
       words(i) = __byte_perm(low, high, 0x6420);
     }
-    constexpr uint32_t kCarry = e4m3::twice(0x80u - e4m3::kNanCode);
-    return (largest + kCarry & e4m3::twice(0x80u)) != 0;
+    constexpr uint32_t kToBit7 = e4m3::twice(0x80u - e4m3::kNanCode);
+    return (largest + kToBit7 & e4m3::twice(0x80u)) != 0;
   }
 
   // finalize(). The LSE keeps the sums before rounding, if there are any; `acc_o`, whose columns of ones begin at
