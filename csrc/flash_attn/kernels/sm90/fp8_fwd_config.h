@@ -81,7 +81,7 @@ struct Fp8FwdConfig {
   static_assert(kBlockSteps == (kSlicedPv ? 1 : 2));
   // Columns of ones behind those of V: P V makes the sums of P as it was rounded.
   static constexpr bool kHasOnes = plan::fp8_has_ones(kTile);
-  static_assert(kHasOnes || !kCodes, "codes have no other sums");
+  static_assert(kHasOnes || !kCodes, "only exp2 sums P as well");
 
   static constexpr int kVtRows = plan::fp8_vt_rows(kTile);
   // S (64, 64) = Q K^T from shared memory; O (64, D) += P V with P in registers and V^T in shared memory, both K-major.

@@ -109,7 +109,7 @@ struct Fp8FwdMainloopBase {
       apply_bounds(scores, coords, steps(slot).bounds, rows, tile(slot).seqlen_k, key, key + kStepKeys);
     }
     auto words = cute::recast<uint32_t>(p);
-    float sums[2];
+    typename decltype(softmax)::Sums sums;
     int updated = kFirst;
     if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);
 #pragma unroll 1

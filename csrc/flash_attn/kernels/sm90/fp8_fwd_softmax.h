@@ -1,6 +1,8 @@
 // Softmax of the e4m3 forward: scores to P in e4m3, packed as the A operand of P V.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cute/tensor.hpp>
 
 #include "core/e4m3.h"
@@ -19,6 +21,18 @@ __device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
   uint32_t word;
   asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
   return word;
+}
+
+// Codes 0 + 2 and 1 + 3 of a word.
+__device__ __forceinline__ __half2 add_pairs(uint32_t word) {
+  uint32_t low, high;
+  asm("{.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
+  return __hadd2(*reinterpret_cast<const __half2*>(&low), *reinterpret_cast<const __half2*>(&high));
 }
 
 // Two codes from the low 16 bits of floats, in 16 bits each: 0 below all codes, NaN above them and of NaN.
@@ -53,6 +67,14 @@ struct Fp8Softmax : Softmax<2, int> {
   // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
   static constexpr int kPartialSums = 2;
 
+  // What a step adds to row_sum and rounded_sum.
+  struct Sums {
+    float exact[kRows];
+    __half2 rounded[kRows];
+  };
+
+  float rounded_sum[kHasOnes ? 1 : kRows] = {};  // over this thread's columns, of P as it was rounded
+
   // For a block that may exceed row_max: makes it that of the scores, if that is greater. Then O has to be multiplied
   // by `correction`, row_sum already is. A NaN among the scores makes row_max NaN for good.
   template <class Scores>
@@ -68,12 +90,12 @@ struct Fp8Softmax : Softmax<2, int> {
         bits = __vimax3_s32(bits, __float_as_int(scores(mi, ni)), __float_as_int(scores(mi, ni + 1)));
       }
       const bool has_nan = quad_max_of_bits(bits) > 0x7f800000 || row_max[mi] != row_max[mi] || scale != scale;
-      const float scaled = new_max[mi] * scale;
-      const float raised = fmaxf(row_max[mi], (kHasOnes ? rintf(scaled) : scaled) - kOffsetLog2);
+      const float raised = fmaxf(row_max[mi], rintf(new_max[mi] * scale) - kOffsetLog2);
       const float new_row_max = has_nan ? __int_as_float(0x7fffffff) : fmaxf(raised, Base::kLowest);
       correction[mi] = exp2f(row_max[mi] - new_row_max);
       row_max[mi] = new_row_max;
       row_sum[mi][0] *= correction[mi];
+      if constexpr (!kHasOnes) rounded_sum[mi] *= correction[mi];
     }
   }
 
@@ -88,11 +110,10 @@ struct Fp8Softmax : Softmax<2, int> {
     return word / 2 * 8 + word % 2 * 2 + j % 2 + j / 2 * 4;
   }
 
-  // P against row_max as it is, four codes a word, and what it adds to row_sum. Returns whether some P of this thread
+  // P against row_max as it is, four codes a word, and its sums. Returns whether some P of this thread
   // exceeds what e4m3 holds, or is NaN: then P is of no use but for rows with NaN.
   template <class Acc, class Words>
-  __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, Words& words,
-                                               float (&sums)[kRows]) const {
+  __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, Words& words, Sums& sums) const {
     static_assert(decltype(cute::size(acc_s))::value == 4 * decltype(cute::size(words))::value);
     if constexpr (kCodes) {
       return make_codes(acc_s, scale, words);
@@ -109,21 +130,26 @@ struct Fp8Softmax : Softmax<2, int> {
           partial[i % 2][i / 2 % kPartialSums] += p[j];
         }
         words(i) = join(pack_e4m3(p[0], p[1]), pack_e4m3(p[2], p[3]));
+        if constexpr (!kHasOnes) {
+          const __half2 pair = add_pairs(words(i));
+          sums.rounded[i % 2] = i < 2 ? pair : __hadd2(sums.rounded[i % 2], pair);
+        }
       }
       int bits = 0;  // bits of floats that are not negative order as they do, and NaN is above them
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         bits = __vimax3_s32(bits, __float_as_int(partial[mi][0]), __float_as_int(partial[mi][1]));
-        sums[mi] = partial[mi][0] + partial[mi][1];
+        sums.exact[mi] = partial[mi][0] + partial[mi][1];
       }
       return bits > __float_as_int(kLargestP);
     }
   }
 
-  __device__ __forceinline__ void add(const float (&sums)[kRows]) {
-    if constexpr (!kCodes) {
+  __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) row_sum[mi][0] += sums[mi];
+    for (int mi = 0; mi < kRows; ++mi) {
+      if constexpr (!kCodes) row_sum[mi][0] += sums.exact[mi];
+      if constexpr (!kHasOnes) rounded_sum[mi] += __low2float(sums.rounded[mi]) + __high2float(sums.rounded[mi]);
     }
   }
 
@@ -159,20 +185,21 @@ struct Fp8Softmax : Softmax<2, int> {
     return (largest + kToBit7 & e4m3::twice(0x80u)) != 0;
   }
 
-  // finalize(). The LSE keeps the sums before rounding, if there are any; `acc_o`, whose columns of ones begin at
-  // ones_col, is divided by those of P as it was rounded, in every lane of a quad: numerator and denominator lose
-  // alike, and a row of one key is exact.
+  // finalize(), with the sums of P as it was rounded, of which `acc_o` has columns from ones_col on, the same in every
+  // lane of a quad: numerator and denominator lose alike, and a row of one key is exact. The LSE keeps the sums before
+  // rounding, if there are any.
   template <class Acc>
   __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], const Acc& acc_o, int ones_col,
                                                    float v_descale, float sink) {
-    if constexpr (!kHasOnes) {
-      Base::finalize(o_scale, v_descale, 1.0f, sink);
-      return;
-    }
     Fp8Softmax rounded = *this;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float sum = 0.25f * acc_o(ones_col / 2 + 2 * mi);
+      float sum;
+      if constexpr (kHasOnes) {
+        sum = 0.25f * acc_o(ones_col / 2 + 2 * mi);
+      } else {
+        sum = rounded_sum[mi];
+      }
       rounded.row_sum[mi][0] = row_max[mi] != row_max[mi] ? row_max[mi] : sum;
       if (kCodes) rounded.row_max[mi] -= e4m3::kCodeMeanLog2;
     }
