@@ -1,6 +1,7 @@
-"""Speed of the e4m3 forward at head dim 128 beside bf16, V's transposition included:
+"""Speed of the e4m3 forward beside bf16, V's transposition included, and of torch's e4m3 matrix product:
 
-    python benchmarks/fp8_forward.py [--device cuda] [--quick] [--out FILE.json]
+    python benchmarks/fp8_forward.py [--device cuda] [--head-dims 64 128 256] [--quick]
+        [--out FILE.json]
 
 The kernels take turns, as graphs of several calls after the L2 cache was overwritten; a figure is the median. The e4m3
 forward is off by default: this program sets FLASH_ATTN_FAMILY=fp8, and says of a row which kernels ran.
@@ -27,15 +28,18 @@ from flash_attn import explain, flash_attn_func
 from flash_attn.fp8 import quantize
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-TOKENS, HEADS, D = 16384, 16, 128
+TOKENS, HIDDEN = 16384, 2048
+HEAD_DIMS = (64, 128, 256)
+MATRIX = 8192  # rows and columns of the matrix product
 
 
-def cases(quick, device):
+def cases(head_dims, quick, device):
     """The problems; tiny ones on the CPU."""
     tokens, seqlens = (TOKENS, SEQLENS[2::3] if quick else SEQLENS) if device == "cuda" else (128, (64,))
     return [
-        Case(tokens // s, s, s, HEADS, heads_k, D, "bfloat16", causal=causal)
-        for heads_k in (HEADS, HEADS // 4)
+        Case(tokens // s, s, s, HIDDEN // d, heads_k, d, "bfloat16", causal=causal)
+        for d in head_dims
+        for heads_k in ((HIDDEN // d, HIDDEN // d // 4) if d == 128 else (HIDDEN // d,))
         for causal in (False, True)
         for s in seqlens
     ]
@@ -44,7 +48,7 @@ def cases(quick, device):
 def calls(case, device):
     """{name: call} of one problem, and whether e4m3 has kernels of its own there."""
     q, k, v = (
-        torch.randn(case.batch, case.seqlen_q, heads, D, device=device, dtype=torch.bfloat16)
+        torch.randn(case.batch, case.seqlen_q, heads, case.head_dim, device=device, dtype=torch.bfloat16)
         for heads in (case.nheads, case.nheads_k, case.nheads_k)
     )
     codes, descales = zip(*(quantize(x, "head") for x in (q, k, v)))
@@ -57,21 +61,30 @@ def calls(case, device):
     }, plan.get("qkv_dtype") == "e4m3"
 
 
-def measure(case, timer, device):
-    """A row of the result."""
-    functions, has_kernels = calls(case, device)
+def matrix_product(device):
+    """{name: call} of torch's product of two e4m3 matrices, what the same tensor cores give a GEMM."""
+    rows, cols = (torch.randn(MATRIX, MATRIX, device=device).to(torch.float8_e4m3fn) for _ in "ab")
+    one = torch.ones((), device=device)
+    return {
+        "matmul": lambda: torch._scaled_mm(rows, cols.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        "matmul, exact sums": lambda: torch._scaled_mm(rows, cols.t(), one, one, out_dtype=torch.bfloat16),
+    }
+
+
+def measure(functions, flops, timer, device):
+    """The figures of a row, by name of the call."""
     if device == "cuda":
         functions = {name: captured(call, nullcontext) for name, call in functions.items()}
     timed = {name: (nullcontext, call) for name, call in functions.items()}
     times, sm_mhz = interleave(timer, timed, Budget(max_ms=1500.0))
     ms = {name: statistics.median(taken) for name, taken in times.items()}
-    rates = {name: case.flops / value / 1e9 for name, value in ms.items()}
-    return {"id": case.id, "has_kernels": has_kernels, "sm_mhz": sm_mhz, "ms": ms, "tflops": rates}
+    return {"sm_mhz": sm_mhz, "ms": ms, "tflops": {name: flops / value / 1e9 for name, value in ms.items()}}
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=HEAD_DIMS)
     parser.add_argument("--quick", action="store_true", help="two lengths only")
     parser.add_argument("--out", type=Path, help="write the result here, after every row")
     options = parser.parse_args(arguments)
@@ -79,15 +92,24 @@ def main(arguments=None):
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     result = {**describe_origin(device), "rows": []}
     timer = make_timers(device)["graph" if options.device == "cuda" else "event"]
-    problems = cases(options.quick, options.device)
-    with row_bar(len(problems)) as done:
-        for case in problems:
-            row = measure(case, timer, options.device)
+    problems = cases(options.head_dims, options.quick, options.device)
+    with row_bar(len(problems) + 1) as done:
+
+        def add(name, functions, flops, has_kernels):
+            row = {"id": name, "has_kernels": has_kernels, **measure(functions, flops, timer, options.device)}
             result["rows"].append(row)
-            rates = "  ".join(f"{name} {rate:.0f} TFLOPS" for name, rate in row["tflops"].items())
-            done(f"{case.id}: {rates}" + ", e4m3 by copies in 16 bits" * (not row["has_kernels"]))
+            rates = "  ".join(f"{call} {rate:.0f} TFLOPS" for call, rate in row["tflops"].items())
+            done(f"{name}: {rates}" + ", e4m3 by copies in 16 bits" * (not has_kernels))
             if options.out:
                 options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+        for case in problems:
+            functions, has_kernels = calls(case, options.device)
+            add(case.id, functions, case.flops, has_kernels)
+        if options.device == "cuda":
+            add(f"matmul-{MATRIX}", matrix_product(device), 2 * MATRIX**3, True)
+        else:
+            done("no matrix product of e4m3 on the CPU")
     return 0
 
 

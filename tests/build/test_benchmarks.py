@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import check
+import fp8_forward
 import implementations
 import measure
 import plots
@@ -129,6 +130,15 @@ class RecordedTimer(timing.HostTimer):
 
     def milliseconds(self, records):
         return records
+
+
+def test_a_dry_run_of_the_fp8_forward(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "")  # the program sets it
+    out = tmp_path / "result.json"
+    assert fp8_forward.main(["--device", "cpu", "--quick", "--head-dims", "64", "--out", str(out)]) == 0
+    written = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert len(written) == 2 and all(set(row["tflops"]) == {"bf16", "fp8", "fp8 fast"} for row in written)
+    assert not any(row["has_kernels"] for row in written)
 
 
 def test_interleave_rotates_and_spares_slow_calls():
