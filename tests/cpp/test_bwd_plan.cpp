@@ -72,6 +72,10 @@ std::vector<Row> table() {
       {"d 128 on A100", long_128, kA100, kMma, V::kPlain, 128, 64, 2, 128, 114688, 4096, false},
       {"d 128 on L40", long_128, kL40, kMma, V::kPlain, 128, 64, 1, 128, 81920, 4096, false},
       {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
+      {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 32, 1, 256, 69632, 128, false},
+      {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 32, 1, 256,
+       90112, 128, false},
+      {"d 256 on A100", dense(1, 512, 8, 256), kA100, kMma, V::kPlain, 256, 64, 1, 256, 147456, 64, false},
   };
 }
 
@@ -87,7 +91,9 @@ void check_table() {
                 plan.smem_bytes);
     check::that(plan.grid == row.grid && plan.is_dynamic == row.is_dynamic, "grid", row.name, plan.grid);
   }
-  check::that(plan_of(dense(1, 512, 8, 192), kL40).stages == 0, "head dim 192 does not fit 99 KB");
+  Device tiny = kL40;
+  tiny.smem_per_block = 49152;
+  check::that(plan_of(dense(1, 512, 8, 192), tiny).stages == 0, "head dim 192 does not fit 48 KB");
 }
 
 void check_memory() {
@@ -124,6 +130,16 @@ void check_other_families() {
   check::that(!is_mma_sync(direct) && direct.pad_head_dim == 0 && direct.head_dim == 128, "V of its own head dim");
 }
 
+// A GPU of less shared memory made of a larger one.
+void check_limit() {
+  const Device limited = flash::plan::limited(kH100, kL40.smem_per_block);
+  check::that(limited.smem_per_block == kL40.smem_per_block && limited.smem_per_multiprocessor == 102400, "limit");
+  const BwdPlan small = plan_of(dense(1, 512, 8, 256), limited), whole = plan_of(dense(1, 512, 8, 256), kH100);
+  check::that(small.small_tile && small.family == Family::kMmaSync && small.block_n == 32, "tile of small memory");
+  check::that(!whole.small_tile && whole.family == Family::kWgmma, "whole device");
+  check::that(!plan_of(dense(1, 512, 8, 256), flash::plan::limited(kA100, 1 << 30)).small_tile, "no limit");
+}
+
 void check_rules() {
   for (const Device& device : {kH100, kA100, kL40}) {
     for (int head_dim : {8, 32, 64, 96, 128, 192, 256}) {
@@ -137,7 +153,7 @@ void check_rules() {
             problem.deterministic = options & 8;
             problem.batch_invariant = options & 16;
             const BwdPlan plan = plan_of(problem, device);
-            if (plan.stages == 0) continue;
+            check::that(plan.stages > 0, "every head dim has a tile that fits", head_dim);
             check::that(plan.head_dim >= head_dim && plan.smem_bytes <= device.smem_per_block, "fits", head_dim,
                         plan.smem_bytes);
             check::that(plan.grid > 0 && plan.is_dynamic == (plan.grid < plan.order.blocks), "semaphore", plan.grid);
@@ -164,6 +180,7 @@ int main() {
   check_table();
   check_memory();
   check_other_families();
+  check_limit();
   check_rules();
   check_explained();
   return check::report();

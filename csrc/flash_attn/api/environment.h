@@ -6,14 +6,17 @@
 #include <optional>
 #include <string>
 
+#include "api/checks.h"
+
 namespace flash {
 
-// FLASH_ATTN_FAMILY for this thread's call, and FLASH_ATTN_TRACE for the process. A copy, because a change frees the
-// string.
+// FLASH_ATTN_FAMILY and FLASH_ATTN_SMEM_LIMIT for this thread's call, and FLASH_ATTN_TRACE for the process. Copies,
+// because a change frees the string.
 class CallEnvironment {
  public:
   CallEnvironment() {
     if (const char* value = std::getenv("FLASH_ATTN_FAMILY")) forced_family_ = value;
+    if (const char* value = std::getenv("FLASH_ATTN_SMEM_LIMIT")) smem_limit_ = bytes("FLASH_ATTN_SMEM_LIMIT", value);
     static const bool traced = [] {
       const char* const value = std::getenv("FLASH_ATTN_TRACE");
       return value != nullptr && std::string(value) == "1";
@@ -29,10 +32,23 @@ class CallEnvironment {
   static const char* forced_family() {
     return current_ != nullptr && current_->forced_family_ ? current_->forced_family_->c_str() : nullptr;
   }
+  // Bytes of shared memory that a thread block may have; as many as the GPU says where it is not set.
+  static int smem_limit() { return current_ != nullptr ? current_->smem_limit_ : kNoLimit; }
   static bool is_traced() { return current_ != nullptr && current_->is_traced_; }
 
  private:
+  static constexpr int kNoLimit = 1 << 30;
+
+  static int bytes(const char* name, const char* value) {
+    char* end = nullptr;
+    const long long count = std::strtoll(value, &end, 10);
+    if (end == value || *end != '\0' || count <= 0)
+      checks::fail(name, "expected a number of bytes, got \"", value, "\"");
+    return count < kNoLimit ? static_cast<int>(count) : kNoLimit;
+  }
+
   std::optional<std::string> forced_family_;
+  int smem_limit_ = kNoLimit;
   bool is_traced_ = false;
   static inline thread_local const CallEnvironment* current_ = nullptr;
 };

@@ -10,6 +10,7 @@
 
 #include "api/checks.h"
 #include "api/dtype.h"
+#include "api/environment.h"
 #include "params/flash.h"
 #include "plan/device.h"
 #include "plan/tiles.h"
@@ -65,8 +66,9 @@ inline uint32_t built_wgmma_head_dims() {
 inline plan::Device device_of(int device) {
   static const uint32_t wgmma_head_dims = built_wgmma_head_dims();
   const DeviceFacts& facts = device_facts(device);
-  return {facts.capability, facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block,
-          wgmma_head_dims};
+  const plan::Device whole{facts.capability, facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block,
+                           wgmma_head_dims};
+  return plan::limited(whole, CallEnvironment::smem_limit());
 }
 
 inline void check_device_supported(const at::Tensor& q) {

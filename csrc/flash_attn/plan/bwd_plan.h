@@ -28,6 +28,7 @@ struct BwdPlan {
   Dtype dtype = Dtype::kBf16;
   int head_dim = 0, head_dim_v = 0;  // of the kernels
   int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of them; 0: they stay as they are
+  bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool deterministic = false;
 
@@ -72,12 +73,14 @@ inline BwdGrid n_block_grid(const BwdProblem& problem, int block_n, int64_t resi
 
 inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
-  const BwdTile tile = bwd_tile(problem.head_dim);
+  plan.small_tile = has_small_bwd_tile(problem.head_dim) &&
+                    bwd_smem_bytes(bwd_tile(problem.head_dim), 1, problem.dtype) > device.smem_per_block;
+  const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
   plan.variant = problem.has_dropout ? BwdVariant::kDropout : BwdVariant::kPlain;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
-  for (int stages = 1; stages <= 2; ++stages) {
+  for (int stages = 1; stages <= (tile.v_in_registers ? 1 : 2); ++stages) {
     if (bwd_smem_bytes(tile, stages, problem.dtype) <= device.smem_per_block) plan.stages = stages;
   }
   plan.threads = 32 * tile.warps;

@@ -16,5 +16,16 @@ struct Device {
   uint32_t wgmma_head_dims = kAllHeadDims;  // bit i: this build has wgmma kernels of the i-th head dim of kFwdTiles
 };
 
+// The device with no more than `limit` bytes of shared memory for a thread block: a GPU of fewer bytes, which runs no
+// wgmma kernels.
+constexpr Device limited(Device device, int limit) {
+  constexpr int kReserved = 1024;  // of a thread block's shared memory, by the driver
+  if (limit >= device.smem_per_block) return device;
+  device.smem_per_block = limit;
+  if (device.smem_per_multiprocessor > limit + kReserved) device.smem_per_multiprocessor = limit + kReserved;
+  device.wgmma_head_dims = 0;
+  return device;
+}
+
 }  // namespace plan
 }  // namespace flash

@@ -219,6 +219,7 @@ struct BwdTile {
   int dkv_warps_m;  // of dK and dV (block_n x head_dim)
   int dq_warps_m;   // of dQ (block_m x head_dim)
   int blocks_per_sm;
+  bool v_in_registers = false;  // and one buffer of Q and of dO, which is filled as soon as its last reader is done
 };
 
 // Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
@@ -227,7 +228,19 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
-constexpr BwdTile bwd_tile(int head_dim) { return kBwdTiles[head_dim_index(head_dim)]; }
+// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120.
+constexpr int kFirstSmallBwdHeadDim = 4;  // index
+constexpr BwdTile kSmallBwdTiles[kNumHeadDims - kFirstSmallBwdHeadDim] = {
+    {192, 64, 32, 8, 4, 2, 2, 1, true},
+    {256, 64, 32, 8, 4, 2, 2, 1, true},
+};
+
+constexpr bool has_small_bwd_tile(int head_dim) { return head_dim_index(head_dim) >= kFirstSmallBwdHeadDim; }
+
+constexpr BwdTile bwd_tile(int head_dim, bool is_small = false) {
+  const int index = head_dim_index(head_dim);
+  return is_small && has_small_bwd_tile(head_dim) ? kSmallBwdTiles[index - kFirstSmallBwdHeadDim] : kBwdTiles[index];
+}
 
 // The random bits of dropout do not fit the registers of three CTAs.
 constexpr int bwd_blocks_per_sm(const BwdTile& tile, bool has_dropout) {
@@ -236,7 +249,8 @@ constexpr int bwd_blocks_per_sm(const BwdTile& tile, bool has_dropout) {
 
 // K, V, stages x (Q, dO), P and dS.
 constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
-  const int elements = tile.head_dim * (2 * tile.block_n + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n;
+  const int kv_rows = (tile.v_in_registers ? 1 : 2) * tile.block_n;
+  const int elements = tile.head_dim * (kv_rows + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n;
   return dtype_bytes(dtype) * elements;
 }
 

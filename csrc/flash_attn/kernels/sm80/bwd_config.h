@@ -1,4 +1,4 @@
-// Compile-time configuration of the mma.sync backward by (dtype, head dim, variant).
+// Compile-time configuration of the mma.sync backward by (dtype, head dim, variant, class of shared memory).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,14 +14,15 @@ namespace sm80 {
 
 enum class BwdVariant { kPlain, kDropout };
 
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_>
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, bool kSmallTile = false>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr BwdVariant kVariant = kVariant_;
-  static constexpr plan::BwdTile kTile = plan::bwd_tile(kHeadDim_);
+  static constexpr plan::BwdTile kTile = plan::bwd_tile(kHeadDim_, kSmallTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
+  static constexpr bool kVInRegisters = kTile.v_in_registers;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kBlocksPerSm = plan::bwd_blocks_per_sm(kTile, kVariant == BwdVariant::kDropout);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");

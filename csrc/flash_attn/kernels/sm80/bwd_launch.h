@@ -23,17 +23,25 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
                 params.device, stream, configured_devices);
 }
 
-template <Dtype kDtype, int kHeadDim>
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+template <Dtype kDtype, int kHeadDim, bool kSmallTile>
+cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
   cudaError_t status = run_softmax_d(params, kDtype, stream);
   if (status != cudaSuccess) return status;
   status = BOOL_SWITCH(plan.variant == plan::BwdVariant::kDropout, kHasDropout, [&] {
     constexpr BwdVariant kVariant = kHasDropout ? BwdVariant::kDropout : BwdVariant::kPlain;
-    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, kVariant>>(params, plan, stream);
+    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, kVariant, kSmallTile>>(params, plan, stream);
   });
   if (status != cudaSuccess) return status;
-  return run_flash_bwd_convert_dq<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain>>(params, plan, stream);
+  return run_flash_bwd_convert_dq<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, kSmallTile>>(params, plan, stream);
+}
+
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  if constexpr (plan::has_small_bwd_tile(kHeadDim)) {
+    if (plan.small_tile) return run_mha_bwd_tile<kDtype, kHeadDim, true>(params, plan, stream);
+  }
+  return run_mha_bwd_tile<kDtype, kHeadDim, false>(params, plan, stream);
 }
 
 }  // namespace sm80

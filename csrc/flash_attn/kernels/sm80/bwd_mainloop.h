@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <tuple>
+#include <type_traits>
 
 #include "core/block_range.h"
 #include "core/bwd_schedule.h"
@@ -55,6 +57,10 @@ struct BwdMainloop {
 
   AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
   AccDkv acc_dv;
+  using FragmentV = decltype(b_fragment(
+      typename Config::MmaSdP{},
+      cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)), typename Config::SmemLayoutKv{})));
+  std::conditional_t<Config::kVInRegisters, FragmentV, std::tuple<>> v_operand;
 
   __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& tile_, int stages_,
                                          Element* smem_)
@@ -70,25 +76,28 @@ struct BwdMainloop {
     cute::clear(acc_dv);
   }
 
-  // Shared memory: K, V, P, dS, then stages x (Q, dO).
+  // Shared memory: K, V unless it is in registers, P, dS, then stages x (Q, dO).
+  static constexpr int kSmemP0 = (Config::kVInRegisters ? 1 : 2) * Config::kSmemKv;
+  static constexpr int kSmemQ0 = kSmemP0 + 2 * Config::kSmemP;
   template <class Layout>
   __device__ __forceinline__ auto smem_tile(int offset) const {
     return cute::make_tensor(cute::make_smem_ptr(smem + offset), Layout{});
   }
   __device__ __forceinline__ auto smem_k() const { return smem_tile<typename Config::SmemLayoutKv>(0); }
-  __device__ __forceinline__ auto smem_v() const { return smem_tile<typename Config::SmemLayoutKv>(Config::kSmemKv); }
-  __device__ __forceinline__ auto smem_p() const {
-    return smem_tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv);
+  // On its way to registers V stands where dO will.
+  __device__ __forceinline__ auto smem_v() const {
+    static_assert(!Config::kVInRegisters || Config::kSmemKv <= Config::kSmemQ);
+    return smem_tile<typename Config::SmemLayoutKv>(Config::kVInRegisters ? kSmemQ0 + Config::kSmemQ : Config::kSmemKv);
   }
+  __device__ __forceinline__ auto smem_p() const { return smem_tile<typename Config::SmemLayoutP>(kSmemP0); }
   __device__ __forceinline__ auto smem_ds() const {
-    return smem_tile<typename Config::SmemLayoutP>(2 * Config::kSmemKv + Config::kSmemP);
+    return smem_tile<typename Config::SmemLayoutP>(kSmemP0 + Config::kSmemP);
   }
   __device__ __forceinline__ auto smem_q(int stage) const {
-    return smem_tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) + 2 * stage * Config::kSmemQ);
+    return smem_tile<typename Config::SmemLayoutQ>(kSmemQ0 + 2 * stage * Config::kSmemQ);
   }
   __device__ __forceinline__ auto smem_do(int stage) const {
-    return smem_tile<typename Config::SmemLayoutQ>(2 * (Config::kSmemKv + Config::kSmemP) +
-                                                   (2 * stage + 1) * Config::kSmemQ);
+    return smem_tile<typename Config::SmemLayoutQ>(kSmemQ0 + (2 * stage + 1) * Config::kSmemQ);
   }
 
   __device__ __forceinline__ bool is_varlen() const { return params.is_varlen(); }
@@ -121,13 +130,28 @@ struct BwdMainloop {
     load(params.v_ptr, params.v_strides, smem_v());
   }
 
-  __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
-    const int rows_left = tile.seqlen_q - cursor.at.m_block * Config::kBlockM;
+  __device__ __forceinline__ void load_q(const Cursor& cursor, int stage) const {
     auto q_tile = smem_q(stage);
+    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left(cursor), q_tile);
+  }
+  __device__ __forceinline__ void load_do(const Cursor& cursor, int stage) const {
     auto do_tile = smem_do(stage);
-    copy.template run_from<true>(cursor.q, params.q_strides.row, rows_left, q_tile);
-    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left, do_tile);
+    copy.template run_from<true>(cursor.dout, params.do_strides.row, rows_left(cursor), do_tile);
+  }
+  __device__ __forceinline__ int rows_left(const Cursor& cursor) const {
+    return tile.seqlen_q - cursor.at.m_block * Config::kBlockM;
+  }
+  __device__ __forceinline__ void load_q_do(const Cursor& cursor, int stage) const {
+    load_q(cursor, stage);
+    load_do(cursor, stage);
     cute::cp_async_fence();
+  }
+
+  __device__ __forceinline__ void load_v_operand() {
+    cute::cp_async_fence();
+    wait_for_copies();
+    load_b<Operand::kPlain>(typename Config::MmaSdP{}, v_operand, smem_v());
+    __syncthreads();  // dO may take its place
   }
 
   // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
@@ -140,6 +164,7 @@ struct BwdMainloop {
     const int count = order.count();
     if (count == 0) return;
     load_kv();
+    if constexpr (Config::kVInRegisters) load_v_operand();
     Cursor current = start();
     load_q_do(current, 0);
     for (int i = 0; i < count; ++i) {
@@ -151,11 +176,15 @@ struct BwdMainloop {
       const int fully_masked_rows = min(first_row - current.at.m_block * Config::kBlockM, Config::kBlockM);
       clear_rows<Config>(fully_masked_rows, smem_q(stage), smem_do(stage));
       if (i > 0) release_dq_semaphore(order.before(current.at));
-      if (stages == 2 && has_next) load_q_do(next, 1 - stage);
-      step(current.at, stage);
-      if (stages == 1 && has_next) {
-        __syncthreads();
-        load_q_do(next, 0);
+      if constexpr (Config::kVInRegisters) {
+        step_of_one_buffer(current.at, next, has_next);
+      } else {
+        if (stages == 2 && has_next) load_q_do(next, 1 - stage);
+        step(current.at, stage);
+        if (stages == 1 && has_next) {
+          __syncthreads();
+          load_q_do(next, 0);
+        }
       }
       current = next;
     }
@@ -163,7 +192,8 @@ struct BwdMainloop {
     release_dq_semaphore(current.at);
   }
 
-  __device__ __forceinline__ void step(const QStep& at, int stage) {
+  // P and dS of a step, in shared memory behind a barrier.
+  __device__ __forceinline__ void make_p_ds(const QStep& at, int stage) {
     using namespace cute;
     const int row_begin = at.m_block * Config::kBlockM;
     float lse_log2[kRows], delta[kRows];
@@ -172,23 +202,54 @@ struct BwdMainloop {
     clear(acc_s);
     clear(acc_dp);
     gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_s, smem_q(stage), smem_k());
-    gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), smem_v());
+    if constexpr (Config::kVInRegisters) {
+      gemm_b_registers<Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), v_operand);
+    } else {
+      gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), smem_v());
+    }
     differentiate(at, row_begin, lse_log2, delta, acc_s, acc_dp);
     auto p_tile = smem_p();
     auto ds_tile = smem_ds();
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_s, p_tile);
     stage_accumulator<Element>(typename Config::MmaSdP{}, acc_dp, ds_tile);
-    __syncthreads();  // P and dS are complete in shared memory
+    __syncthreads();
+  }
 
+  __device__ __forceinline__ void add_dv(int stage) {
     gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
                                                           transposed(smem_do(stage)));
+  }
+  __device__ __forceinline__ void add_dk(int stage) {
+    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
+                                                          transposed(smem_q(stage)));
+  }
+  __device__ __forceinline__ void add_dq(const QStep& at) {
+    using namespace cute;
     const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile_index(at)) : 0;
     AccDq acc_dq;
     clear(acc_dq);
     gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
     reduce_dq_tile(at, peeked, acc_dq);
-    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
-                                                          transposed(smem_q(stage)));
+  }
+
+  __device__ __forceinline__ void step(const QStep& at, int stage) {
+    make_p_ds(at, stage);
+    add_dv(stage);
+    add_dq(at);
+    add_dk(stage);
+  }
+
+  // The same where the next dO and Q take the places of this step's as soon as these have no readers left.
+  __device__ __forceinline__ void step_of_one_buffer(const QStep& at, const Cursor& next, bool has_next) {
+    make_p_ds(at, 0);
+    add_dv(0);
+    __syncthreads();
+    if (has_next) load_do(next, 0);
+    add_dk(0);
+    __syncthreads();
+    if (has_next) load_q(next, 0);
+    cute::cp_async_fence();
+    add_dq(at);
   }
 
   // Fully masked rows (by position, or by an infinite LSE of either sign) and rows beyond the sequence get an LSE of

@@ -84,5 +84,33 @@ __device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A
   }
 }
 
+// A B operand (N, K) from shared memory into its registers.
+template <Operand kB, class Mma, class Fragment, class B>
+__device__ __forceinline__ void load_b(const Mma& mma, Fragment& tCrB, const B& b) {
+  using namespace cute;
+  const LdMatrix<typename B::value_type, kB> load;
+  const auto copy_b = make_tiled_copy_B(load, mma).get_thread_slice(threadIdx.x);
+  auto tB = copy_b.retile_D(tCrB);
+  copy(load, copy_b.partition_S(b), tB);
+}
+
+// acc (M, N) += a (M, K) b (N, K)^T with b in registers, laid out as a B operand.
+template <Operand kA, class Mma, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_b_registers(const Mma& mma, Acc& acc, const A& a, const B& tCrB) {
+  using namespace cute;
+  const LdMatrix<typename A::value_type, kA> load_a;
+  auto tCrA = a_fragment(mma, a);  // (MMA, MMA_M, MMA_K)
+  const auto copy_a = make_tiled_copy_A(load_a, mma).get_thread_slice(threadIdx.x);
+  auto tCsA = copy_a.partition_S(a);
+  auto tA = copy_a.retile_D(tCrA);
+  constexpr int kSlices = decltype(size<2>(tCrA))::value;
+  copy(load_a, tCsA(_, _, 0), tA(_, _, 0));
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+    if (k + 1 < kSlices) copy(load_a, tCsA(_, _, k + 1), tA(_, _, k + 1));
+    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
+  }
+}
+
 }  // namespace sm80
 }  // namespace flash

@@ -1,0 +1,98 @@
+"""GPUs with 99 KB of shared memory for a thread block (sm_86, 89, 120), which FLASH_ATTN_SMEM_LIMIT makes of any.
+
+Above head dim 128 their backward has tiles of its own. Forward and cache take fewer stages.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case
+from harness import check_gradients, make_problem
+from test_backward_families import gradients
+from test_families import FEATURES
+
+from flash_attn import explain, flash_attn_func, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.devices("cuda")
+
+DTYPE = "bfloat16"
+LIMIT = 99 * 1024
+HEAD_DIMS = (136, 160, 192, 224, 256)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_SMEM_LIMIT", str(LIMIT))
+
+
+def check(case, device, monkeypatch):
+    problem = make_problem(case, device)
+    results, dout, dlse, kept = gradients(problem, monkeypatch, "mma_sync")
+    check_gradients(problem, dout, results, kept, dlse)
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dense(device, monkeypatch, head_dim, features):
+    check(Case(2, 333, 401, 4, 2, head_dim, DTYPE, **features), device, monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", (192, 256))
+def test_float16(device, monkeypatch, head_dim):
+    check(Case(1, 300, 300, 6, 2, head_dim, "float16", causal=True), device, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ("packed", "padded"))
+@pytest.mark.parametrize("features", ("full", "causal", "window", "everything"))
+@pytest.mark.parametrize("head_dim", (192, 256))
+def test_packed(device, monkeypatch, head_dim, features, kind):
+    options = dict(FEATURES[features], alibi="batch") if features == "everything" else FEATURES[features]
+    check(Case(7, 200, 350, 4, 2, head_dim, DTYPE, kind=kind, **options), device, monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", (192, 256))
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(1, 1), (1, 1500), (64, 129), (65, 127), (129, 64), (193, 20), (500, 0), (63, 33)]
+)
+@pytest.mark.parametrize("causal", (False, True))
+def test_lengths(device, monkeypatch, head_dim, seqlen_q, seqlen_k, causal):
+    check(Case(2, seqlen_q, seqlen_k, 4, 1, head_dim, DTYPE, causal=causal), device, monkeypatch)
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.2))
+@pytest.mark.parametrize("head_dim", (192, 256))
+def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
+    problem = make_problem(Case(2, 700, 1100, 8, 4, head_dim, DTYPE, causal=True, dropout=dropout), device)
+    first, dout, dlse, kept = gradients(problem, monkeypatch, "mma_sync", deterministic=True)
+    again = gradients(problem, monkeypatch, "mma_sync", deterministic=True)[0]
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    check_gradients(problem, dout, first, kept, dlse)
+
+
+@pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
+def test_plans_fit(device, head_dim):
+    q, k, v = (torch.randn(2, 200, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in "qkv")
+    plans = explain(flash_attn_func, *(x.requires_grad_() for x in (q, k, v)), dropout_p=0.1)
+    for plan in plans.values():
+        assert plan["kernel"] == "mma_sync" and 0 < plan["smem_bytes"] <= LIMIT
+    assert plans["backward"]["block_n"] == (32 if head_dim > 128 else 64)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("seqlen_q", (1, 8, 40))
+def test_cache(device, monkeypatch, head_dim, seqlen_q):
+    q = torch.randn(3, seqlen_q, 8, head_dim, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(3, 1000, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in "kv")
+    lengths = torch.tensor([40, 700, 1000], device=device, dtype=torch.int32)
+    small = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    monkeypatch.delenv("FLASH_ATTN_SMEM_LIMIT")
+    torch.testing.assert_close(small, flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True))
+
+
+@pytest.mark.parametrize("value", ("", "lots", "0", "-5", "99KB"))
+def test_a_limit_is_a_number(device, monkeypatch, value):
+    monkeypatch.setenv("FLASH_ATTN_SMEM_LIMIT", value)
+    q = torch.randn(1, 10, 1, 64, device=device, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="^FLASH_ATTN_SMEM_LIMIT: expected a number of bytes, got"):
+        flash_attn_func(q, q, q)
