@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import theory_page
 from markdown_tables import (
     decode_table,
     figures_block,
@@ -36,7 +37,7 @@ COMPARING = """\
 `python benchmarks/compare.py NEW.json [OLD.json]` prints the scores against the peers of a run, or against an earlier
 result. Runs differ in clocks by some percent: `python benchmarks/compare_builds.py --old SITE_DIR --new SITE_DIR`
 measures two installs in turns in one process. The operators beside attention (cross-entropy, norms) are measured by
-`python benchmarks/helpers.py`.
+`python benchmarks/helpers.py`. `python benchmarks/lab.py` lists every experiment and runs it.
 """
 DECODING = """\
 One query token of each sequence over a KV cache, bfloat16. "One call" is the replay of a graph of one call after the L2
@@ -204,8 +205,8 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page and the README's blocks; returns their paths."""
+    """Write the page, the README's blocks and those of docs/theory.md; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return PAGE, Path("README.md")
+    return PAGE, Path("README.md"), theory_page.write_page(ROOT)

@@ -3,7 +3,7 @@
 python benchmarks/report.py RESULT.json                 print the table and the scores
 python benchmarks/report.py --plots RESULT.json OUTDIR  draw the plots (needs matplotlib)
 python benchmarks/report.py --readme RESULT.json        rewrite the figures block of README.md from the result
-python benchmarks/report.py --docs                      write docs/benchmarks.md and the README's blocks of figures
+python benchmarks/report.py --docs                      write docs/benchmarks.md, blocks of docs/theory.md and README.md
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main():
     parser.add_argument("outdir", nargs="?", help="folder of the plots (default: beside the result)")
     parser.add_argument("--plots", action="store_true", help="draw the plots instead of printing")
     parser.add_argument("--readme", action="store_true", help="rewrite the figures block instead of printing")
-    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md instead of printing")
+    parser.add_argument("--docs", action="store_true", help="write the documents instead of printing")
     parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="the file with the figures block")
     options = parser.parse_args()
     if options.docs:
