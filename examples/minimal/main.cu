@@ -1,10 +1,12 @@
-// Checks and times the minimal kernel and its variants: `main [RESULT.json]`. Exit status 1 if a result is wrong.
+// Checks and times the kernels of rungs.h: `main [RESULT.json]`, exit status 1 if a result is wrong; or prints their
+// shared memory, which needs no GPU: `main --budget`.
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <string>
 
-#include "minimal_attention.cu"
 #include "reference.h"
+#include "rungs.h"
 
 #define CHECK(call)                                                        \
   do {                                                                     \
@@ -15,9 +17,8 @@
     }                                                                      \
   } while (0)
 
-constexpr int kHeadDim = 64;
 constexpr int kLaunches = 30;
-constexpr Shape kTimed{4, 4096, 32, kHeadDim};
+constexpr Shape kTimed{4, 4096, 32, HEAD_DIM};
 
 // Inputs and output of one shape on host and device, uint16 holding bf16 bits.
 struct Tensors {
@@ -36,8 +37,8 @@ struct Tensors {
         std::memcpy(&word, &value, 4);
         bits = static_cast<uint16_t>(word >> 16);
       }
-      CHECK(cudaMalloc(&device[i], shape.elements() * sizeof(bf16)));
-      CHECK(cudaMemcpy(device[i], host[i].data(), shape.elements() * sizeof(bf16), cudaMemcpyHostToDevice));
+      CHECK(cudaMalloc(&device[i], bytes()));
+      CHECK(cudaMemcpy(device[i], host[i].data(), bytes(), cudaMemcpyHostToDevice));
     }
   }
   ~Tensors() {
@@ -45,6 +46,20 @@ struct Tensors {
   }
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
+
+  size_t bytes() const { return shape.elements() * sizeof(bf16); }
+};
+
+// A problem whose result is known.
+struct Known {
+  Tensors tensors;
+  bool causal;
+  Reference reference;
+
+  Known(int seqlen, bool causal_) : tensors({2, seqlen, 3, HEAD_DIM}), causal(causal_) {
+    const auto& host = tensors.host;
+    reference = reference_attention(tensors.shape, causal, host[0].data(), host[1].data(), host[2].data());
+  }
 };
 
 template <class T>
@@ -54,23 +69,21 @@ void launch(const Tensors& tensors, bool causal) {
   const Problem problem{tensors.device[0], tensors.device[1], tensors.device[2], tensors.device[3],
                         shape.seqlen,      shape.heads,       scale_log2,        causal};
   const dim3 grid((shape.seqlen + T::kBlockM - 1) / T::kBlockM, shape.heads, shape.batch);
-  attention_kernel<T><<<grid, T::kThreads>>>(problem);
+  kernel_of<T>()<<<grid, T::kThreads>>>(problem);
   CHECK(cudaGetLastError());
 }
 
-// Largest error over its bound (reference.h) for several lengths.
+// Largest error over its bound (reference.h). The output is NaN before.
 template <class T>
-double worst_error() {
+double worst_error(const std::vector<std::unique_ptr<Known>>& known) {
   double worst = 0.0;
-  for (const int seqlen : {1, 63, 64, 200, 577}) {
-    for (const bool causal : {false, true}) {
-      Tensors tensors({2, seqlen, 3, kHeadDim});
-      launch<T>(tensors, causal);
-      auto& out = tensors.host[3];
-      CHECK(cudaMemcpy(out.data(), tensors.device[3], out.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
-      worst = std::max(worst, error_in_bounds(tensors.shape, causal, tensors.host[0].data(), tensors.host[1].data(),
-                                              tensors.host[2].data(), out.data()));
-    }
+  for (const auto& problem : known) {
+    const Tensors& tensors = problem->tensors;
+    std::vector<uint16_t> out = tensors.host[3];
+    CHECK(cudaMemcpy(tensors.device[3], out.data(), tensors.bytes(), cudaMemcpyHostToDevice));
+    launch<T>(tensors, problem->causal);
+    CHECK(cudaMemcpy(out.data(), tensors.device[3], tensors.bytes(), cudaMemcpyDeviceToHost));
+    worst = std::max(worst, error_in_bounds(problem->reference, out.data()));
   }
   return worst;
 }
@@ -100,29 +113,42 @@ double tflops(const Tensors& tensors, bool causal) {
 
 // One line of the table on the terminal and one entry of the JSON list.
 template <class T>
-bool report(const char* name, const Tensors& timed, std::string& json) {
-  const double error = worst_error<T>(), full = tflops<T>(timed, false), causal = tflops<T>(timed, true);
-  std::printf("%-12s %8.1f %8.1f   %.3f of the error bound\n", name, full, causal, error);
-  char entry[160];
+bool report(const char* name, const Tensors& timed, const std::vector<std::unique_ptr<Known>>& known,
+            std::string& json) {
+  const double error = worst_error<T>(known), full = tflops<T>(timed, false), causal = tflops<T>(timed, true);
+  cudaFuncAttributes attributes;
+  CHECK(cudaFuncGetAttributes(&attributes, kernel_of<T>()));
+  int blocks;
+  CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel_of<T>(), T::kThreads, 0));
+  std::printf("%-14s %8.1f %8.1f   %.3f of the error bound, %d registers, %d bytes spilled, %d blocks an SM\n", name,
+              full, causal, error, attributes.numRegs, static_cast<int>(attributes.localSizeBytes), blocks);
+  char entry[240];
   std::snprintf(entry, sizeof(entry),
-                "%s\n  {\"name\": \"%s\", \"full\": %.1f, \"causal\": %.1f, \"error_in_bounds\": %.4f}",
-                json.empty() ? "" : ",", name, full, causal, error);
+                "%s\n  {\"name\": \"%s\", \"full\": %.1f, \"causal\": %.1f, \"error_in_bounds\": %.4f, "
+                "\"registers\": %d, \"local_bytes\": %d, \"blocks_per_sm\": %d}",
+                json.empty() ? "" : ",", name, full, causal, error, attributes.numRegs,
+                static_cast<int>(attributes.localSizeBytes), blocks);
   json += entry;
   return error <= 1.0;
 }
 
 int main(int argc, char** argv) {
+  if (argc > 1 && std::string(argv[1]) == "--budget") {
+    print_budget();
+    return 0;
+  }
   cudaDeviceProp device;
   CHECK(cudaGetDeviceProperties(&device, 0));
+  std::vector<std::unique_ptr<Known>> known;
+  for (const int seqlen : {1, 63, 64, 200, 577}) {
+    for (const bool causal : {false, true}) known.push_back(std::make_unique<Known>(seqlen, causal));
+  }
   const Tensors timed(kTimed);
   std::printf("%s: TFLOPS at b%d s%d h%d d%d bf16, full and causal\n", device.name, kTimed.batch, kTimed.seqlen,
               kTimed.heads, kTimed.head_dim);
   std::string variants;
-  bool good = report<Tile<64>>("minimal", timed, variants);
-  good &= report<Tile<64, 64, 1, 1, 0>>("unpadded", timed, variants);
-  good &= report<Tile<64, 64, 1, 2>>("two_stages", timed, variants);
-  good &= report<Tile<64, 64, 2, 1>>("two_bands", timed, variants);
-  good &= report<Tile<64, 128, 1, 1>>("wide_tile", timed, variants);
+  bool good = true;
+  for_each_rung([&](const char* name, auto tile) { good &= report<decltype(tile)>(name, timed, known, variants); });
   std::printf("%s\n", good ? "all results within their error bound" : "WRONG RESULTS");
   if (argc > 1) {
     std::FILE* file = std::fopen(argv[1], "w");

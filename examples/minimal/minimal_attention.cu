@@ -1,76 +1,43 @@
 // Attention forward in one file: out = softmax(Q K^T / sqrt(d)) V, causal or not, for bf16 tensors (batch, seqlen,
 // heads, d). One fused kernel; the seqlen x seqlen scores never leave the registers. README.md explains it line by
-// line.
-//
-// Notation: lane = 4 g + t. A warp's 16 x 8 accumulator lies in its lanes so that lane (g, t) holds rows g and g + 8,
-// columns 2 t and 2 t + 1: the four floats {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
-#include <cstdint>
+// line. Rungs 2 to 6 of its ladder are arguments of Tile. instructions.h: the instructions, and where a lane's elements
+// of a matrix are (lane = 4 g + t).
+#include "instructions.h"
 
-#ifdef __CUDACC__  // the test suite runs this kernel on a CPU and brings its own versions of these seven instructions
-#include <cuda_bf16.h>
-using bf16 = __nv_bfloat16;
-
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-// acc (16 x 8) += a (16 x 16) b (16 x 8) on the tensor cores.
-__device__ inline void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Four 8 x 8 matrices; lane l names row l % 8 of matrix l / 8. Register i gets elements (g, 2 t), (g, 2 t + 1) of
-// matrix i, or (2 t, g), (2 t + 1, g) when transposed.
-__device__ inline void load_matrices(uint32_t (&r)[4], const bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], const bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-// 16 bytes from global to shared memory in the background; zeros, and nothing read, when not valid.
-__device__ inline void copy_async(bf16* to, const bf16* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
-               : "memory");
-}
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kNewest>
-__device__ inline void wait_for_copies_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
-}
-
-__device__ inline uint32_t pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-#endif
-
-// kBands: 16-row bands of Q per warp. kStages: buffers of K and of V. kPad: elements that shift each shared row, so
-// that the eight 16-byte rows of an 8 x 8 matrix fall on eight different groups of banks.
-template <int kHeadDim_, int kBlockN_ = 64, int kBands_ = 1, int kStages_ = 1, int kPad_ = 8>
-struct Tile {
-  static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBands = kBands_, kStages = kStages_;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlockM = 16 * kBands * kWarps;
-  static constexpr int kStride = kHeadDim + kPad_;  // of a shared row, in elements
-  static constexpr int kBlocksPerSm = kBands > 1 ? 2 : kHeadDim + kBlockN > 128 ? 3 : 4;  // what registers allow
-  static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && kPad_ % 8 == 0 && (kStages == 1 || kStages == 2));
+// Layouts of a shared tile: the distance of its rows, and where element (row, col) stands. Eight rows of an 8 x 8
+// matrix are read at once, 16 bytes each: without conflicts if they fall on eight different groups of four banks.
+template <int kHeadDim>
+struct RowMajor {  // all eight on one group where rows are 128 bytes apart, or a multiple of them
+  static constexpr int kStride = kHeadDim;
+  __device__ static int offset(int row, int col) { return row * kStride + col; }
+};
+template <int kHeadDim>
+struct Padded {  // each row is shifted by one group, at the price of 16 bytes a row
+  static constexpr int kStride = kHeadDim + 8;
+  __device__ static int offset(int row, int col) { return row * kStride + col; }
+};
+template <int kHeadDim>
+struct Swizzled {  // the eight vectors of 64 columns change places, differently in each of eight rows; no memory
+  static_assert(kHeadDim % 64 == 0, "the swizzle permutes eight vectors of eight elements");
+  static constexpr int kStride = kHeadDim;
+  __device__ static int offset(int row, int col) { return row * kStride + (col ^ row % 8 * 8); }
 };
 
-struct Problem {
-  const bf16 *q, *k, *v;  // (batch, seqlen, heads, d)
-  bf16* out;
-  int seqlen, heads;
-  float scale_log2;  // log2(e) / sqrt(d): exp(x) is computed as exp2(x log2(e))
-  bool causal;
-
-  __device__ int visible_keys(int row) const { return causal ? min(row + 1, seqlen) : seqlen; }
+// kBands: 16-row bands of Q per warp. kStages: buffers of K and of V. kLaggingMax: the row maximum that exponentials
+// refer to moves only when a score would exceed 2^kThresholdLog2.
+template <int kHeadDim_, int kBlockN_ = 64, int kBands_ = 1, int kStages_ = 1, template <int> class Layout_ = Padded,
+          bool kLaggingMax_ = false>
+struct Tile {
+  using Layout = Layout_<kHeadDim_>;
+  static constexpr bool kTensorCores = true, kLaggingMax = kLaggingMax_;
+  static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBands = kBands_, kStages = kStages_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlockM = 16 * kBands * kWarps;
+  static constexpr int kTileElements = kBlockN * Layout::kStride;
+  static constexpr int kKvBytes = 2 * kStages * kTileElements * 2, kScoreBytes = 0;
+  static constexpr int kBlocksPerSm = kBands > 1 ? 2 : kHeadDim + kBlockN > 128 ? 3 : 4;  // what registers allow
+  static constexpr float kThresholdLog2 = 8.0f;
+  static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && (kStages == 1 || kStages == 2));
+  static_assert(kKvBytes <= 48 * 1024, "static shared memory ends at 48 KB");
 };
 
 // What a lane keeps of one band of 16 rows: of rows g and g + 8 the softmax so far, and its columns of Q and out.
@@ -90,19 +57,22 @@ struct Band {
     }
   }
 
-  // Online softmax: s becomes exp2(scale (s - max)); what was summed under the old maximum is scaled down to the new.
+  // Online softmax: s becomes exp2(scale (s - row_max)); what was summed under the old row_max is scaled down to the
+  // new one. Without kLaggingMax row_max is the maximum of all keys so far.
   __device__ void softmax(float (&s)[T::kBlockN / 8][4], float scale_log2) {
     for (int half = 0; half < 2; ++half) {
       float maximum = row_max[half];
       for (auto& tile : s) maximum = fmaxf(maximum, fmaxf(tile[2 * half], tile[2 * half + 1]));
       for (int lanes = 1; lanes < 4; lanes *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
-      const float correction = exp2f((row_max[half] - maximum) * scale_log2);  // 0 at the first tile
-      row_max[half] = maximum;
-      row_sum[half] *= correction;
-      for (auto& tile : out) tile[2 * half] *= correction, tile[2 * half + 1] *= correction;
+      if (!T::kLaggingMax || __any_sync(~0u, (maximum - row_max[half]) * scale_log2 > T::kThresholdLog2)) {
+        const float correction = exp2f((row_max[half] - maximum) * scale_log2);  // 0 at the first tile
+        row_max[half] = maximum;
+        row_sum[half] *= correction;
+        for (auto& tile : out) tile[2 * half] *= correction, tile[2 * half + 1] *= correction;
+      }
       for (auto& tile : s) {
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          tile[i] = exp2f(tile[i] * scale_log2 - maximum * scale_log2);
+          tile[i] = exp2f(tile[i] * scale_log2 - row_max[half] * scale_log2);
           row_sum[half] += tile[i];
         }
       }
@@ -128,7 +98,7 @@ __device__ void load_tile(bf16* tile, const bf16* head, int64_t row_stride, int 
   for (int i = threadIdx.x; i < T::kBlockN * kVectors; i += T::kThreads) {
     const int row = i / kVectors, col = i % kVectors * 8;
     const bool valid = first + row < seqlen;
-    copy_async(tile + row * T::kStride + col, head + (valid ? first + row : 0) * row_stride + col, valid);
+    copy_async(tile + T::Layout::offset(row, col), head + (valid ? first + row : 0) * row_stride + col, valid);
   }
 }
 
@@ -144,7 +114,7 @@ __device__ void process_tile(Band<T> (&bands)[T::kBands], const Problem& p, cons
   for (int k = 0; k < T::kHeadDim / 16; ++k) {
 #pragma unroll
     for (int n = 0; n < T::kBlockN / 16; ++n) {
-      load_matrices(b, k_tile + (16 * n + lane / 16 * 8 + lane % 8) * T::kStride + 16 * k + lane / 8 % 2 * 8);
+      load_matrices(b, k_tile + T::Layout::offset(16 * n + lane / 16 * 8 + lane % 8, 16 * k + lane / 8 % 2 * 8));
 #pragma unroll
       for (int band = 0; band < T::kBands; ++band) {
         mma(s[band][2 * n], bands[band].q[k], b[0], b[1]);
@@ -167,7 +137,7 @@ __device__ void process_tile(Band<T> (&bands)[T::kBands], const Problem& p, cons
   for (int k = 0; k < T::kBlockN / 16; ++k) {
 #pragma unroll
     for (int n = 0; n < T::kHeadDim / 16; ++n) {
-      load_matrices_transposed(b, v_tile + (16 * k + lane % 16) * T::kStride + 16 * n + lane / 16 * 8);
+      load_matrices_transposed(b, v_tile + T::Layout::offset(16 * k + lane % 16, 16 * n + lane / 16 * 8));
 #pragma unroll
       for (int band = 0; band < T::kBands; ++band) {
         const float (&even)[4] = s[band][2 * k], (&odd)[4] = s[band][2 * k + 1];
@@ -183,8 +153,8 @@ __device__ void process_tile(Band<T> (&bands)[T::kBands], const Problem& p, cons
 // Grid: (ceil(seqlen / kBlockM), heads, batch). Blocks with the most visible keys come first.
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) attention_kernel(Problem p) {
-  alignas(16) __shared__ bf16 k_tiles[T::kStages][T::kBlockN * T::kStride];
-  alignas(16) __shared__ bf16 v_tiles[T::kStages][T::kBlockN * T::kStride];
+  alignas(16) __shared__ bf16 k_tiles[T::kStages][T::kTileElements];
+  alignas(16) __shared__ bf16 v_tiles[T::kStages][T::kTileElements];
   const int64_t row_stride = static_cast<int64_t>(p.heads) * T::kHeadDim;
   const int64_t head = blockIdx.z * p.seqlen * row_stride + blockIdx.y * T::kHeadDim;
   const int block_row = (gridDim.x - 1 - blockIdx.x) * T::kBlockM;

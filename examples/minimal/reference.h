@@ -53,11 +53,16 @@ inline std::vector<double> softmax_row(const Shape& shape, bool causal, const ui
   return p;
 }
 
-// Largest error of `out` over its bound: probabilities and output are each rounded to bf16 (2^-8), which moves an
-// element by at most 2^-7 sum(p |v|); 1 % more for everything kept in float. NaN counts as infinite.
-inline double error_in_bounds(const Shape& shape, bool causal, const uint16_t* q, const uint16_t* k, const uint16_t* v,
-                              const uint16_t* out) {
-  double worst = 0.0;
+// What attention gives, and how far rounding may move it.
+struct Reference {
+  std::vector<double> out, bound;
+};
+
+// Probabilities and output are each rounded to bf16 (2^-8), which moves an element by at most 2^-7 sum(p |v|); 1 % more
+// for everything kept in float.
+inline Reference reference_attention(const Shape& shape, bool causal, const uint16_t* q, const uint16_t* k,
+                                     const uint16_t* v) {
+  Reference reference{std::vector<double>(shape.elements()), std::vector<double>(shape.elements())};
   for (int i = 0; i < shape.batch * shape.heads * shape.seqlen; ++i) {
     const int b = i / shape.seqlen / shape.heads, head = i / shape.seqlen % shape.heads, row = i % shape.seqlen;
     const std::vector<double> p = softmax_row(shape, causal, q, k, b, row, head);
@@ -68,9 +73,19 @@ inline double error_in_bounds(const Shape& shape, bool causal, const uint16_t* q
         expected += p[key] * value;
         magnitude += p[key] * std::fabs(value);
       }
-      const double error = std::fabs(bf16_to_double(out[shape.index(b, row, head) + col]) - expected);
-      worst = std::max(worst, std::isnan(error) ? INFINITY : error / (1.01 / 128 * magnitude));
+      reference.out[shape.index(b, row, head) + col] = expected;
+      reference.bound[shape.index(b, row, head) + col] = 1.01 / 128 * magnitude;
     }
+  }
+  return reference;
+}
+
+// Largest error of `out` over its bound. NaN counts as infinite.
+inline double error_in_bounds(const Reference& reference, const uint16_t* out) {
+  double worst = 0.0;
+  for (size_t i = 0; i < reference.out.size(); ++i) {
+    const double error = std::fabs(bf16_to_double(out[i]) - reference.out[i]);
+    worst = std::max(worst, std::isnan(error) ? INFINITY : error / reference.bound[i]);
   }
   return worst;
 }

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Builds, checks and times the minimal kernel; needs nvcc and a GPU, nothing else.
+# Builds, checks and times the minimal kernels; needs nvcc and a GPU, nothing else.
 #
 #   examples/minimal/run.sh [OUTDIR]        (default: build/minimal; OUTDIR/minimal.json holds the figures)
 #
-# Where flash_attn is installed for PYTHON (default python3), the full kernel is timed too and added to the JSON.
-# ARCH: what nvcc compiles for (default: native). BUILD_ONLY=1: stop after compiling.
+# Where flash_attn is installed for PYTHON (default python3), the library's kernels are timed too and added to the JSON.
+# ARCH: what nvcc compiles for (default: native). KNOBS: more for nvcc, like "-DRUNG=4 -DHEAD_DIM=128" (rungs.h).
+# BUILD_ONLY=1: stop after compiling.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-$here/../../build/minimal}
 mkdir -p "$out"
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
-"$nvcc" -std=c++17 -O3 --use_fast_math -arch="${ARCH:-native}" "$here/main.cu" -o "$out/minimal"
+read -ra knobs <<<"${KNOBS:-}"
+"$nvcc" -std=c++17 -O3 --use_fast_math -arch="${ARCH:-native}" "${knobs[@]}" "$here/main.cu" -o "$out/minimal"
+"$out/minimal" --budget >"$out/budget.md"
 [ "${BUILD_ONLY:-0}" = 1 ] && exit 0
 "$out/minimal" "$out/minimal.json"
 python=${PYTHON:-python3}

@@ -1,51 +1,83 @@
-"""The table of the minimal kernel: `python examples/minimal/table.py RESULT.json [--write]`.
+"""The tables of the minimal kernels: `python examples/minimal/table.py RESULT.json [--write] [--budget FILE]`.
 
-RESULT.json comes from run.sh. Where flash_attn and a GPU are found, the full kernel is timed on the same problem and
-added to it. --write puts the table into the README beside this file.
+RESULT.json comes from run.sh. Where flash_attn and a GPU are found, both families of the library's kernels are timed on
+the same problem and added to it. --write puts the table into the README beside this file, and with it that of shared
+memory, of which FILE holds the text (`main --budget`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
+import os
 import re
 import statistics
 from pathlib import Path
 
 README = Path(__file__).resolve().parent / "README.md"
-MARKERS = ("<!-- minimal:begin -->", "<!-- minimal:end -->")
 LAUNCHES = 30
 SHAPE = {"b": "batch", "s": "seqlen", "h": "heads", "d": "head_dim"}  # of q, k, v
 
-# name in the JSON -> what it is
-VARIANTS = {
-    "minimal": "the minimal kernel: 64 × 64 tiles, 16 rows a warp, one buffer",
-    "unpadded": "without the padding of shared rows: 8-way bank conflicts",
-    "two_stages": "with two buffers: the next tile is copied while this one is computed",
-    "two_bands": "with 32 rows a warp: each fragment of K and V serves two products",
-    "wide_tile": "with 128 keys a tile: half the barriers and maxima per key",
-    "full": "the full kernel, `flash_attn_func`",
+# name in the JSON -> what it is; each rung is the one before and one technique more
+RUNGS = {
+    "plain_loops": "1: plain loops, S and P in shared memory",
+    "tensor_cores": "2: tensor cores, S and P in registers: 64 × 64 tiles, 16 rows a warp",
+    "padding": "3: padded rows of shared memory: no bank conflicts",
+    "swizzle": "4: swizzled rows instead: none either, and no memory",
+    "double_buffer": "5: two buffers: the next tile is copied while this one is computed",
+    "lagging_max": "6: a row maximum that lags: the output is seldom rescaled",
+}
+SIDE_STEPS = {
+    "two_stages": "rung 3 with two buffers",
+    "two_bands": "rung 3 with 32 rows a warp: each fragment of K and V serves two products",
+    "wide_tile": "rung 3 with 128 keys a tile: half the barriers and maxima per key",
+}
+# families of the library that FLASH_ATTN_FAMILY forces
+FAMILIES = {
+    "mma_sync": "the library's mma.sync kernels, `flash_attn_func`",
+    "wgmma": "the library's wgmma kernels",
 }
 
 
-def measure_full_kernel(result):
-    """TFLOPS of flash_attn_func on the problem of `result`, full and causal; None without flash_attn or a GPU."""
+@contextlib.contextmanager
+def forced(family):
+    """The variable that the library reads at every call."""
+    before = os.environ.get("FLASH_ATTN_FAMILY")
+    os.environ["FLASH_ATTN_FAMILY"] = family
+    try:
+        yield
+    finally:
+        del os.environ["FLASH_ATTN_FAMILY"]
+        if before is not None:
+            os.environ["FLASH_ATTN_FAMILY"] = before
+
+
+def measure_library(result):
+    """{commit, variants: [{name, full, causal}]}: TFLOPS of flash_attn_func on the problem of `result` by each family
+    of kernels that this GPU runs, and the commit of their build; None without flash_attn or a GPU."""
     try:
         import torch
 
-        from flash_attn import flash_attn_func
+        import flash_attn
     except ImportError:
         return None
     if not torch.cuda.is_available():
         return None
     shape = [result[key] for key in SHAPE.values()]
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    entry = {"name": "full"}
-    for name, causal in (("full", False), ("causal", True)):
-        flops = 4 * q.numel() * shape[1] * (0.5 if causal else 1.0)
-        milliseconds = median_milliseconds(torch, lambda causal=causal: flash_attn_func(q, k, v, causal=causal))
-        entry[name] = round(flops / milliseconds / 1e9, 1)
-    return entry
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    entries = []
+    for family in FAMILIES if hopper else ("mma_sync",):
+        entries.append({"name": family})
+        for name, causal in (("full", False), ("causal", True)):
+            flops = 4 * q.numel() * shape[1] * (0.5 if causal else 1.0)
+            with forced(family):
+                attention = functools.partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
+                milliseconds = median_milliseconds(torch, attention)
+            entries[-1][name] = round(flops / milliseconds / 1e9, 1)
+    return {"commit": flash_attn.__build__.get("commit"), "variants": entries}
 
 
 def median_milliseconds(torch, call):
@@ -61,47 +93,67 @@ def median_milliseconds(torch, call):
     return statistics.median(times[3:])
 
 
+def resources(entry):
+    """Registers of a thread, bytes spilled, blocks of an SM, as the CUDA runtime tells them."""
+    if "registers" not in entry:
+        return "–"
+    return f"{entry['registers']}, {entry['local_bytes']}, {entry['blocks_per_sm']}"
+
+
 def table(result):
-    """The result as Markdown."""
+    """The result as Markdown. Kernels that it has no figures of are left out."""
     entries = {entry["name"]: entry for entry in result["variants"]}
-    full = entries.get("full")
+    library = entries.get("mma_sync")
     problem = ", ".join(f"{letter} {result[key]}" for letter, key in SHAPE.items())
+    commit = f", the library of commit {result['commit'][:12]}" if result.get("commit") else ""
     lines = [
-        f"{result['device']}, {problem}, bf16:",
+        f"{result['device']}, {problem}, bf16{commit}:",
         "",
-        "| kernel | TFLOPS | causal | of the full kernel |",
-        "|---|---|---|---|",
+        "| kernel | TFLOPS | causal | × the rung before | of the library's mma.sync | registers, spilled, blocks/SM |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, description in VARIANTS.items():
-        if name in entries:
-            entry = entries[name]
-            share = f"{entry['full'] / full['full']:.0%}" if full else "–"
-            lines.append(f"| {description} | {entry['full']:.0f} | {entry['causal']:.0f} | {share} |")
+    before = None
+    for name, description in {**RUNGS, **SIDE_STEPS, **FAMILIES}.items():
+        entry = entries.get(name)
+        if entry:
+            gain = f"{entry['full'] / before['full']:.2f}" if before and name in RUNGS else "–"
+            share = f"{entry['full'] / library['full']:.0%}" if library else "–"
+            cells = [f"{entry['full']:.0f}", f"{entry['causal']:.0f}", gain, share, resources(entry)]
+            lines.append("| " + " | ".join([description, *cells]) + " |")
+        before = entry
     return "\n".join(lines)
 
 
-def written(text, content):
-    """`text` with `content` between the markers."""
-    begin, end = MARKERS
+def written(text, content, name="minimal"):
+    """`text` with `content` between the markers of a block."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
+    if not pattern.search(text):
+        raise SystemExit(f"expected the markers {begin} and {end}")
+    return pattern.sub(lambda _: f"{begin}\n{content.strip()}\n{end}", text)
+
+
+def write_block(content, name):
+    README.write_text(written(README.read_text(encoding="utf-8"), content, name), encoding="utf-8")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("--write", action="store_true", help=f"put the table into {README.name}")
+    parser.add_argument("--budget", type=Path, metavar="FILE", help="with --write: what `main --budget` printed")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text(encoding="utf-8"))
-    if not any(entry["name"] == "full" for entry in result["variants"]):
-        full = measure_full_kernel(result)
-        if full is not None:
-            result["variants"].append(full)
-            arguments.result.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    library = None if any(entry["name"] in FAMILIES for entry in result["variants"]) else measure_library(result)
+    if library:
+        result = {**result, **library, "variants": result["variants"] + library["variants"]}
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     content = table(result)
     print(content)
     if arguments.write:
-        README.write_text(written(README.read_text(encoding="utf-8"), content), encoding="utf-8")
+        write_block(content, "minimal")
+        if arguments.budget:
+            write_block(arguments.budget.read_text(encoding="utf-8"), "budget")
 
 
 if __name__ == "__main__":

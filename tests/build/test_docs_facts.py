@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 
 import pytest
-from test_docs import CODE_SPAN, ROOT, cells, has_results
+from test_docs import CODE_SPAN, ROOT, cells
 from test_layering import LAYERS
 
 CHANGES = ("A mask rule", "A score modifier with its gradient", "A dtype", "A head dim", "An architecture", "A variant")
@@ -181,22 +180,3 @@ def test_every_mbarrier_of_the_hopper_kernels_has_its_row(storage, heading):
     names = set(re.findall(r"\b([a-z]\w*)\b(?=\[|,|$|\s*//)", declared))
     told = {name for row in rows_below(document("docs/hopper.md"), heading) for name in spans(row[0])}
     assert names and names - told == set()
-
-
-def test_the_minimal_kernel_is_compared_with_the_full_one_of_today():
-    """The block of its README: its own result, and the same problem's cell of the training benchmark."""
-    if not has_results():
-        pytest.skip("a source distribution has no results")
-    sys.path.append(str(ROOT / "examples" / "minimal"))
-    import table
-
-    result = json.loads(document("benchmarks/results/h200_minimal.json"))
-    trained = json.loads(document("benchmarks/results/h200_train.json"))
-    shape = (result["batch"], result["seqlen"], result["heads"], result["head_dim"])
-    full = {"name": "full"}
-    for row in trained["rows"]:
-        if row["mode"] == "fwd" and shape == tuple(row[key] for key in ("batch", "seqlen_q", "nheads", "head_dim")):
-            full["causal" if row["causal"] else "full"] = row["results"]["ours"]["tflops"]
-    result["variants"] = [entry for entry in result["variants"] if entry["name"] != "full"] + [full]
-    text = document("examples/minimal/README.md")
-    assert table.written(text, table.table(result)) == text

@@ -1,6 +1,6 @@
-// Enough of CUDA on a CPU to run examples/minimal/minimal_attention.cu: the threads of one block are fibers that
+// Enough of CUDA on a CPU to run the kernels of examples/minimal: the threads of one block are fibers that
 // advance in lockstep from one collective operation to the next. Asynchronous copies land only when they are waited
-// for. Counts the bank conflicts of shared memory accesses.
+// for. Counts the bank conflicts of ldmatrix.
 #pragma once
 
 #include <ucontext.h>
@@ -45,6 +45,8 @@ inline uint16_t to_bf16(float value) {
   return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+inline float to_float(bf16 value) { return to_float(value.bits); }
+
 inline uint32_t pack(float low, float high) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
 
 namespace emulation {
@@ -77,7 +79,7 @@ static std::vector<Fiber> fibers;
 static int current = 0;
 static ucontext_t scheduler;
 static std::function<void()> body;
-static long bank_conflicts = 0;
+static long bank_conflicts = 0, votes = 0, yes_votes = 0;  // votes of warps
 
 inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -185,6 +187,17 @@ inline float __shfl_xor_sync(uint32_t, float value, int mask) {
   slot.value = value;
   const int parity = emulation::meet(slot);
   return emulation::lane_slot(threadIdx.x % 32 ^ mask, parity).value;
+}
+
+inline bool __any_sync(uint32_t, bool value) {
+  emulation::Slot slot;
+  slot.operation = 6;
+  slot.value = value;
+  const int parity = emulation::meet(slot);
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) any |= emulation::lane_slot(lane, parity).value != 0.0f;
+  if (threadIdx.x % 32 == 0) ++emulation::votes, emulation::yes_votes += any;
+  return any;
 }
 
 inline void __syncthreads() {

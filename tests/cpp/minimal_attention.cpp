@@ -1,9 +1,13 @@
-// Runs examples/minimal/minimal_attention.cu thread by thread on the CPU and compares it with float64 attention.
-// Prints one line per configuration: largest error in units of its bound, bank conflicts.
+// Runs the kernels of examples/minimal thread by thread on the CPU and compares them with float64 attention. Prints one
+// line per kernel: largest error in units of its bound, bank conflicts, votes of warps whether to move the row maximum,
+// how many said yes; then error, votes and yes votes of scores that grow from tile to tile. With --budget: the table of
+// their shared memory.
 #include "emulated_cuda.h"
 
-#include "../../examples/minimal/minimal_attention.cu"
+#include <string>
+
 #include "../../examples/minimal/reference.h"
+#include "../../examples/minimal/rungs.h"
 
 constexpr int kBatch = 2, kHeads = 2;
 
@@ -17,13 +21,17 @@ struct Tensor {
   uint16_t* begin() { return bits.data() + guard; }
 };
 
+// growth: how much larger the last keys are than the first, so that the row maxima grow with every tile.
 template <class T>
-double worst_error(int seqlen, bool causal) {
+double worst_error(int seqlen, bool causal, float growth = 0.0f) {
   const size_t row = kHeads * T::kHeadDim, elements = kBatch * seqlen * row;
   Tensor q(elements, row), k(elements, row), v(elements, row), out(elements, row);
   RandomNormal random(seqlen);
   for (Tensor* tensor : {&q, &k, &v}) {
-    for (size_t i = 0; i < elements; ++i) tensor->begin()[i] = to_bf16(random());
+    for (size_t i = 0; i < elements; ++i) {
+      const float larger = tensor == &k ? 1.0f + growth * (i / row % seqlen) / seqlen : 1.0f;
+      tensor->begin()[i] = to_bf16(random() * larger);
+    }
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(T::kHeadDim));
   const Problem problem{q.data(), k.data(), v.data(), out.data(), seqlen, kHeads, scale * 1.44269504f, causal};
@@ -31,7 +39,7 @@ double worst_error(int seqlen, bool causal) {
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z) {
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
       for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        emulation::run_block(T::kThreads, [&] { attention_kernel<T>(problem); });
+        emulation::run_block(T::kThreads, [&] { kernel_of<T>()(problem); });
       }
     }
   }
@@ -39,24 +47,30 @@ double worst_error(int seqlen, bool causal) {
     if (out.bits[i] != 0x7fff || out.bits[out.bits.size() - 1 - i] != 0x7fff) emulation::fail("write outside of out");
   }
   const Shape shape{kBatch, seqlen, kHeads, T::kHeadDim};
-  return error_in_bounds(shape, causal, q.begin(), k.begin(), v.begin(), out.begin());
+  return error_in_bounds(reference_attention(shape, causal, q.begin(), k.begin(), v.begin()), out.begin());
 }
 
 template <class T>
 void report(const char* name) {
   double worst = 0.0;
-  emulation::bank_conflicts = 0;
+  emulation::bank_conflicts = emulation::votes = emulation::yes_votes = 0;
   for (const int seqlen : {1, 63, 64, 150}) {
     for (const bool causal : {false, true}) worst = std::max(worst, worst_error<T>(seqlen, causal));
   }
-  std::printf("%s %.4f %ld\n", name, worst, emulation::bank_conflicts);
+  std::printf("%s %.4f %ld %ld %ld", name, worst, emulation::bank_conflicts, emulation::votes, emulation::yes_votes);
+  emulation::votes = emulation::yes_votes = 0;
+  const double growing = worst_error<T>(300, false, 40.0f);
+  std::printf(" %.4f %ld %ld\n", growing, emulation::votes, emulation::yes_votes);
 }
 
-int main() {
-  report<Tile<64>>("minimal");
-  report<Tile<64, 64, 1, 1, 0>>("unpadded");
-  report<Tile<64, 64, 1, 2>>("two_stages");
-  report<Tile<64, 64, 2, 1>>("two_bands");
-  report<Tile<64, 128, 1, 1>>("wide_tile");
-  report<Tile<128>>("head_dim_128");
+int main(int argc, char** argv) {
+  if (argc > 1 && std::string(argv[1]) == "--budget") {
+    print_budget();
+    return 0;
+  }
+  for_each_rung([](const char* name, auto tile) { report<decltype(tile)>(name); });
+  if constexpr (RUNG == 0) {
+    report<Tile<128>>("head_dim_128");
+    report<Tile<128, 64, 1, 1, Swizzled, true>>("swizzle_head_dim_128");
+  }
 }
