@@ -67,6 +67,15 @@ def dense(device, batch, seqlen_q, seqlen_k, heads, heads_k, d=D):
     return q, *(codes(device, batch, seqlen_k, heads_k, d) for _ in "kv")
 
 
+# Factors of q and k: with descales as large as amax / 448, codes straight from the scores come without clamping.
+SIZES = {"wide": 1.0, "quantized": 64.0}
+
+
+def enlarged(size, *tensors):
+    """Codes of `size` times the values, for descales of 1 / size."""
+    return [(x.float() * size).to(E4M3) for x in tensors]
+
+
 LENGTHS = ((1, 1), (63, 64), (64, 129), (128, 128), (129, 127), (200, 1000), (300, 100), (1000, 513), (513, 1024))
 MASKS = {
     "full": {},
@@ -85,12 +94,15 @@ def reference_options(options):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "x".join(map(str, lengths)))
-def test_lengths_and_masks(device, lengths, mask, exp, d):
+def test_lengths_and_masks(device, lengths, mask, exp, d, size):
     q, k, v = dense(device, 2, *lengths, 4, 2, d)
-    options = MASKS[mask]
-    expected = attention(q, k, v, **reference_options(options))
-    check(flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **options), expected, exp)
+    options, size = MASKS[mask], SIZES[size]
+    q, k = enlarged(size, q, k)
+    expected = attention(dequantized(q, 1 / size), dequantized(k, 1 / size), v, **reference_options(options))
+    descales = {"q_descale": 1 / size, "k_descale": 1 / size}
+    check(flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **descales, **options), expected, exp)
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -116,19 +128,36 @@ DESCALES = {
 }
 
 
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("query_heads", (False, True))
 @pytest.mark.parametrize("name", DESCALES)
-def test_descales(device, name, query_heads):
+def test_descales(device, name, query_heads, size, exp):
     q, k, v = dense(device, 3, 150, 260, 4, 2)
-    q_descale = DESCALES[name](device, 4 if query_heads else 2)
-    k_descale, v_descale = (DESCALES[name](device, 2) for _ in "kv")
+    q, k = enlarged(SIZES[size], q, k)
+    q_descale = DESCALES[name](device, 4 if query_heads else 2) / SIZES[size]
+    k_descale, v_descale = DESCALES[name](device, 2) / SIZES[size], DESCALES[name](device, 2)
     expected = attention(
         dequantized(q, of_query_heads(q_descale, 4)), dequantized(k, k_descale), dequantized(v, v_descale), causal=True
     )
     result = flash_attn_func(
-        q, k, v, causal=True, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    )
-    check(result, expected)
+        q, k, v, causal=True, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        exp=exp,
+    )  # fmt: skip
+    check(result, expected, exp)
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_descales_that_the_stream_has_just_written(device, d):
+    """The kernels start before the one ahead of them has ended."""
+    q, k, v = dense(device, 2, 300, 400, 4, 2, d)
+    descale = torch.empty((), device=device)
+    for value in torch.rand(50).tolist():
+        descale.fill_(value)
+        out = flash_attn_func(q, k, v, q_descale=descale, v_descale=descale)
+        torch.cuda.synchronize()
+        assert torch.equal(out, flash_attn_func(q, k, v, q_descale=descale, v_descale=descale))
 
 
 @pytest.mark.parametrize("out_dtype", (None, torch.float16, torch.bfloat16))
@@ -174,12 +203,14 @@ PACKED = {
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PACKED)
-def test_packed(device, name, mask, exp, d):
+def test_packed(device, name, mask, exp, d, size):
     lengths = PACKED[name]
     q, k, v, cu_q, cu_k = packed(device, *lengths, 4, 2, unused=(3, 5), d=d)
-    options = MASKS[mask]
-    descales = [scale(device, len(lengths[0]), heads) for heads in (4, 2, 2)]
+    options, size = MASKS[mask], SIZES[size]
+    q, k = enlarged(size, q, k)
+    descales = [scale(device, len(lengths[0]), heads, size=1 / x) for heads, x in ((4, size), (2, size), (2, 1.0))]
     wide = [x.nan_to_num(nan=0.0) for x in (q.double(), k.double(), v.double())]
     expected = attention_varlen(
         *(dequantized_packed(x, descale, cu) for x, descale, cu in zip(wide, descales, (cu_q, cu_k, cu_k))),
@@ -221,11 +252,14 @@ def test_nan_before_a_window_and_in_masked_rows(device, d):
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
-def test_nan_among_visible_keys_is_seen(device, exp, d):
+def test_nan_among_visible_keys_is_seen(device, exp, d, size):
     q, k, v = dense(device, 1, 100, 300, 2, 2, d)
+    q, k = enlarged(SIZES[size], q, k)
     k.view(torch.uint8)[0, 200, 0, 5] = NAN_CODE
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, exp=exp)
+    descales = {"q_descale": 1 / SIZES[size], "k_descale": 1 / SIZES[size]}
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, exp=exp, **descales)
     assert out[:, :, 0].isnan().all() and lse[:, 0].isnan().all()
     assert not out[:, :, 1].isnan().any() and not lse[:, 1].isnan().any()
 
@@ -241,28 +275,35 @@ BOUNDS = {
 }
 
 
+@pytest.mark.parametrize("exp", ("exact", "fast"))
+@pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_fast_exponentials(device, kind):
-    q, k, v = inputs(kind, 16384 if kind == "mean" or kind.startswith("sink") else 4096, device)
+def test_hard_inputs(device, kind, d, exp):
+    """Row maxima that are taken again and again, sinks, and sums of thousands of keys."""
+    q, k, v = inputs(kind, 16384 if kind == "mean" or kind.startswith("sink") else 4096, device, head_dim=d)
     if kind.startswith("std"):
         v += 0.5
     (q, q_descale), (k, k_descale), (v, v_descale) = (quantized(x) for x in (q, k, v))
     expected = attention(*(dequantized(*x) for x in ((q, q_descale), (k, k_descale), (v, v_descale))))
     result = flash_attn_func(
-        q, k, v, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, exp="fast"
+        q, k, v, return_attn_probs=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, exp=exp
     )
-    check(result, expected, "fast", BOUNDS[kind])
+    check(result, expected, exp, BOUNDS[kind])
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("exp", ("exact", "fast"))
-@pytest.mark.parametrize("size", (1.0, 30.0, 400.0))
+@pytest.mark.parametrize("size", (1.0, 30.0, 400.0, 3e4))
 def test_scores_far_apart(device, size, exp, d):
-    """Thousands of octaves below the largest: such keys have no weight."""
+    """Thousands of octaves below the largest: such keys have no weight. Where the two largest differ by no more than
+    wgmma's sums are off, either may be the one that has it."""
     q, k, v = dense(device, 1, 130, 400, 2, 2, d)
     expected = attention(dequantized(q, size), dequantized(k, size), v)
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, q_descale=size, k_descale=size, exp=exp)
-    assert relative_rmse(out, expected.out) <= PLAIN
+    largest = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()).topk(2).values
+    clear = (largest[..., 0] - largest[..., 1] > 0.05) | (size == 1)
+    assert clear.double().mean() > 0.9 and out.isfinite().all()
+    assert relative_rmse(out[clear], expected.out[clear]) <= PLAIN
     assert lse_error(lse / size**2, expected.lse / size**2) <= (LSE if exp == "exact" else FAST_LSE)
 
 

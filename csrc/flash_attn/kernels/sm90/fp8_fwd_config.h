@@ -47,6 +47,7 @@ struct Fp8FwdConfig {
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages;
   static_assert(kHeadDim == kHeadDim_ && kHeadDim == kHeadDimV, "a tile for this head dim");
   static_assert(e4m3::kVtKeys % kBlockN == 0, "a block of V^T holds whole blocks of keys");
+  static_assert(kKvStages >= 2, "K of a block is awaited ahead of V of the one before, and a skipped block beside it");
   static_assert(kQStages == 2, "S of the next tile is issued before O of this one is stored");
 
   static constexpr int kConsumerGroups = kTile.consumer_groups;

@@ -114,7 +114,7 @@ struct Fp8FwdMainloopBase {
     if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);
 #pragma unroll 1
     while (true) {  // row_max rarely has to be updated: what it is of is found out by exceeding it
-      const bool exceeds = softmax.exponentiate(acc_s, scale_log2, words, sums);
+      const bool exceeds = softmax.exponentiate(acc_s, scale_log2, updated, words, sums);
       if (updated || !__any_sync(0xffffffffu, exceeds)) break;
       softmax.update_row_max(scores, scale_log2, correction);
       updated = true;

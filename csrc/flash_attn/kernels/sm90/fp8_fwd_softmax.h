@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t clamp_codes(float a, float b) {
 }
 
 // fmaxf and fminf drop NaN.
-__device__ __forceinline__ float clamp_keeping_nan(float x, float most) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
+__device__ __forceinline__ float clamp_keeping_nan(float x, float least, float most) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(least));
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
   return x;
 }
@@ -64,6 +64,7 @@ struct Fp8Softmax : Softmax<2, int> {
   // that 16 bits of a code reach are more than their differences.
   static constexpr float kLargestNearScale = 7.5e-5f, kNearLog2 = 2000.0f;
   static constexpr float kFarLog2 = 1000.0f;
+  static constexpr float kLargestPLog2 = 8.75f;  // as codes have it: 126 of them
   // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
   static constexpr int kPartialSums = 2;
 
@@ -110,13 +111,14 @@ struct Fp8Softmax : Softmax<2, int> {
     return word / 2 * 8 + word % 2 * 2 + j % 2 + j / 2 * 4;
   }
 
-  // P against row_max as it is, four codes a word, and its sums. Returns whether some P of this thread
-  // exceeds what e4m3 holds, or is NaN: then P is of no use but for rows with NaN.
+  // P against row_max as it is, four codes a word, and its sums. Returns whether some P of this thread exceeds what
+  // e4m3 holds, or is NaN: then P is of no use but for rows with NaN. `is_new`: row_max is that of these scores.
   template <class Acc, class Words>
-  __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, Words& words, Sums& sums) const {
+  __device__ __forceinline__ bool exponentiate(const Acc& acc_s, float scale, bool is_new, Words& words,
+                                               Sums& sums) const {
     static_assert(decltype(cute::size(acc_s))::value == 4 * decltype(cute::size(words))::value);
     if constexpr (kCodes) {
-      return make_codes(acc_s, scale, words);
+      return make_codes(acc_s, scale, is_new, words);
     } else {
       constexpr int kWords = decltype(cute::size(words))::value;
       static_assert(kWords / kRows / kPartialSums * 4 * 45.3f <= kLargestP, "2^5.5 each");
@@ -154,7 +156,7 @@ struct Fp8Softmax : Softmax<2, int> {
   }
 
   template <class Acc, class Words>
-  __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, Words& words) const {
+  __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, bool is_new, Words& words) const {
     constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
     if (scale <= kLargestNearScale) {
       float offset[kRows];
@@ -163,8 +165,10 @@ struct Fp8Softmax : Softmax<2, int> {
       const float factor = e4m3::kCodesPerOctave * scale;
       return pack_codes(words, [&](int i) { return fmaf(acc_s(i), factor, offset[i / 2 % 2]); });
     }
-    return pack_codes(words, [&](int i) {  // codes of scores far from row_max would wrap
-      const float exponent = clamp_keeping_nan(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), kFarLog2);
+    // Codes of scores far from row_max would wrap. Beyond 2^26 row_max itself is rounded to more than kOffsetLog2.
+    const float most = is_new ? kLargestPLog2 : kFarLog2;
+    return pack_codes(words, [&](int i) {
+      const float exponent = clamp_keeping_nan(fmaf(acc_s(i), scale, -row_max[i / 2 % 2]), -kFarLog2, most);
       return fmaf(exponent, e4m3::kCodesPerOctave, kZero);
     });
   }
