@@ -1,4 +1,5 @@
-"""Speed of the e4m3 forward beside bf16, V's transposition included, and of torch's e4m3 matrix product:
+"""Speed of the e4m3 forward beside bf16, V's transposition included, cuDNN's where it can be had (cudnn_fp8.py), and of
+torch's e4m3 matrix product:
 
     python benchmarks/fp8_forward.py [--device cuda] [--head-dims 64 128 256] [--quick]
         [--out FILE.json]
@@ -10,6 +11,7 @@ forward is off by default: this program sets FLASH_ATTN_FAMILY=fp8, and says of 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -19,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
+import cudnn_fp8
 import torch
 from environment import describe_origin
 from shared import Case, row_bar
@@ -54,11 +57,33 @@ def calls(case, device):
     codes, descales = zip(*(quantize(x, "head") for x in (q, k, v)))
     options = {"causal": case.causal, **dict(zip(("q_descale", "k_descale", "v_descale"), descales))}
     plan = explain(flash_attn_func, *codes, **options)["forward"]
-    return {
+    functions = {
         "bf16": lambda: flash_attn_func(q, k, v, causal=case.causal),
         "fp8": lambda: flash_attn_func(*codes, exp="exact", **options),
         "fp8 fast": lambda: flash_attn_func(*codes, exp="fast", **options),
-    }, plan.get("qkv_dtype") == "e4m3"
+    }
+    if device == "cuda":
+        add_cudnn(functions, q, k, v, case.causal)
+    return functions, plan.get("qkv_dtype") == "e4m3"
+
+
+def add_cudnn(functions, q, k, v, causal):
+    """cuDNN's forward, if its result is that of the others; else why not, once."""
+    try:
+        call = cudnn_fp8.make_call(q, k, v, causal)
+        error = (call().float() - functions["bf16"]().float()).square().mean().sqrt()
+        if not error <= 0.2 * functions["bf16"]().float().square().mean().sqrt():
+            raise RuntimeError(f"a root mean square error of {error:.3g}")
+        captured(call, nullcontext)  # as it is timed
+    except Exception as reason:  # whatever the package raises
+        note_once(f"without cuDNN's forward: {type(reason).__name__}: {str(reason)[:300]}")
+    else:
+        functions["cudnn"] = call
+
+
+@functools.cache
+def note_once(text):
+    print(text, file=sys.stderr)
 
 
 def matrix_product(device):
