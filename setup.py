@@ -23,6 +23,7 @@ from install_plan import Plan, make_plan
 from kernel_build import build_from_environment, default_archs
 from kernel_manifest import parse_archs
 from machine import commit_of
+from portable_wheel import build_tag, make_portable
 from report import log_to, say
 from toolchain import cuda_header_dirs
 
@@ -94,6 +95,30 @@ class BuildBinding(build_ext):
         say(f"built {MODULE}: {info}")
 
 
+def wheel_command() -> type:
+    """bdist_wheel, of setuptools or of the package wheel, whichever is installed, with a portable result."""
+
+    class BuildWheel(Distribution().get_command_class("bdist_wheel")):
+        """Names the wheel after its torch, and tags it manylinux if auditwheel agrees."""
+
+        def finalize_options(self) -> None:
+            torch = self.distribution.plan.torch
+            if torch is not None and not self.build_number:
+                self.build_number = build_tag(torch.version, torch.cuda)
+            super().finalize_options()
+
+        def run(self) -> None:
+            super().run()
+            torch = self.distribution.plan.torch
+            if torch is None:
+                return
+            command, version, wheel = self.distribution.dist_files.pop()
+            portable = make_portable(Path(wheel), [sys.executable, torch.executable])
+            self.distribution.dist_files.append((command, version, str(portable)))
+
+    return BuildWheel
+
+
 def main() -> None:
     building = BUILD_COMMANDS.intersection(sys.argv[1:])
     if building:
@@ -108,11 +133,14 @@ def main() -> None:
             say("        CUDA tensors will be refused. What a GPU install needs: docs/build.md.")
         else:
             say(f"flash_attn for torch {plan.torch.version} (CUDA {plan.torch.cuda})")
+    commands = {"build_py": BuildPython, "build_ext": BuildBinding}
+    if "bdist_wheel" in building:
+        commands["bdist_wheel"] = wheel_command()
     setup(
         license="BSD-3-Clause",
         distclass=PlannedDistribution,
         ext_modules=[Extension(MODULE, sources=["csrc/flash_attn/flash_api.cpp"])],
-        cmdclass={"build_py": BuildPython, "build_ext": BuildBinding},
+        cmdclass=commands,
     )
 
 

@@ -26,6 +26,13 @@ def kernel_families(archs: list[str]) -> list[str]:
     return families + (["wgmma (sm_90)"] if "90" in archs else [])
 
 
+def machine_code(capability: str, archs: list[str]) -> str | None:
+    """The architecture of `archs` whose machine code a GPU runs: of its major version, the newest that it knows."""
+    major, minor = map(int, capability.split("."))
+    known = [arch for arch in map(int, archs) if arch // 10 == major and arch % 10 <= minor]
+    return f"sm_{max(known)}" if known else None
+
+
 def _is_stand_in() -> bool:
     try:
         return backends.is_stand_in(importlib.import_module("flash_attn_2_cuda"))
@@ -48,7 +55,7 @@ def extension_state() -> tuple[str, bool]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Index, name, compute capability, multiprocessors and memory in GiB of each visible GPU."""
+    """Of each visible GPU: index, name, compute capability, multiprocessors, memory in GiB, which code it runs."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -59,6 +66,7 @@ def gpus() -> list[dict[str, Any]]:
                 "capability": f"{properties.major}.{properties.minor}",
                 "multiprocessors": properties.multi_processor_count,
                 "memory_gib": round(properties.total_memory / 2**30, 1),
+                "code": machine_code(f"{properties.major}.{properties.minor}", flash_attn.__build__["archs"]),
             }
         )
     return found
@@ -155,7 +163,7 @@ def text(report: dict[str, Any]) -> str:
             _line(
                 f"GPU {gpu['index']}",
                 f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
-                f"{gpu['memory_gib']} GiB",
+                f"{gpu['memory_gib']} GiB, {gpu['code'] or 'no'} machine code",
             )
             for gpu in report["gpus"]
         ),

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from errors import BuildError
 from kernel_manifest import (
+    DEFAULT_ARCHS,
     SUPPORTED_ARCHS,
     KernelFile,
     build_info,
@@ -73,17 +74,17 @@ def usable_gpu_archs() -> list[str]:
 
 
 def default_archs() -> list[str]:
-    """Those of usable_gpu_archs(), else all supported ones."""
-    return usable_gpu_archs() or list(SUPPORTED_ARCHS)
+    """Those of usable_gpu_archs(), else DEFAULT_ARCHS."""
+    return usable_gpu_archs() or list(DEFAULT_ARCHS)
 
 
 def gencode_flags(archs: list[str], only_arch: str | None = None) -> list[str]:
-    """Machine code for each arch; when building for all supported ones, PTX of the highest for newer GPUs too.
+    """Machine code for each arch; when building for DEFAULT_ARCHS, PTX of the highest for newer GPUs too.
     only_arch: of a family that uses features of one architecture, which no other runs."""
     if only_arch is not None:
         return [f"-gencode=arch=compute_{only_arch}a,code=sm_{only_arch}a"]
     targets = {arch: f"sm_{arch}" for arch in archs}
-    if set(archs) >= set(SUPPORTED_ARCHS):
+    if set(archs) >= set(DEFAULT_ARCHS):
         targets[archs[-1]] = f"[sm_{archs[-1]},compute_{archs[-1]}]"
     return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in targets.items()]
 
@@ -221,7 +222,7 @@ def build_from_environment(site_dirs: list[str], toolkit: CudaToolkit, archs: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", help="like 80,90; default: of the visible GPUs, else all supported")
+    parser.add_argument("--archs", help="like 80,90; default: of the visible GPUs, else 80,90")
     parser.add_argument("--head-dims", default="", help="development subset, like 64,128; default: all")
     parser.add_argument("--dtypes", default="", help="development subset of fp16,bf16; default: all")
     parser.add_argument("--out", type=Path, required=True, help="folder of objects and archive")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from errors import BuildError
 
-SUPPORTED_ARCHS = ("80", "90")
+SUPPORTED_ARCHS = ("80", "90", "100", "120")
+DEFAULT_ARCHS = ("80", "90")  # of a build that asks for none; the others are built on request
 # Of a direction: Flash_<...>_params, the header of its functions in params/.
 PARAMETERS = {"fwd": "fwd", "bwd": "bwd", "fwd_split": "kvcache", "fwd_fp8": "fwd_fp8"}
 HEADERS = {"fwd": "flash.h", "bwd": "flash.h", "fwd_split": "kvcache.h", "fwd_fp8": "fp8.h"}

@@ -92,11 +92,16 @@ def test_wrong_archs(text):
         kernel_manifest.parse_archs(text)
 
 
-def test_ptx_of_the_highest_arch_when_all_are_built():
+def test_ptx_of_the_highest_arch_when_the_default_ones_are_built():
     assert kernel_build.gencode_flags(["90"]) == ["-gencode=arch=compute_90,code=sm_90"]
     assert kernel_build.gencode_flags(["80", "90"]) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    ]
+    assert kernel_build.gencode_flags(["80", "90", "120"])[-1] == "-gencode=arch=compute_120,code=[sm_120,compute_120]"
+    assert kernel_build.gencode_flags(["100", "120"]) == [
+        "-gencode=arch=compute_100,code=sm_100",
+        "-gencode=arch=compute_120,code=sm_120",
     ]
 
 

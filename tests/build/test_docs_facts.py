@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections import Counter
 
 import pytest
@@ -100,6 +101,21 @@ def test_figures_of_the_install_hold_for_the_builds_that_are_there():
         assert report["archive_bytes"] <= 1e6 * megabytes
         assert max(file["peak_mb"] for file in report["files"]) <= 1e3 * gigabytes
         assert sum(file["cpu_seconds"] for file in report["files"]) <= 60 * minutes
+
+
+def test_the_size_of_a_wheel_holds_for_those_that_are_there():
+    stated = re.search(r"the wheel of `80;90` .*? has (\d+) MB, the module in it (\d+) MB", document("docs/build.md"))
+    checked = 0
+    for path in (ROOT / "dist").glob("flash_attn-*torch*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            (name,) = [name for name in wheel.namelist() if name.endswith(".so")]
+            module = wheel.read(name)
+        archs = json.loads(re.search(rb'\{"archs": \[[^{}]*\}', module)[0])["archs"]
+        if archs == ["80", "90"]:
+            assert path.stat().st_size <= 1e6 * int(stated[1]) and len(module) <= 1e6 * int(stated[2])
+            checked += 1
+    if not checked:
+        pytest.skip("no wheel of 80;90 has been built here")
 
 
 def braced(name, text):

@@ -272,17 +272,21 @@ def test_nvcc_and_torch_must_agree(machine_with):
 # ---- installs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tree(tmp_path):
+def copied_tree(folder):
     """A copy of what an install reads."""
-    copy = tmp_path / "tree"
+    copy = folder / "tree"
     copy.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "LICENSE-THIRD-PARTY", "README.md"):
         shutil.copy(ROOT / name, copy)
     for name in ("tools", "csrc", "flash_attn"):
         ignore = shutil.ignore_patterns("__pycache__", "_build_info.json")
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     return copy
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return copied_tree(tmp_path)
 
 
 def run_setup(tree, *arguments, program=("setup.py",), **variables):
@@ -312,6 +316,7 @@ def test_cpu_only_wheel(tree, knob):
     assert "flash_attn/flash_attn_interface.py" in names and "flash_attn/py.typed" in names
     assert not [n for n in names if n.endswith(".so") or n.endswith("removed.py")]
     assert {n.split("/")[0] for n in names} == {"flash_attn", "flash_attn_2_cuda.py", "flash_attn-2.8.3.dist-info"}
+    assert {"LICENSE", "LICENSE-THIRD-PARTY"} <= {n.split("/")[-1] for n in names if ".dist-info/" in n}
     assert identity["backends"] == ["cpu"]
     assert "\nVersion: 2.8.3\n" in metadata
     assert "BSD-3-Clause" in metadata

@@ -165,6 +165,22 @@ def test_families_of_a_build():
     assert _report.kernel_families(["80", "90"]) == ["mma_sync (sm_80 and newer)", "wgmma (sm_90)"]
 
 
+@pytest.mark.parametrize(
+    "capability, code",
+    [("8.0", "sm_80"), ("8.6", "sm_80"), ("8.7", "sm_80"), ("8.9", "sm_80"), ("9.0", "sm_90"), ("7.5", None),
+     ("10.0", None), ("10.3", None), ("11.0", None), ("12.0", None), ("12.1", None)],
+)  # fmt: skip
+def test_machine_code_that_a_gpu_runs_of_the_default_build(capability, code):
+    assert _report.machine_code(capability, ["80", "90"]) == code
+
+
+def test_machine_code_is_the_newest_that_a_gpu_knows():
+    archs = ["80", "86", "90", "100", "120"]
+    expected = {"8.0": "sm_80", "8.6": "sm_86", "8.9": "sm_86", "10.3": "sm_100", "12.0": "sm_120", "12.1": "sm_120"}
+    assert {capability: _report.machine_code(capability, archs) for capability in expected} == expected
+    assert _report.machine_code("8.0", ["86"]) is None and _report.machine_code("9.0", []) is None
+
+
 def test_variables_and_gpus_are_shown(monkeypatch):
     report = {
         "ok": True,
@@ -177,10 +193,14 @@ def test_variables_and_gpus_are_shown(monkeypatch):
             "torch": "2.11.0", "torch_cuda": "12.8", "python": "3.11", "platform": "Linux",
             "variables": {"FLASH_ATTN_FAMILY": "mma_sync"},
         },
-        "gpus": [{"index": 0, "name": "A", "capability": "9.0", "multiprocessors": 132, "memory_gib": 79.1}],
+        "gpus": [
+            {"index": 0, "name": "A", "capability": "9.0", "multiprocessors": 132, "memory_gib": 79.1, "code": "sm_90"},
+            {"index": 1, "name": "B", "capability": "12.0", "multiprocessors": 9, "memory_gib": 31.8, "code": None},
+        ],
         "checks": [],
     }  # fmt: skip
     lines = _report.text(report).splitlines()
-    assert "GPU 0        A, compute capability 9.0, 132 multiprocessors, 79.1 GiB" in lines
+    assert "GPU 0        A, compute capability 9.0, 132 multiprocessors, 79.1 GiB, sm_90 machine code" in lines
+    assert "GPU 1        B, compute capability 12.0, 9 multiprocessors, 31.8 GiB, no machine code" in lines
     assert "variable     FLASH_ATTN_FAMILY=mma_sync" in lines
     assert "built with   CUDA 12.8, torch 2.11.0" in lines

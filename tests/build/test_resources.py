@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import compile_kernel
+import kernel_build
 import resources
 
 BUDGET = resources.load_budget(ROOT / "tools" / "resource_budget.json")
@@ -55,6 +56,47 @@ def test_every_kernel_file_holds_a_kernel_for_every_arch():
             assert {kernel["arch"] for kernel in record["kernels"]} == archs, record["file"]
 
 
+def cuobjdump():
+    """cuobjdump of PATH, else the one that comes with triton."""
+    on_path = shutil.which("cuobjdump")
+    if on_path:
+        return on_path
+    triton = find_spec("triton")
+    if triton is None:
+        return None
+    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(bundled) if bundled.is_file() else None
+
+
+def machine_code_of(archive):
+    """{member: architectures of its machine code}, {member: of its PTX}; sm_90a counts as sm_90."""
+    found = []
+    for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx")):
+        done = subprocess.run([cuobjdump(), option, str(archive)], capture_output=True, text=True, check=True)
+        members, name = {}, None
+        for line in done.stdout.splitlines():
+            if header := re.match(r"member .*:(\S+)\.o:", line):
+                name = header[1]
+            elif code := re.search(rf"\.sm_(\d+)a?\.{kind}$", line):
+                members.setdefault(name, set()).add(code[1])
+        found.append(members)
+    return found
+
+
+@needs_build
+@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump (CUDA toolkit or triton)")
+def test_the_archive_holds_machine_code_of_every_arch_and_ptx_of_the_newest():
+    """sm_80 machine code is what 8.6, 8.7 and 8.9 run (test_main.py); PTX is for GPUs newer than all."""
+    for report in REPORTS:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        archs = content["info"]["archs"]
+        code, ptx = machine_code_of(report.parent / kernel_build.ARCHIVE)
+        stems = {Path(record["file"]).stem for record in content["files"]}
+        assert code == {stem: {"90"} if stem.endswith("_sm90") else set(archs) for stem in stems}
+        newest = {archs[-1]} if {"80", "90"} <= set(archs) else None
+        assert ptx == {stem: newest for stem in stems if newest and not stem.endswith("_sm90")}
+
+
 def test_every_rule_gives_its_reason():
     for rule in BUDGET["rules"]:
         assert rule["spill_bytes"] > BUDGET["default_spill_bytes"]
@@ -85,18 +127,6 @@ def test_variants_are_named(tmp_path):
     assert resources.is_kernel_of({"kernel": "kernel<"}, name)
     assert not resources.is_kernel_of({"variant": "kDrop"}, name)
     assert not resources.is_kernel_of({"variant": "kDropout", "kernel": "heads_kernel<"}, name)
-
-
-def cuobjdump():
-    """cuobjdump of PATH, else the one that comes with triton."""
-    on_path = shutil.which("cuobjdump")
-    if on_path:
-        return on_path
-    triton = find_spec("triton")
-    if triton is None:
-        return None
-    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return str(bundled) if bundled.is_file() else None
 
 
 def sass_functions(object_file, arch):
