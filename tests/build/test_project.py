@@ -12,6 +12,10 @@ import pytest
 from flash_attn._build import RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from kernel_manifest import SUPPORTED_ARCHS, parse_archs
+
 TEMPLATES = ("ISSUE_TEMPLATE/bug.yml", "ISSUE_TEMPLATE/performance.yml", "pull_request_template.md")
 
 
@@ -63,6 +67,11 @@ def test_the_workflow_calls_the_script_and_nothing_else():
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_continuous_integration_compiles_for_every_supported_architecture():
+    lists = re.findall(r'(?:FLASH_ATTN_CUDA_ARCHS="|--archs )([\d;,]+)', text_of(".ci/run"))
+    assert {arch for archs in lists for arch in parse_archs(archs)} == set(SUPPORTED_ARCHS)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -146,7 +146,7 @@ void check_kv_splits() {
 }
 
 void check_backward_choice() {
-  for (int capability : {80, 90, 100}) {
+  for (int capability : {80, 86, 89, 90, 100, 103, 120, 121}) {
     for (int head_dim : {8, 32, 33, 64, 96, 128, 129, 256}) {
       const Family expected = capability == 90 && head_dim > 32 ? Family::kWgmma : Family::kMmaSync;
       check::that(choose_backward_family(capability, head_dim, nullptr) == expected, "backward", capability, head_dim);
