@@ -83,15 +83,18 @@ def spill_bytes(kernel: dict) -> int:
 
 
 def spill_budget(budget: dict, file_stem: str, kernel: dict) -> int:
-    """Bytes that `kernel` may spill: the first rule that is for its file, variant and arch, or the default."""
+    """Bytes that `kernel` may spill: the first rule that is for its file, variant and arch, or the default; at least
+    untuned_spill_bytes on an architecture that kernels are not tuned for."""
+    is_tuned = kernel["arch"] in budget.get("tuned_archs", [kernel["arch"]])
+    least = 0 if is_tuned else budget["untuned_spill_bytes"]
     for rule in budget["rules"]:
         if (
             fnmatchcase(file_stem, rule["file"])
             and is_kernel_of(rule, kernel["name"])
             and fnmatchcase(kernel["arch"], rule.get("arch", "*"))
         ):
-            return rule["spill_bytes"]
-    return budget["default_spill_bytes"]
+            return max(least, rule["spill_bytes"])
+    return max(least, budget["default_spill_bytes"])
 
 
 def over_budget(budget: dict, file_stem: str, kernels: list[dict]) -> list[str]:

@@ -177,6 +177,21 @@ def test_spill_budget():
     assert line == "flash_fwd_hdim64_fp16_sm80: _Z1kIfEvPT_ (sm_80) spills 96 bytes, budget 0 bytes"
 
 
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_100", "sm_120"])
+def test_a_spill_stops_no_install_on_an_architecture_that_kernels_are_not_tuned_for(arch):
+    """An install compiles for the GPU that it sees. Rules for one architecture say nothing of another."""
+    budget = resources.load_budget(ROOT / "tools" / "resource_budget.json")
+    kernel = {"name": "k", "arch": arch, "spill_stores": 100, "spill_loads": 160}
+    assert resources.over_budget(budget, "flash_bwd_hdim256_bf16_sm80", [kernel]) == []
+    assert resources.over_budget(budget, "flash_bwd_hdim256_bf16_sm80", [{**kernel, "spill_loads": 161}])
+    assert resources.over_budget(budget, "flash_fwd_hdim32_bf16_sm80", [{**kernel, "arch": "sm_90"}])
+
+
+def test_the_default_architectures_are_the_tuned_ones():
+    budget = resources.load_budget(ROOT / "tools" / "resource_budget.json")
+    assert {f"sm_{arch}" for arch in kernel_manifest.DEFAULT_ARCHS} == set(budget["tuned_archs"]) - {"sm_90a"}
+
+
 # ---- kernel files and archive ----------------------------------------------------------------------------------------
 
 
