@@ -20,6 +20,7 @@ using flash::plan::Family;
 constexpr Device kH100{90, 132, 233472, 232448};  // and H200
 constexpr Device kA100{80, 108, 167936, 166912};
 constexpr Device kL40{89, 142, 102400, 101376};
+constexpr Device kB200{100, 148, 233472, 232448}, kRtx5090{120, 170, 102400, 101376};
 constexpr Window kCausal{kUnbounded, 0};
 
 BwdProblem dense(int64_t batch, int64_t seqlen, int64_t heads, int head_dim) {
@@ -141,7 +142,7 @@ void check_limit() {
 }
 
 void check_rules() {
-  for (const Device& device : {kH100, kA100, kL40}) {
+  for (const Device& device : {kH100, kA100, kL40, kB200, kRtx5090}) {
     for (int head_dim : {8, 32, 64, 96, 128, 192, 256}) {
       for (int64_t batch : {1, 5, 64}) {
         for (int64_t seqlen : {1, 100, 513, 8192}) {
@@ -154,6 +155,7 @@ void check_rules() {
             problem.batch_invariant = options & 16;
             const BwdPlan plan = plan_of(problem, device);
             check::that(plan.stages > 0, "every head dim has a tile that fits", head_dim);
+            check::that(plan.family != Family::kWgmma || device.capability == 90, "wgmma", device.capability);
             check::that(plan.head_dim >= head_dim && plan.smem_bytes <= device.smem_per_block, "fits", head_dim,
                         plan.smem_bytes);
             check::that(plan.grid > 0 && plan.is_dynamic == (plan.grid < plan.order.blocks), "semaphore", plan.grid);

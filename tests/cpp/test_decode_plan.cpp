@@ -21,7 +21,8 @@ using flash::plan::Family;
 constexpr Device kH200{90, 132, 228 * 1024, 227 * 1024};
 constexpr Device kA100{80, 108, 164 * 1024, 163 * 1024};
 constexpr Device kSmall{86, 84, 100 * 1024, 99 * 1024};
-constexpr Device kDevices[] = {kH200, kA100, kSmall};
+constexpr Device kRtx5090{120, 170, 100 * 1024, 99 * 1024};
+constexpr Device kDevices[] = {kH200, kA100, kSmall, kRtx5090};
 
 // What a row of the table expects.
 struct Expected {
@@ -251,9 +252,9 @@ void check_explanation() {
 
 void check_tiles() {
   using namespace flash::plan;
-  for (int i = 0; i < 6; ++i) {
-    const Device& device = kDevices[i % 3];
-    const Dtype dtype = i < 3 ? Dtype::kBf16 : Dtype::kInt8;
+  for (int i = 0; i < 8; ++i) {
+    const Device& device = kDevices[i / 2];
+    const Dtype dtype = i % 2 == 0 ? Dtype::kBf16 : Dtype::kInt8;
     for (int head_dim : {8, 64, 128, 192, 256}) {
       for (int size = 0; kv_size_exists(head_dim, size, dtype); ++size) {
         const KvTile tile = kv_tile(head_dim, size, dtype);

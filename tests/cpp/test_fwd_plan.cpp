@@ -23,6 +23,7 @@ using flash::plan::FwdVariant;
 constexpr Device kH100{90, 132, 233472, 232448};  // and H200
 constexpr Device kA100{80, 108, 167936, 166912};
 constexpr Device kL40{89, 142, 102400, 101376};
+constexpr Device kB200{100, 148, 233472, 232448}, kRtx5090{120, 170, 102400, 101376};
 constexpr Window kFull{}, kCausal{kUnbounded, 0}, kSliding{1024, 0};
 
 FwdProblem dense(int64_t batch, int64_t seqlen, int64_t heads, int head_dim, Window window = kFull) {
@@ -180,7 +181,7 @@ void check_tile_order() {
 // Every plan can be launched: threads, shared memory and grids that the GPU has; a semaphore only where there is more
 // than a wave, and a launch that overlaps run_prepare() wherever that one is launched.
 void check_rules() {
-  for (const Device& device : {kH100, kA100, kL40}) {
+  for (const Device& device : {kH100, kA100, kL40, kB200, kRtx5090}) {
     for (int head_dim : {8, 32, 64, 72, 96, 128, 160, 192, 256}) {
       for (int head_dim_v : {head_dim, 64, 128}) {
         for (int64_t batch : {1, 3, 40}) {
@@ -195,6 +196,7 @@ void check_rules() {
               const FwdPlan plan = plan_of(problem, device);
               const int needed = plan.pad_head_dim > 0 ? plan.pad_head_dim : head_dim;
               check::that(plan.head_dim >= needed, "head dim", head_dim, head_dim_v, plan.head_dim);
+              check::that(plan.family != Family::kWgmma || device.capability == 90, "wgmma", device.capability);
               if (plan.family == Family::kDecode) continue;
               check::that(plan.threads <= 1024 && plan.smem_bytes <= device.smem_per_block, "fits", head_dim,
                           plan.smem_bytes);
