@@ -131,6 +131,9 @@ void check_splits() {
   check::that(plan_of(problem, kH100).family == Family::kDecode, "one row");
   problem.returns_max_logit = true;
   check::that(plan_of(problem, kH100).family != Family::kDecode, "max_logit");
+  problem.returns_max_logit = false;
+  problem.has_origins = true;
+  check::that(plan_of(problem, kH100).family != Family::kDecode, "origins");
 }
 
 // What a family cannot run another one does; where that one knows one head dim, the call is padded.

@@ -38,6 +38,7 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   plan::FwdProblem problem;
   set_problem(problem, params, dtype);
   problem.returns_max_logit = params.max_logit_ptr != nullptr;
+  problem.has_origins = params.origins_ptr != nullptr;
   problem.has_key_ranges = has_key_ranges;
   problem.is_paged = params.is_paged();
   problem.num_pages = params.paged.num_pages;
@@ -65,6 +66,7 @@ inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype,
   plan::BwdProblem problem;
   set_problem(problem, params, dtype);
   problem.deterministic = deterministic;
+  problem.accumulates_dkv = params.accumulates_dkv;
   problem.fits_tensor_maps = true;
   for (const MatrixStrides* strides : {&params.q_strides, &params.do_strides, &params.dq_strides}) {
     problem.fits_tensor_maps &= plan::tensor_map_holds(matrix_shape(params, *strides, true, params.is_varlen()), dtype);

@@ -40,6 +40,7 @@ struct Problem {
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
   bool returns_max_logit = false;
+  bool has_origins = false;  // ALiBi counts from other positions than those of the sequence
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
@@ -79,6 +80,7 @@ struct FwdProblem : Problem {
 
 struct BwdProblem : Problem {
   bool deterministic = false;
+  bool accumulates_dkv = false;  // dK and dV are added to fp32 tensors
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }

@@ -6,6 +6,7 @@
 
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 
@@ -97,8 +98,8 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
   subtract_softmax_d(dp, softmax_d);
   if (params.has_score_mod) {
-    ScoreMod(params, tile_coords.batch, tile_coords.head)
-        .grad(scores, dp, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
+    const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, dp, coords, diagonal, tile_coords.key_begin);
   }
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);

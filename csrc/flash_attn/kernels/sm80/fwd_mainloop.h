@@ -9,6 +9,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
@@ -163,7 +164,8 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     const int key = n_block * Config::kBlockN;
     if (params.has_score_mod) {
-      ScoreMod(params, tile.batch, tile.head).apply(scores, coords, visibility.diagonal(tile.row_begin), key);
+      const int diagonal = alibi_diagonal(params, tile.batch, visibility, tile.row_begin);
+      ScoreMod(params, tile.batch, tile.head).apply(scores, coords, diagonal, key);
     }
     if constexpr (kMasked) {
       apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
@@ -178,7 +180,7 @@ struct FwdMainloop {
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
     if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      const DropoutMask mask(params.dropout, tile.batch, tile.head);
+      const DropoutMask mask(params, tile.batch, tile.head);
       apply_dropout(mask, scores, coords, tile.row_begin, key);
     }
     const auto probabilities = convert<Element>(acc_s);
