@@ -14,8 +14,8 @@ namespace flash {
 namespace sm90 {
 
 // kPlain: no dropout, no score modifier, softmax scale > 0, dK and dV of the inputs' dtype. kGeneral: all of these as
-// run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; with both
-// ways at its end ptxas schedules the loop of kPlain differently.
+// run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
+// how ptxas schedules the loop.
 enum class BwdVariant { kPlain, kGeneral, kAccumulate };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
