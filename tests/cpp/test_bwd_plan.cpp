@@ -58,6 +58,7 @@ std::vector<Row> table() {
   const auto dropout = [](BwdProblem& problem) { problem.has_dropout = true; };
   const auto sums = [](BwdProblem& problem) { problem.accumulates_dkv = true; };
   const auto dropout_sums = [](BwdProblem& problem) { problem.has_dropout = problem.accumulates_dkv = true; };
+  const auto origins = [](BwdProblem& problem) { problem.has_origins = true; };
   const auto modified = [](BwdProblem& problem) { problem.modifiers = flash::Modifiers::kAny; };
   const auto wide = [](BwdProblem& problem) { problem.head_dim = 192; };
   const BwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
@@ -81,6 +82,7 @@ std::vector<Row> table() {
        false},
       {"d 64, dropout, sums, on L40", changed(long_64, dropout_sums), kL40, kMma, V::kAccumulate, 64, 64, 2, 128, 65536,
        8192, false},
+      {"d 64, origins, on L40", changed(long_64, origins), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 32, 1, 256, 69632, 128, false},
       {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 32, 1, 256,

@@ -30,6 +30,7 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.window = params.window;
   problem.modifiers = params.modifiers();
   problem.has_dropout = params.has_dropout;
+  problem.has_origins = params.origins_ptr != nullptr;
   problem.batch_invariant = params.batch_invariant;
 }
 
@@ -38,7 +39,6 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   plan::FwdProblem problem;
   set_problem(problem, params, dtype);
   problem.returns_max_logit = params.max_logit_ptr != nullptr;
-  problem.has_origins = params.origins_ptr != nullptr;
   problem.has_key_ranges = has_key_ranges;
   problem.is_paged = params.is_paged();
   problem.num_pages = params.paged.num_pages;

@@ -9,9 +9,9 @@
 namespace flash {
 namespace plan {
 
-// kDropout: of the mma.sync family, which has score modifiers in all of its kernels. kGeneral: of the wgmma family,
-// dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family with or without
-// dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
+// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins too. kGeneral: of the
+// wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
+// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
 enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral };
 
 constexpr const char* variant_name(BwdVariant variant) {
@@ -78,9 +78,9 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.small_tile = has_small_bwd_tile(problem.head_dim) &&
                     bwd_smem_bytes(bwd_tile(problem.head_dim), 1, problem.dtype) > device.smem_per_block;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
-  plan.variant = problem.accumulates_dkv ? BwdVariant::kAccumulate
-                 : problem.has_dropout   ? BwdVariant::kDropout
-                                         : BwdVariant::kPlain;
+  plan.variant = problem.accumulates_dkv                      ? BwdVariant::kAccumulate
+                 : problem.has_dropout || problem.has_origins ? BwdVariant::kDropout
+                                                              : BwdVariant::kPlain;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;

@@ -30,6 +30,7 @@ struct Problem {
   Window window;
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
+  bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
@@ -40,7 +41,6 @@ struct Problem {
 // problem, and take kernels with the same bits.
 struct FwdProblem : Problem {
   bool returns_max_logit = false;
-  bool has_origins = false;  // ALiBi counts from other positions than those of the sequence
 
   bool has_key_ranges = false;  // a dense batch of queries over packed or paged keys of device-side lengths
   bool is_paged = false;
