@@ -13,8 +13,10 @@
 namespace flash {
 namespace sm90 {
 
-// kPlain: no dropout, no score modifier, softmax scale > 0. kGeneral: all of these as run-time flags.
-enum class BwdVariant { kPlain, kGeneral };
+// kPlain: no dropout, no score modifier, softmax scale > 0, dK and dV of the inputs' dtype. kGeneral: all of these as
+// run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
+// how ptxas schedules the loop.
+enum class BwdVariant { kPlain, kGeneral, kAccumulate };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
 // shared memory, by a thread block that computes all n_blocks of a head.
@@ -25,7 +27,8 @@ template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLoca
 struct BwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr BwdVariant kVariant = kVariant_;
+  static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;
+  static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
       kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);

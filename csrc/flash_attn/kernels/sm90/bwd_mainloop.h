@@ -42,8 +42,7 @@ struct BwdMainloop {
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs =
-      Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
@@ -193,7 +192,7 @@ struct BwdMainloop {
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
-    if constexpr (Config::kVariant == BwdVariant::kPlain) {
+    if constexpr (!Config::kIsGeneral) {
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
