@@ -9,6 +9,7 @@
 #include "kernels/sm90/bwd_dq_warpgroup.h"
 #include "kernels/sm90/bwd_mainloop.h"
 #include "kernels/sm90/bwd_producer.h"
+#include "kernels/sm90/bwd_role_mainloop.h"
 
 namespace flash {
 namespace sm90 {
@@ -66,16 +67,31 @@ struct BwdConsumer {
 
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
-    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
+    if constexpr (!Config::kSplitsRoles) {
+      compute<BwdMainloop<Config>, true, true>(tile);
+    } else if (group == 0) {
+      compute<BwdRoleMainloop<Config, BwdRole::kP>, false, true>(tile);
+    } else {
+      compute<BwdRoleMainloop<Config, BwdRole::kDs>, true, false>(tile);
+    }
+  }
+
+  template <class Mainloop, bool kHasDk, bool kHasDv>
+  __device__ __forceinline__ void compute(const BwdWorkTile& tile) {
+    Mainloop mainloop(launch, storage, tile, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
-    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
-                               storage.staged_dv());
-    __syncwarp();
-    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
-                               storage.staged_dk());
-    __syncwarp();
+    if constexpr (kHasDv) {
+      store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
+                                 storage.staged_dv());
+      __syncwarp();
+    }
+    if constexpr (kHasDk) {
+      store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
+                                 storage.staged_dk());
+      __syncwarp();
+    }
     if constexpr (!Config::kReleaseKvEarly) {
       mainloop.wait_for_tma_stores();
       storage.kv_empty[0][0].arrive();
