@@ -38,6 +38,8 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
   template <int kCols>
   using AccDkv = typename Base::template AccDkv<kCols>;
 
+  int64_t dq_tile = 0;  // of the next dQ to compute
+
   using Base::Base;
 
   // There is one buffer of P, so its phase is the parity of the step, as the stage of a ring of two is.
@@ -134,15 +136,15 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     const State previous = previous_state();
     state.advance();
     AccDq acc_dq;
-    DqTarget target{};
+    int peeked = 0;
     if (has_previous) {
-      target = dq_target(order.before(at));
+      peeked = peek(dq_tile);
       wait_for_ds(previous);
       this->start_dq(previous.stage, 0, acc_dq);
       this->template start_dkv<kCols>(values, rows, acc);
       if constexpr (Config::kDqSlices == 2) {
         wait_for<1>(acc_dq);
-        this->reduce_dq_slice(target.at, target.tile, 0, target.peeked, acc_dq);
+        reduce(at, 0, peeked, acc_dq);
         this->start_dq(previous.stage, 1, acc_dq);
       }
       wait_for<0>(acc_dq);
@@ -155,8 +157,9 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     empty[stage].arrive();
     const auto reduce_last_slice = [&] {
       if (!has_previous) return;
-      this->reduce_dq_slice(target.at, target.tile, Config::kDqSlices - 1, target.peeked, acc_dq);
+      reduce(at, Config::kDqSlices - 1, peeked, acc_dq);
       this->arrive_dq_added(previous);
+      dq_tile += order.offset(at.head == order.first_head, 1, dq_tile_head_stride(params, Config::kBlockM), 1);
     };
     if (has_next) {
       start_next();
@@ -167,23 +170,21 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     }
   }
 
-  struct DqTarget {
-    QStep at;
-    int64_t tile;
-    int peeked;
-  };
+  __device__ __forceinline__ int peek(int64_t tile_index) const {
+    return this->is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + tile_index) : 0;
+  }
 
-  __device__ __forceinline__ DqTarget dq_target(const QStep& at) const {
-    const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
-    return {at, dq_tile, this->is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile) : 0};
+  // Adds a slice of dQ of the step before `at`, of tile dq_tile.
+  __device__ __forceinline__ void reduce(const QStep& at, int slice, int peeked, AccDq& acc_dq) {
+    this->reduce_dq_slice(order.before(at), dq_tile, slice, peeked, acc_dq);
   }
 
   __device__ __forceinline__ void wait_for_ds(const State& step) const { storage.ds_full[step.stage].wait(step.phase); }
 
-  // dQ of the last step.
+  // dQ of the last step, before `at`.
   __device__ __forceinline__ void finish_dq(const QStep& at) {
     const State last = previous_state();
-    const DqTarget target = dq_target(at);
+    const int peeked = peek(dq_tile);
     AccDq acc_dq;
     wait_for_ds(last);
 #pragma unroll
@@ -191,19 +192,26 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
       this->start_dq(last.stage, slice, acc_dq);
       wait_for<0>(acc_dq);
       if (slice == Config::kDqSlices - 1) storage.ds_empty[last.stage].arrive();
-      this->reduce_dq_slice(at, target.tile, slice, target.peeked, acc_dq);
+      reduce(at, slice, peeked, acc_dq);
     }
     this->arrive_dq_added(last);
   }
 
+  // `keys`, opaque: the descriptors of its k slices, kept in registers over the loop, would spill.
+  __device__ __forceinline__ static Element* per_step(Element* keys) {
+    int offset = 0;
+    asm volatile("" : "+r"(offset));
+    return keys + offset;
+  }
+
   __device__ __forceinline__ void start_s(AccSdP& acc_s) const {
     storage.q_full[state.stage].wait(state.phase);
-    this->template start_scores<Config::kHeadDim>(storage.k[0], storage.q[state.stage], acc_s);
+    this->template start_scores<Config::kHeadDim>(per_step(storage.k[0]), storage.q[state.stage], acc_s);
   }
 
   __device__ __forceinline__ void start_dp(AccSdP& acc_dp) const {
     storage.do_full[state.stage].wait(state.phase);
-    this->template start_scores<Config::kHeadDimV>(storage.v[0], storage.dout[state.stage], acc_dp);
+    this->template start_scores<Config::kHeadDimV>(per_step(storage.v[0]), storage.dout[state.stage], acc_dp);
   }
 
   __device__ __forceinline__ void run_p(int count) {
@@ -218,7 +226,7 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
                                 acc_s, [&] { start_s(acc_s); });
       order.advance(at);
     }
-    finish_dq(order.before(at));
+    finish_dq(at);
   }
 
   __device__ __forceinline__ void run_ds(int count) {
@@ -233,7 +241,7 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
                                 acc_dp, [&] { start_dp(acc_dp); });
       order.advance(at);
     }
-    finish_dq(order.before(at));
+    finish_dq(at);
   }
 
   // On return the buffers of K and V, in which dK and dV are staged, have no readers left.
@@ -243,6 +251,7 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     storage.k_full[0][0].wait(this->kv_state.phase);
     storage.v_full[0][0].wait(this->kv_state.phase);
     if (count == 0) return;
+    dq_tile = dq_tile_index(params, tile, order.start(), Config::kBlockM);
     if constexpr (kRole == BwdRole::kP) {
       run_p(count);
     } else {
