@@ -64,7 +64,7 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
   const int64_t staged_dq = dq_in_slices ? 0 : int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
-  const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 6 * tile.stages + 2 * 2 + 1 + 2;
+  const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 6 * tile.stages + 2 * 2 + 1 + 4;
   const int empty_alignment = tile.splits_roles ? 16 : kSwizzleBytes;
   SmemLayout storage;
   storage.add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)

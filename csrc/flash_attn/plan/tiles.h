@@ -289,7 +289,7 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
-constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128};
+constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128, true};
 
 // Whether the one pair of tiles with its own value dim is for these head dims.
 constexpr bool is_value_dim_pair(int head_dim, int value_dim) {

@@ -120,8 +120,7 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     const auto ds = convert<Element>(acc_dp);
     storage.ds_empty[state.stage].wait(state.phase ^ 1);
     this->write_ds(ds, state.stage);
-    fence_buffer();
-    storage.ds_full[state.stage].arrive();
+    storage.ds_stored[state.stage].arrive();
     return ds;
   }
 

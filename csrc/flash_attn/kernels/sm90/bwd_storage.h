@@ -50,7 +50,8 @@ struct BwdStorage {
   // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp.
   // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
   // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
-  // ds_full: every thread that stores dS -> those that compute dQ. ds_empty: these -> who stores dS.
+  // ds_full: every thread that stores dS, or kSplitsRoles the proxy fence warp (1) -> those that compute dQ. ds_empty:
+  // these -> who stores dS. ds_stored: 128 threads of consumer 1 -> proxy fence warp, kSplitsRoles.
   // p_full: 128 threads of consumer 0 -> consumer 1, kSplitsRoles. p_empty: 128 threads of consumer 1 -> consumer 0.
   // dq_full: every thread that computed the tile -> DqReduceWarp. dq_empty: DqReduceWarp (1) -> who computes the next.
   // dq_added: each consumer warp (1) -> semaphore warp. dq_released: semaphore warp (1) -> consumer warps.
@@ -68,7 +69,7 @@ struct BwdStorage {
   Barrier dq_added[Config::kStages], dq_released[Config::kStages];
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
-  Barrier p_full, p_empty;
+  Barrier p_full, p_empty, ds_stored[2];
 
   int work[2];  // work tile indices: the current one and the next
 
@@ -110,8 +111,9 @@ struct BwdStorage {
     p_empty.init(128);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));
-      ds_full[i].init(Config::kSplitsRoles ? 128 : Config::kConsumers);
+      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsColumns ? 2 : 3));
+      ds_full[i].init(Config::kSplitsRoles ? 1 : Config::kConsumers);
+      ds_stored[i].init(128);
       ds_empty[i].init(Config::kSplitsRoles ? Config::kConsumers : 128);
       dq_full[i].init(32 * Config::kDqWarps);
       dq_empty[i].init(1);
