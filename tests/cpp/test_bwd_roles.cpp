@@ -1,0 +1,548 @@
+// The barriers of the backward whose consumers split a step by role (kernels/sm90/bwd_role_mainloop.h), as a model that
+// runs in random interleavings: warps, TMA copies and wgmma are agents, mbarriers have the arrivals and phases of
+// kernels/sm90/bwd_storage.h, and every buffer knows what it holds and who uses it. A run fails if agents wait for ever,
+// if a buffer is written while it is in use, or if one reads something else than its step's data. The model is written
+// from the kernel by hand: whoever changes one changes both. That it would notice is tested by mutants, each of which
+// leaves out one wait, fence or arrival.
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/bwd_schedule.h"
+
+namespace {
+
+using flash::QBlockOrder;
+using flash::QStep;
+using flash::Visibility;
+
+constexpr int kBlock = 64;  // rows of an m_block and keys of an n_block
+
+struct Problem {
+  const char* name;
+  int seqlen_q, seqlen_k, heads_k, group, left, right;
+  bool deterministic;
+  int ctas;
+
+  Visibility mask() const { return {seqlen_q, seqlen_k, {left, right}}; }
+  int n_blocks() const { return (seqlen_k + kBlock - 1) / kBlock; }
+  int tiles() const { return heads_k * n_blocks(); }
+  QBlockOrder order(int tile) const {
+    const int head = tile / n_blocks();
+    return {flash::row_range(mask(), tile % n_blocks(), kBlock, kBlock), head * group, group};
+  }
+};
+
+struct State {  // PipelineState<2>
+  int stage = 0;
+  uint32_t phase = 0;
+  void advance() {
+    stage ^= 1;
+    phase ^= stage == 0;
+  }
+  State previous() const { return {stage ^ 1, phase ^ static_cast<uint32_t>(stage ^ 1)}; }
+};
+
+struct Barrier {
+  int count = 0, pending = 0, copies = 0;  // arrivals of a phase, missing ones; TMA copies in flight
+  uint32_t phase = 0;
+  void init(int arrivals) { count = pending = arrivals; }
+  void complete() {
+    if (pending > 0 || copies > 0) return;
+    pending = count;
+    phase ^= 1;
+  }
+};
+
+struct Buffer {
+  int readers = 0, writers = 0;
+  int64_t content = -1;
+  bool needs_fence = false;  // written by the generic proxy, not yet ordered before the async one
+};
+
+struct Failure {
+  std::string what;
+};
+
+struct Agent;
+using Op = std::function<bool(Agent&)>;  // false: it has to wait
+
+struct Agent {
+  std::deque<Op> ops;
+  int stores = 0;  // TMA stores that have not read their buffer
+  int slowness = 1;
+};
+
+struct Cta {
+  Barrier k_full, v_full, kv_empty, q_full[2], q_empty[2], do_full[2], do_empty[2], p_full, p_empty, ds_stored[2],
+      ds_full[2], ds_empty[2], dq_added[2], dq_released[2], work_full[2], work_empty[2];
+  Buffer k[4], v[4], q[2], dout[2], lse[2], delta[2], p[4], ds[2][4];  // [4]: what a warp writes
+  int work[2] = {-1, -1};
+  int at_consumer_barrier[2] = {0, 0};  // arrivals of the named barrier in even and odd uses
+
+  Cta() {
+    for (Barrier* barrier : {&k_full, &v_full}) barrier->init(1);
+    kv_empty.init(256);
+    for (Barrier* barrier : {&p_full, &p_empty}) barrier->init(128);
+    for (int i = 0; i < 2; ++i) {
+      for (Barrier* barrier : {&q_full[i], &do_full[i]}) barrier->init(1 + 32);
+      for (Barrier* barrier : {&q_empty[i], &do_empty[i], &ds_empty[i]}) barrier->init(256);
+      ds_stored[i].init(128);
+      for (Barrier* barrier : {&ds_full[i], &dq_released[i], &work_full[i]}) barrier->init(1);
+      dq_added[i].init(8);
+      work_empty[i].init(256 + 3 * 32);
+    }
+  }
+};
+
+class Machine {
+ public:
+  Machine(const Problem& problem, std::string mutant, unsigned seed)
+      : problem_(problem), mutant_(std::move(mutant)), random_(seed), ctas_(problem.ctas) {
+    for (Cta& cta : ctas_) {
+      load_warp(cta);
+      statistics_warp(cta);
+      semaphore_warp(cta);
+      fence_warp(cta);
+      for (int warp = 0; warp < 8; ++warp) consumer_warp(cta, warp / 4, warp % 4);
+    }
+  }
+
+  // An empty string, or what went wrong.
+  std::string run() {
+    try {
+      while (!agents_.empty()) advance();
+      for (const auto& [tile, adds] : added_) require(adds == 8 * 2 * visits(tile), "every warp adds both slices once");
+    } catch (const Failure& failure) {
+      return failure.what;
+    }
+    return "";
+  }
+
+ private:
+  static void require(bool condition, const char* what) {
+    if (!condition) throw Failure{what};
+  }
+  bool leaves_out(const char* name) const { return !mutant_.empty() && mutant_ == name; }
+
+  void advance() {
+    Agent& agent = *agents_[random_() % agents_.size()];
+    if (random_() % agent.slowness == 0 && step(agent)) return idle_ = 0, remove_done();
+    if (++idle_ < 2000) return;
+    idle_ = 0;
+    for (auto& other : agents_) {
+      if (step(*other)) return remove_done();
+    }
+    throw Failure{"deadlock"};
+  }
+
+  bool step(Agent& agent) {
+    if (agent.ops.empty()) return false;
+    const Op op = agent.ops.front();
+    agent.ops.pop_front();
+    std::deque<Op> rest;
+    rest.swap(agent.ops);
+    const bool done = op(agent);  // may append what follows it
+    if (agent.ops.empty()) {
+      agent.ops.swap(rest);
+    } else {
+      agent.ops.insert(agent.ops.end(), rest.begin(), rest.end());
+    }
+    if (!done) agent.ops.push_front(op);
+    return done;
+  }
+
+  void remove_done() {
+    for (size_t i = 0; i < agents_.size();) {
+      if (agents_[i]->ops.empty()) {
+        agents_[i] = agents_.back();
+        agents_.pop_back();
+      } else {
+        ++i;
+      }
+    }
+  }
+
+  Agent& add_agent() {
+    all_.push_back(std::make_shared<Agent>());
+    agents_.push_back(all_.back());
+    agents_.back()->slowness = random_() % 4 == 0 ? 1 + random_() % 60 : 1;
+    return *agents_.back();
+  }
+
+  // What agents do. Each appends to `a`.
+  void wait(Agent& a, const Barrier& barrier, uint32_t parity, const char* name = "") {
+    if (leaves_out(name)) return;
+    a.ops.push_back([&barrier, parity](Agent&) { return barrier.phase != parity; });
+  }
+  void arrive(Agent& a, Barrier& barrier, int arrivals = 32, const char* name = "") {
+    if (leaves_out(name)) return;
+    a.ops.push_back([&barrier, arrivals](Agent&) {
+      barrier.pending -= arrivals;
+      require(barrier.pending >= 0, "too many arrivals");
+      barrier.complete();
+      return true;
+    });
+  }
+  void begin_read(Agent& a, Buffer& buffer, int64_t content, bool by_async_proxy = true) {
+    a.ops.push_back([&buffer, content, by_async_proxy](Agent&) {
+      require(buffer.writers == 0, "read while written");
+      require(buffer.content == content, "read of another step");
+      require(!by_async_proxy || !buffer.needs_fence, "read without a proxy fence");
+      return ++buffer.readers > 0;
+    });
+  }
+  void end_read(Agent& a, Buffer& buffer) {
+    a.ops.push_back([&buffer](Agent&) { return --buffer.readers >= 0; });
+  }
+  void read(Agent& a, Buffer& buffer, int64_t content) {
+    begin_read(a, buffer, content, false);
+    end_read(a, buffer);
+  }
+  void write(Agent& a, Buffer& buffer, int64_t content, bool by_async_proxy = false) {
+    a.ops.push_back([&buffer](Agent&) {
+      require(buffer.readers == 0 && buffer.writers == 0, "written while in use");
+      return ++buffer.writers > 0;
+    });
+    a.ops.push_back([&buffer, content, by_async_proxy](Agent&) {
+      buffer.content = content;
+      buffer.needs_fence = !by_async_proxy;
+      return --buffer.writers == 0;
+    });
+  }
+  void fence(Agent& a, Buffer& buffer) {
+    a.ops.push_back([&buffer](Agent&) { return buffer.needs_fence = false, true; });
+  }
+
+  // arrive_and_expect() and the copy, which an agent of its own performs.
+  void load(Agent& a, Barrier& full, std::vector<Buffer*> buffers, int64_t content) {
+    a.ops.push_back([this, &full, buffers, content](Agent&) {
+      ++full.copies;
+      --full.pending;
+      Agent& copy = add_agent();
+      for (Buffer* buffer : buffers) write(copy, *buffer, content, true);
+      copy.ops.push_back([&full](Agent&) {
+        --full.copies;
+        full.complete();
+        return true;
+      });
+      return true;
+    });
+  }
+  void store(Agent& a, Buffer& buffer, int64_t content) {
+    a.ops.push_back([this, &buffer, content](Agent& warp) {
+      ++warp.stores;
+      Agent& copy = add_agent();
+      begin_read(copy, buffer, content);
+      end_read(copy, buffer);
+      copy.ops.push_back([&warp](Agent&) { return --warp.stores >= 0; });
+      return true;
+    });
+  }
+  void wait_for_tma_stores(Agent& a) {
+    a.ops.push_back([](Agent& warp) { return warp.stores == 0; });
+  }
+
+  template <class Visit>  // for_each_work_tile(): visit(agent, tile)
+  void for_each_work_tile(Agent& a, Cta& cta, State work_state, const Visit& visit) {
+    wait(a, cta.work_full[work_state.stage], work_state.phase);
+    a.ops.push_back([this, &cta, work_state, visit](Agent& warp) {
+      const int tile = cta.work[work_state.stage];
+      State next = work_state;
+      next.advance();
+      arrive(warp, cta.work_empty[work_state.stage]);
+      if (tile >= problem_.tiles()) return true;
+      visit(warp, tile);
+      for_each_work_tile(warp, cta, next, visit);
+      return true;
+    });
+  }
+
+  void load_warp(Cta& cta) {
+    const auto state = std::make_shared<State>();
+    const auto kv_phase = std::make_shared<uint32_t>(0);
+    fetch(add_agent(), cta, State{}, state, kv_phase);
+  }
+
+  void fetch(Agent& a, Cta& cta, State work_state, std::shared_ptr<State> state, std::shared_ptr<uint32_t> kv_phase) {
+    wait(a, cta.work_empty[work_state.stage], work_state.phase ^ 1);
+    a.ops.push_back([=, &cta](Agent& warp) {
+      const int tile = next_tile_++;
+      cta.work[work_state.stage] = tile;
+      arrive(warp, cta.work_full[work_state.stage], 1);
+      if (tile >= problem_.tiles()) return true;
+      const QBlockOrder order = problem_.order(tile);
+      if (order.count() == 0) {
+        wait(warp, cta.kv_empty, *kv_phase ^ 1);
+        arrive(warp, cta.k_full, 1);
+        arrive(warp, cta.v_full, 1);
+      }
+      for (int i = 0; i < order.count(); ++i) {
+        wait(warp, cta.q_empty[state->stage], state->phase ^ 1, "q_empty");
+        load(warp, cta.q_full[state->stage], {&cta.q[state->stage]}, content(tile, i));
+        wait(warp, cta.do_empty[state->stage], state->phase ^ 1, "do_empty");
+        load(warp, cta.do_full[state->stage], {&cta.dout[state->stage]}, content(tile, i));
+        if (i == 0) {
+          wait(warp, cta.kv_empty, *kv_phase ^ 1, "kv_empty");
+          load(warp, cta.k_full, {&cta.k[0], &cta.k[1], &cta.k[2], &cta.k[3]}, tile);
+          load(warp, cta.v_full, {&cta.v[0], &cta.v[1], &cta.v[2], &cta.v[3]}, tile);
+        }
+        state->advance();
+      }
+      *kv_phase ^= 1;
+      State next = work_state;
+      next.advance();
+      fetch(warp, cta, next, state, kv_phase);
+      return true;
+    });
+  }
+
+  template <class Step>  // step(agent, tile, i, state)
+  void for_each_step(Cta& cta, const Step& step) {
+    const auto state = std::make_shared<State>();
+    for_each_work_tile(add_agent(), cta, State{}, [this, state, step](Agent& warp, int tile) {
+      const int count = problem_.order(tile).count();
+      for (int i = 0; i < count; ++i) {
+        step(warp, tile, i, *state);
+        state->advance();
+      }
+    });
+  }
+
+  void statistics_warp(Cta& cta) {
+    for_each_step(cta, [this, &cta](Agent& a, int tile, int i, State state) {
+      const int stage = state.stage;
+      wait(a, cta.q_empty[stage], state.phase ^ 1);
+      write(a, cta.lse[stage], content(tile, i));
+      arrive(a, cta.q_full[stage]);
+      wait(a, cta.do_empty[stage], state.phase ^ 1);
+      write(a, cta.delta[stage], content(tile, i));
+      arrive(a, cta.do_full[stage]);
+    });
+  }
+
+  void semaphore_warp(Cta& cta) {
+    for_each_step(cta, [this, &cta](Agent& a, int tile, int i, State state) {
+      if (!problem_.deterministic) return;
+      wait(a, cta.dq_added[state.stage], state.phase, "dq_added");
+      a.ops.push_back([this, tile, i](Agent&) { return ++semaphore_[dq_tile(tile, i)] > 0; });
+      arrive(a, cta.dq_released[state.stage], 1);
+    });
+  }
+
+  void fence_warp(Cta& cta) {
+    for_each_step(cta, [this, &cta](Agent& a, int, int, State state) {
+      wait(a, cta.ds_stored[state.stage], state.phase, "ds_stored");
+      for (Buffer& part : cta.ds[state.stage]) {
+        if (!leaves_out("fence")) fence(a, part);
+      }
+      arrive(a, cta.ds_full[state.stage], 1);
+    });
+  }
+
+  // A warp of a consumer: what BwdConsumer::compute() does with one tile.
+  void consumer_warp(Cta& cta, int group, int warp) {
+    const auto state = std::make_shared<State>();
+    const auto tiles = std::make_shared<int>(0);
+    for_each_work_tile(add_agent(), cta, State{}, [=, &cta](Agent& a, int tile) {
+      const uint32_t kv_phase = *tiles % 2;
+      const int count = problem_.order(tile).count(), use = (*tiles)++;
+      wait(a, cta.k_full, kv_phase);
+      wait(a, cta.v_full, kv_phase);
+      if (count > 0) {
+        start_scores(a, cta, group, tile, 0, *state);
+        end_scores(a, cta, group, *state);
+        for (int i = 0; i < count; ++i) {
+          group == 0 ? publish_p(a, cta, warp, tile, i, *state) : publish_ds(a, cta, warp, tile, i, *state);
+          multiply(a, cta, group, tile, i, count, *state);
+          state->advance();
+        }
+        finish_dq(a, cta, tile, count, *state);
+        wait_for_consumers(a, cta, use);
+      } else {
+        wait_for_tma_stores(a);
+      }
+      Buffer& staged = group == 0 ? cta.v[warp] : cta.k[warp];
+      write(a, staged, -2 - tile);
+      fence(a, staged);
+      store(a, staged, -2 - tile);
+      if (!leaves_out("tma_store_wait")) wait_for_tma_stores(a);
+      arrive(a, cta.kv_empty);
+    });
+  }
+
+  // The named barrier of all consumers; uses alternate between two counts.
+  void wait_for_consumers(Agent& a, Cta& cta, int use) {
+    if (leaves_out("consumers")) return;
+    a.ops.push_back([&cta, use](Agent&) { return ++cta.at_consumer_barrier[use % 2] > 0; });
+    a.ops.push_back([&cta, use](Agent&) {
+      int& arrived = cta.at_consumer_barrier[use % 2];
+      if (arrived < 8) return false;
+      if (++arrived == 16) arrived = 0;
+      return true;
+    });
+  }
+
+  void start_scores(Agent& a, Cta& cta, int group, int tile, int i, State state) {
+    if (group == 0) {
+      wait(a, cta.q_full[state.stage], state.phase, "q_full");
+    } else {
+      wait(a, cta.do_full[state.stage], state.phase);
+    }
+    for (Buffer& part : group == 0 ? cta.k : cta.v) begin_read(a, part, tile);
+    begin_read(a, group == 0 ? cta.q[state.stage] : cta.dout[state.stage], content(tile, i));
+  }
+  void end_scores(Agent& a, Cta& cta, int group, State state) {
+    for (Buffer& part : group == 0 ? cta.k : cta.v) end_read(a, part);
+    end_read(a, group == 0 ? cta.q[state.stage] : cta.dout[state.stage]);
+  }
+
+  void publish_p(Agent& a, Cta& cta, int warp, int tile, int i, State state) {
+    read(a, cta.lse[state.stage], content(tile, i));
+    arrive(a, cta.q_empty[state.stage], 32, "q_empty of P");
+    wait(a, cta.p_empty, state.stage ^ 1, "p_empty");
+    write(a, cta.p[warp], content(tile, i));
+    arrive(a, cta.p_full);
+    wait(a, cta.do_full[state.stage], state.phase, "do_full");
+  }
+
+  void publish_ds(Agent& a, Cta& cta, int warp, int tile, int i, State state) {
+    read(a, cta.delta[state.stage], content(tile, i));
+    arrive(a, cta.do_empty[state.stage]);
+    wait(a, cta.p_full, state.stage, "p_full");
+    read(a, cta.p[warp], content(tile, i));
+    arrive(a, cta.p_empty);
+    wait(a, cta.ds_empty[state.stage], state.phase ^ 1, "ds_empty");
+    write(a, cta.ds[state.stage][warp], content(tile, i));
+    arrive(a, cta.ds_stored[state.stage]);
+    wait(a, cta.q_full[state.stage], state.phase);
+  }
+
+  void multiply(Agent& a, Cta& cta, int group, int tile, int i, int count, State state) {
+    Buffer& rows = group == 0 ? cta.dout[state.stage] : cta.q[state.stage];
+    const State previous = state.previous();
+    if (i > 0) start_dq(a, cta, tile, i - 1, previous);
+    begin_read(a, rows, content(tile, i));
+    if (i > 0) {
+      add(a, tile, i - 1);
+      end_dq(a, cta, previous);
+    }
+    end_read(a, rows);
+    if (i > 0) arrive(a, cta.ds_empty[previous.stage]);
+    arrive(a, group == 0 ? cta.do_empty[state.stage] : cta.q_empty[state.stage]);
+    State next = state;
+    next.advance();
+    if (i + 1 < count) start_scores(a, cta, group, tile, i + 1, next);
+    if (i > 0) {
+      add(a, tile, i - 1);
+      added(a, cta, previous);
+    }
+    if (i + 1 < count) end_scores(a, cta, group, next);
+  }
+
+  void finish_dq(Agent& a, Cta& cta, int tile, int count, State state) {
+    const State last = state.previous();
+    start_dq(a, cta, tile, count - 1, last);
+    add(a, tile, count - 1);
+    end_dq(a, cta, last);
+    arrive(a, cta.ds_empty[last.stage]);
+    add(a, tile, count - 1);
+    added(a, cta, last);
+  }
+
+  void start_dq(Agent& a, Cta& cta, int tile, int i, State state) {
+    wait(a, cta.ds_full[state.stage], state.phase, "ds_full");
+    for (Buffer& part : cta.ds[state.stage]) begin_read(a, part, content(tile, i));
+    for (Buffer& part : cta.k) begin_read(a, part, tile);
+  }
+  void end_dq(Agent& a, Cta& cta, State state) {
+    for (Buffer& part : cta.ds[state.stage]) end_read(a, part);
+    for (Buffer& part : cta.k) end_read(a, part);
+  }
+
+  // Additions of a slice: deterministic only in this n_block's turn.
+  void add(Agent& a, int tile, int i) {
+    const int index = dq_tile(tile, i), n_block = tile % problem_.n_blocks();
+    const int turn = flash::dq_semaphore_value(problem_.mask(), step_at(tile, i).m_block, n_block, kBlock, kBlock);
+    a.ops.push_back([this, index, turn](Agent&) { return !problem_.deterministic || semaphore_[index] >= turn; });
+    a.ops.push_back([this, index, turn](Agent&) {
+      require(!problem_.deterministic || semaphore_[index] == turn, "added in another's turn");
+      return ++added_[index] > 0;
+    });
+  }
+  void added(Agent& a, Cta& cta, State state) {
+    if (!problem_.deterministic) return;
+    wait(a, cta.dq_released[state.stage], state.phase ^ 1);
+    arrive(a, cta.dq_added[state.stage], 1);
+  }
+
+  QStep step_at(int tile, int i) const {
+    const QBlockOrder order = problem_.order(tile);
+    QStep at = order.start();
+    while (i-- > 0) order.advance(at);
+    return at;
+  }
+  int dq_tile(int tile, int i) const { return step_at(tile, i).head * 1000 + step_at(tile, i).m_block; }
+  int visits(int index) const {
+    int count = 0;
+    for (int tile = 0; tile < problem_.tiles(); ++tile) {
+      for (int i = 0; i < problem_.order(tile).count(); ++i) count += dq_tile(tile, i) == index;
+    }
+    return count;
+  }
+  static int64_t content(int tile, int i) { return int64_t{1000} * tile + i; }
+
+  const Problem problem_;
+  const std::string mutant_;
+  std::mt19937 random_;
+  std::vector<Cta> ctas_;
+  std::vector<std::shared_ptr<Agent>> all_, agents_;  // agents_: those that are not done
+  std::map<int, int> semaphore_, added_;
+  int next_tile_ = 0, idle_ = 0;
+};
+
+constexpr int kAll = flash::kUnbounded;
+const Problem kProblems[] = {
+    {"full", 320, 256, 2, 1, kAll, kAll, false, 2},
+    {"full, deterministic", 320, 256, 2, 1, kAll, kAll, true, 3},
+    {"causal", 448, 448, 1, 1, kAll, 0, false, 2},
+    {"causal, deterministic", 448, 448, 2, 1, kAll, 0, true, 3},
+    {"one step a tile", 64, 448, 2, 1, kAll, kAll, true, 2},
+    {"groups of three", 128, 192, 2, 3, kAll, 0, true, 2},
+    {"window, deterministic", 384, 384, 1, 2, 70, 10, true, 3},
+    {"keys that no row sees", 64, 640, 1, 2, 10, 0, true, 2},
+    {"keys that no row sees, more rows", 200, 900, 2, 1, 0, 100, false, 1},
+};
+const char* const kMutants[] = {"p_full",  "p_empty",  "ds_full",      "ds_empty",  "ds_stored",      "fence",    "q_full",
+                                "do_full", "q_empty",  "q_empty of P", "do_empty",  "tma_store_wait", "kv_empty", "consumers",
+                                "dq_added"};
+
+}  // namespace
+
+int main() {
+  for (const Problem& problem : kProblems) {
+    int steps = 0;
+    for (int tile = 0; tile < problem.tiles(); ++tile) steps += problem.order(tile).count();
+    check::that(steps > 0, "has steps", problem.name);
+    for (unsigned seed = 0; seed < 6; ++seed) {
+      const std::string failure = Machine(problem, "", seed).run();
+      check::that(failure.empty(), "protocol", problem.name, seed, failure);
+    }
+  }
+  for (const char* mutant : kMutants) {
+    std::string failure;
+    for (unsigned seed = 0; seed < 20 && failure.empty(); ++seed) {
+      for (int i : {3, 1, 8}) {
+        if (failure.empty()) failure = Machine(kProblems[i], mutant, seed).run();
+      }
+    }
+    check::that(!failure.empty(), "a mutant is noticed", mutant);
+  }
+  return check::report();
+}
