@@ -1,9 +1,9 @@
 // The barriers of the backward whose consumers split a step by role (kernels/sm90/bwd_role_mainloop.h), as a model that
 // runs in random interleavings: warps, TMA copies and wgmma are agents, mbarriers have the arrivals and phases of
-// kernels/sm90/bwd_storage.h, and every buffer knows what it holds and who uses it. A run fails if agents wait for ever,
-// if a buffer is written while it is in use, or if one reads something else than its step's data. The model is written
-// from the kernel by hand: whoever changes one changes both. That it would notice is tested by mutants, each of which
-// leaves out one wait, fence or arrival.
+// kernels/sm90/bwd_storage.h, and every buffer knows what it holds and who uses it. A run fails if agents wait for
+// ever, if a buffer is written while it is in use, or if one reads something else than its step's data. The model is
+// written from the kernel by hand: whoever changes one changes both. That it would notice is tested by mutants, each of
+// which leaves out one wait, fence or arrival.
 #include <deque>
 #include <functional>
 #include <map>
@@ -519,9 +519,9 @@ const Problem kProblems[] = {
     {"keys that no row sees", 64, 640, 1, 2, 10, 0, true, 2},
     {"keys that no row sees, more rows", 200, 900, 2, 1, 0, 100, false, 1},
 };
-const char* const kMutants[] = {"p_full",  "p_empty",  "ds_full",      "ds_empty",  "ds_stored",      "fence",    "q_full",
-                                "do_full", "q_empty",  "q_empty of P", "do_empty",  "tma_store_wait", "kv_empty", "consumers",
-                                "dq_added"};
+const char* const kMutants[] = {"p_full",   "p_empty",        "ds_full",  "ds_empty",  "ds_stored",
+                                "fence",    "q_full",         "do_full",  "q_empty",   "q_empty of P",
+                                "do_empty", "tma_store_wait", "kv_empty", "consumers", "dq_added"};
 
 }  // namespace
 

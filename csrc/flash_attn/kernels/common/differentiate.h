@@ -76,6 +76,16 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
+// Score modifiers, and their derivatives on `gradients`.
+template <class Coords, class Scores, class Gradients, class Mask>
+__device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, const Mask& mask,
+                                              const TileCoords& tile_coords, const Coords& coords, Scores& scores,
+                                              Gradients& gradients) {
+  if (!params.has_score_mod) return;
+  ScoreMod(params, tile_coords.batch, tile_coords.head)
+      .grad(scores, gradients, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
+}
+
 // Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
 // elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
@@ -96,10 +106,7 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
     });
   }
   subtract_softmax_d(dp, softmax_d);
-  if (params.has_score_mod) {
-    ScoreMod(params, tile_coords.batch, tile_coords.head)
-        .grad(scores, dp, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
-  }
+  modify_scores(params, mask, tile_coords, coords, scores, dp);
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll
@@ -113,8 +120,9 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
 }
 
-// The two halves of differentiate_general() for warpgroups that have S and dP apart. First: scores become P with dropped
-// elements 0; `handed` becomes P times the derivative of the modified score, with the sign bit set where it was dropped.
+// The two halves of differentiate_general() for warpgroups that have S and dP apart. First: scores become P with
+// dropped elements 0; `handed` becomes P times the derivative of the modified score, with the sign bit set where it was
+// dropped.
 template <int kBlockM, int kBlockN, class Coords, class Bits, class RowValues, class Scores, class Mask>
 __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& params, const Mask& mask,
                                                      const TileCoords& tile_coords, const Coords& coords,
@@ -130,10 +138,7 @@ __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& par
     });
   }
   fill(handed, 1.0f);
-  if (params.has_score_mod) {
-    ScoreMod(params, tile_coords.batch, tile_coords.head)
-        .grad(scores, handed, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
-  }
+  modify_scores(params, mask, tile_coords, coords, scores, handed);
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll

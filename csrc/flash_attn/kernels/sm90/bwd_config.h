@@ -103,7 +103,7 @@ struct BwdConfig {
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kSmemP = kSplitsRoles ? kBlockM * kBlockN : 0;  // floats
+  static constexpr int kSmemP = kSplitsRoles ? kBlockM * kBlockN : 0;      // floats
   static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
   static constexpr int kKvParts =
       kHasDqWarpgroup ? kWarpGroups : 1;              // row ranges of a K/V tile with barriers of their own

@@ -14,7 +14,13 @@
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kProxyFenceWarp = 3, kFirstDqReduceWarp = 2 };
+enum ProducerWarp {
+  kLoadWarp = 0,
+  kStatisticsWarp = 1,
+  kDqSemaphoreWarp = 2,
+  kProxyFenceWarp = 3,
+  kFirstDqReduceWarp = 2
+};
 
 // Stores this warp's 16 rows and this warpgroup's columns of dK or dV by TMA, staged in a tile of shared memory that
 // has no readers left.
@@ -130,9 +136,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
       });
     }
     if (Config::kSplitsRoles && warp == kProxyFenceWarp) {
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
-        fence_ds<Config>(launch.params, storage, tile, state);
-      });
+      for_each_work_tile(launch, storage,
+                         [&](const BwdWorkTile& tile) { fence_ds<Config>(launch.params, storage, tile, state); });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {

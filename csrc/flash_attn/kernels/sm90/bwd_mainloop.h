@@ -128,7 +128,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void start_dq(int buffer, int slice, AccDq& acc_dq) const {
     using namespace cute;
     const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});        // (D, N)
+    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});         // (D, N)
     const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
                                  make_coord(Config::dq_column_slice(group, slice), _0{}));
     start(typename Config::MmaDq{}, ds, cols, acc_dq);

@@ -231,8 +231,8 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   }
 }
 
-// The proxy fence warp (kSplitsRoles): orders the generic-proxy stores of dS before the wgmma that read it. The consumer
-// that stored it would wait at the fence for its additions to dQ as well.
+// The proxy fence warp (kSplitsRoles): orders the generic-proxy stores of dS before the wgmma that read it. The
+// consumer that stored it would wait at the fence for its additions to dQ as well.
 template <class Config>
 __device__ __forceinline__ void fence_ds(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                          const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {

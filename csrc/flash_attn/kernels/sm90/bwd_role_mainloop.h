@@ -124,9 +124,9 @@ struct BwdRoleMainloop : BwdMainloop<Config> {
     return ds;
   }
 
-  // dV += P^T dO or dK += dS^T Q: `rows` and its barrier `empty`, of the current step. Beside it dQ of the previous step,
-  // whose additions leave while the scores of the next step, start_next(), are in flight. Every branch ends with no
-  // product in flight: ptxas serialises wgmma that are in flight where branches meet.
+  // dV += P^T dO or dK += dS^T Q: `rows` and its barrier `empty`, of the current step. Beside it dQ of the previous
+  // step, whose additions leave while the scores of the next step, start_next(), are in flight. Every branch ends with
+  // no product in flight: ptxas serialises wgmma that are in flight where branches meet.
   template <int kCols, class Values, class StartNext>
   __device__ __forceinline__ void multiply(const Values& values, Element* rows, AccDkv<kCols>& acc, Barrier* empty,
                                            const QStep& at, bool has_previous, bool has_next, AccSdP& scores,

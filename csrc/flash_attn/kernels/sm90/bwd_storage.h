@@ -34,8 +34,9 @@ struct BwdStorage {
   alignas(1024) Element ds[2][Config::kSmemDs];
   static constexpr int kEmptyAlignment = Config::kSplitsRoles ? 16 : 1024;  // at head dim 256 no 1024 bytes are left
   alignas(Config::kSmemDq > 0 ? 1024 : kEmptyAlignment) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
-  alignas(Config::kSeparateDkvSmem ? 1024 : kEmptyAlignment)
-      Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
+  alignas(Config::kSeparateDkvSmem
+              ? 1024
+              : kEmptyAlignment) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
   alignas(16) float p[Config::kSmemP > 0 ? Config::kSmemP : 1];   // kSplitsRoles: P in the order of the registers
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
