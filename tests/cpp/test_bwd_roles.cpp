@@ -1,18 +1,13 @@
-// The barriers of the backward whose consumers split a step by role (kernels/sm90/bwd_role_mainloop.h), as a model that
-// runs in random interleavings: warps, TMA copies and wgmma are agents, mbarriers have the arrivals and phases of
-// kernels/sm90/bwd_storage.h, and every buffer knows what it holds and who uses it. A run fails if agents wait for
-// ever, if a buffer is written while it is in use, or if one reads something else than its step's data. The model is
-// written from the kernel by hand: whoever changes one changes both. That it would notice is tested by mutants, each of
-// which leaves out one wait, fence or arrival.
-#include <deque>
-#include <functional>
+// The barriers of the backward whose consumers split a step by role (kernels/sm90/bwd_role_mainloop.h), in random
+// interleavings (barrier_model.h): arrivals and phases are those of kernels/sm90/bwd_storage.h. The model is written
+// from the kernel by hand: whoever changes one changes both. Mutants leave out one wait, fence or arrival each, and
+// must fail.
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "barrier_model.h"
 #include "check.h"
 #include "core/bwd_schedule.h"
 
@@ -21,6 +16,10 @@ namespace {
 using flash::QBlockOrder;
 using flash::QStep;
 using flash::Visibility;
+using model::Agent;
+using model::Barrier;
+using model::Buffer;
+using model::State;
 
 constexpr int kBlock = 64;  // rows of an m_block and keys of an n_block
 
@@ -37,46 +36,6 @@ struct Problem {
     const int head = tile / n_blocks();
     return {flash::row_range(mask(), tile % n_blocks(), kBlock, kBlock), head * group, group};
   }
-};
-
-struct State {  // PipelineState<2>
-  int stage = 0;
-  uint32_t phase = 0;
-  void advance() {
-    stage ^= 1;
-    phase ^= stage == 0;
-  }
-  State previous() const { return {stage ^ 1, phase ^ static_cast<uint32_t>(stage ^ 1)}; }
-};
-
-struct Barrier {
-  int count = 0, pending = 0, copies = 0;  // arrivals of a phase, missing ones; TMA copies in flight
-  uint32_t phase = 0;
-  void init(int arrivals) { count = pending = arrivals; }
-  void complete() {
-    if (pending > 0 || copies > 0) return;
-    pending = count;
-    phase ^= 1;
-  }
-};
-
-struct Buffer {
-  int readers = 0, writers = 0;
-  int64_t content = -1;
-  bool needs_fence = false;  // written by the generic proxy, not yet ordered before the async one
-};
-
-struct Failure {
-  std::string what;
-};
-
-struct Agent;
-using Op = std::function<bool(Agent&)>;  // false: it has to wait
-
-struct Agent {
-  std::deque<Op> ops;
-  int stores = 0;  // TMA stores that have not read their buffer
-  int slowness = 1;
 };
 
 struct Cta {
@@ -101,10 +60,10 @@ struct Cta {
   }
 };
 
-class Machine {
+class Kernel : public model::Machine {
  public:
-  Machine(const Problem& problem, std::string mutant, unsigned seed)
-      : problem_(problem), mutant_(std::move(mutant)), random_(seed), ctas_(problem.ctas) {
+  Kernel(const Problem& problem, const std::string& mutant, unsigned seed)
+      : Machine(mutant, seed), problem_(problem), ctas_(problem.ctas) {
     for (Cta& cta : ctas_) {
       load_warp(cta);
       statistics_warp(cta);
@@ -114,139 +73,9 @@ class Machine {
     }
   }
 
-  // An empty string, or what went wrong.
-  std::string run() {
-    try {
-      while (!agents_.empty()) advance();
-      for (const auto& [tile, adds] : added_) require(adds == 8 * 2 * visits(tile), "every warp adds both slices once");
-    } catch (const Failure& failure) {
-      return failure.what;
-    }
-    return "";
-  }
-
  private:
-  static void require(bool condition, const char* what) {
-    if (!condition) throw Failure{what};
-  }
-  bool leaves_out(const char* name) const { return !mutant_.empty() && mutant_ == name; }
-
-  void advance() {
-    Agent& agent = *agents_[random_() % agents_.size()];
-    if (random_() % agent.slowness == 0 && step(agent)) return idle_ = 0, remove_done();
-    if (++idle_ < 2000) return;
-    idle_ = 0;
-    for (auto& other : agents_) {
-      if (step(*other)) return remove_done();
-    }
-    throw Failure{"deadlock"};
-  }
-
-  bool step(Agent& agent) {
-    if (agent.ops.empty()) return false;
-    const Op op = agent.ops.front();
-    agent.ops.pop_front();
-    std::deque<Op> rest;
-    rest.swap(agent.ops);
-    const bool done = op(agent);  // may append what follows it
-    if (agent.ops.empty()) {
-      agent.ops.swap(rest);
-    } else {
-      agent.ops.insert(agent.ops.end(), rest.begin(), rest.end());
-    }
-    if (!done) agent.ops.push_front(op);
-    return done;
-  }
-
-  void remove_done() {
-    for (size_t i = 0; i < agents_.size();) {
-      if (agents_[i]->ops.empty()) {
-        agents_[i] = agents_.back();
-        agents_.pop_back();
-      } else {
-        ++i;
-      }
-    }
-  }
-
-  Agent& add_agent() {
-    all_.push_back(std::make_shared<Agent>());
-    agents_.push_back(all_.back());
-    agents_.back()->slowness = random_() % 4 == 0 ? 1 + random_() % 60 : 1;
-    return *agents_.back();
-  }
-
-  // What agents do. Each appends to `a`.
-  void wait(Agent& a, const Barrier& barrier, uint32_t parity, const char* name = "") {
-    if (leaves_out(name)) return;
-    a.ops.push_back([&barrier, parity](Agent&) { return barrier.phase != parity; });
-  }
-  void arrive(Agent& a, Barrier& barrier, int arrivals = 32, const char* name = "") {
-    if (leaves_out(name)) return;
-    a.ops.push_back([&barrier, arrivals](Agent&) {
-      barrier.pending -= arrivals;
-      require(barrier.pending >= 0, "too many arrivals");
-      barrier.complete();
-      return true;
-    });
-  }
-  void begin_read(Agent& a, Buffer& buffer, int64_t content, bool by_async_proxy = true) {
-    a.ops.push_back([&buffer, content, by_async_proxy](Agent&) {
-      require(buffer.writers == 0, "read while written");
-      require(buffer.content == content, "read of another step");
-      require(!by_async_proxy || !buffer.needs_fence, "read without a proxy fence");
-      return ++buffer.readers > 0;
-    });
-  }
-  void end_read(Agent& a, Buffer& buffer) {
-    a.ops.push_back([&buffer](Agent&) { return --buffer.readers >= 0; });
-  }
-  void read(Agent& a, Buffer& buffer, int64_t content) {
-    begin_read(a, buffer, content, false);
-    end_read(a, buffer);
-  }
-  void write(Agent& a, Buffer& buffer, int64_t content, bool by_async_proxy = false) {
-    a.ops.push_back([&buffer](Agent&) {
-      require(buffer.readers == 0 && buffer.writers == 0, "written while in use");
-      return ++buffer.writers > 0;
-    });
-    a.ops.push_back([&buffer, content, by_async_proxy](Agent&) {
-      buffer.content = content;
-      buffer.needs_fence = !by_async_proxy;
-      return --buffer.writers == 0;
-    });
-  }
-  void fence(Agent& a, Buffer& buffer) {
-    a.ops.push_back([&buffer](Agent&) { return buffer.needs_fence = false, true; });
-  }
-
-  // arrive_and_expect() and the copy, which an agent of its own performs.
-  void load(Agent& a, Barrier& full, std::vector<Buffer*> buffers, int64_t content) {
-    a.ops.push_back([this, &full, buffers, content](Agent&) {
-      ++full.copies;
-      --full.pending;
-      Agent& copy = add_agent();
-      for (Buffer* buffer : buffers) write(copy, *buffer, content, true);
-      copy.ops.push_back([&full](Agent&) {
-        --full.copies;
-        full.complete();
-        return true;
-      });
-      return true;
-    });
-  }
-  void store(Agent& a, Buffer& buffer, int64_t content) {
-    a.ops.push_back([this, &buffer, content](Agent& warp) {
-      ++warp.stores;
-      Agent& copy = add_agent();
-      begin_read(copy, buffer, content);
-      end_read(copy, buffer);
-      copy.ops.push_back([&warp](Agent&) { return --warp.stores >= 0; });
-      return true;
-    });
-  }
-  void wait_for_tma_stores(Agent& a) {
-    a.ops.push_back([](Agent& warp) { return warp.stores == 0; });
+  void check_results() const override {
+    for (const auto& [tile, adds] : added_) require(adds == 8 * 2 * visits(tile), "every warp adds both slices once");
   }
 
   template <class Visit>  // for_each_work_tile(): visit(agent, tile)
@@ -499,12 +328,9 @@ class Machine {
   static int64_t content(int tile, int i) { return int64_t{1000} * tile + i; }
 
   const Problem problem_;
-  const std::string mutant_;
-  std::mt19937 random_;
   std::vector<Cta> ctas_;
-  std::vector<std::shared_ptr<Agent>> all_, agents_;  // agents_: those that are not done
   std::map<int, int> semaphore_, added_;
-  int next_tile_ = 0, idle_ = 0;
+  int next_tile_ = 0;
 };
 
 constexpr int kAll = flash::kUnbounded;
@@ -531,7 +357,7 @@ int main() {
     for (int tile = 0; tile < problem.tiles(); ++tile) steps += problem.order(tile).count();
     check::that(steps > 0, "has steps", problem.name);
     for (unsigned seed = 0; seed < 6; ++seed) {
-      const std::string failure = Machine(problem, "", seed).run();
+      const std::string failure = Kernel(problem, "", seed).run();
       check::that(failure.empty(), "protocol", problem.name, seed, failure);
     }
   }
@@ -539,7 +365,7 @@ int main() {
     std::string failure;
     for (unsigned seed = 0; seed < 20 && failure.empty(); ++seed) {
       for (int i : {3, 1, 8}) {
-        if (failure.empty()) failure = Machine(kProblems[i], mutant, seed).run();
+        if (failure.empty()) failure = Kernel(kProblems[i], mutant, seed).run();
       }
     }
     check::that(!failure.empty(), "a mutant is noticed", mutant);
