@@ -37,7 +37,6 @@ struct BwdStorage {
   alignas(Config::kSeparateDkvSmem
               ? 1024
               : kEmptyAlignment) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
-  alignas(16) float p[Config::kSmemP > 0 ? Config::kSmemP : 1];   // kSplitsRoles: P in the order of the registers
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
@@ -70,9 +69,13 @@ struct BwdStorage {
   Barrier dq_added[Config::kStages], dq_released[Config::kStages];
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
-  Barrier p_full, p_empty, ds_stored[2];
 
   int work[2];  // work tile indices: the current one and the next
+
+  // kSplitsRoles; behind everything else, so that it moves nothing in other kernels. P is in the order of the
+  // registers.
+  Barrier p_full, p_empty, ds_stored[2];
+  alignas(16) float p[Config::kSmemP > 0 ? Config::kSmemP : 1];
 
   // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
@@ -108,13 +111,15 @@ struct BwdStorage {
       dq_released[i].init(1);
     }
     pre_clear_full.init(1);
-    p_full.init(128);
-    p_empty.init(128);
+    if constexpr (Config::kSplitsRoles) {
+      p_full.init(128);
+      p_empty.init(128);
+      for (Barrier& stored : ds_stored) stored.init(128);
+    }
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
       work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsColumns ? 2 : 3));
       ds_full[i].init(Config::kSplitsRoles ? 1 : Config::kConsumers);
-      ds_stored[i].init(128);
       ds_empty[i].init(Config::kSplitsRoles ? Config::kConsumers : 128);
       dq_full[i].init(32 * Config::kDqWarps);
       dq_empty[i].init(1);
