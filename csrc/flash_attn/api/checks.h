@@ -237,6 +237,15 @@ inline void sinks(const std::optional<at::Tensor>& tensor, const at::Tensor& q) 
   last_stride("sinks", *tensor);
 }
 
+// Where the scores of each sequence begin: document, head, row, column.
+inline void origins(const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t batch) {
+  if (!tensor.has_value()) return;
+  device("origins", *tensor, q);
+  dtype("origins", *tensor, at::kLong);
+  shape("origins", *tensor, {batch, 4});
+  if (!tensor->is_contiguous()) fail("origins", "expected a contiguous tensor, got strides ", tensor->strides());
+}
+
 // An int32 vector of lengths or offsets.
 inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
   if (!tensor.has_value()) return;
@@ -281,6 +290,14 @@ inline void like(const char* name, const at::Tensor& tensor, at::IntArrayRef exp
   device(name, tensor, q);
   dtype_of_q(name, tensor, q);
   shape(name, tensor, expected);
+}
+
+// A gradient of `forward` that a call adds to.
+inline void accumulated(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& forward) {
+  if (!tensor.has_value()) fail(name, "expected a tensor with accumulate_dkv, got None");
+  device(name, *tensor, forward);
+  dtype(name, *tensor, at::kFloat);
+  shape(name, *tensor, forward.sizes());
 }
 
 // The LSE or its gradient.

@@ -14,6 +14,16 @@
 
 namespace flash {
 
+// What the module's functions take by name beside ScoreOptions.
+struct FwdOptions {
+  OptionalTensor rng_state;  // the dropout of this [seed, offset] instead of a new one
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("rng_state", rng_state, "a Tensor");
+  }
+};
+
 // A call whose arguments have passed the checks.
 struct FwdCall {
   Flash_fwd_params sequences;  // the batch, packed sequences, pages, sizes of S_dmask
@@ -27,6 +37,7 @@ struct FwdCall {
   bool return_softmax;
   const OptionalGenerator& gen;
   bool return_max_logit;
+  const FwdOptions& options;
 };
 
 // Fills params; strides of an allocated output are those it will have.
@@ -34,7 +45,6 @@ inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, co
                                const at::Tensor& v) {
   params = call.sequences;
   params.device = call.q.device().index();
-  params.multiprocessors = multiprocessor_count(params.device);
   set_params_fprop(params, q, k, v, call.scores, call.p_dropout);
   if (call.out.has_value() && is_aligned(*call.out)) {
     params.o_strides = matrix_strides(*call.out);
@@ -97,7 +107,11 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   if (call.return_max_logit) max_logit = allocate_max_logit(params, lse.options());
   if (launches) {
     params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
-    if (params.has_dropout) draw_philox_state(params, call.gen);
+    if (params.has_dropout && call.options.rng_state.has_value()) {
+      reuse_philox_state(params, *call.options.rng_state);
+    } else if (params.has_dropout) {
+      draw_philox_state(params, call.gen);
+    }
     if (plan.family == plan::Family::kDecode) {
       const plan::DecodeProblem problem = decode_problem(params, q, k, v);
       const plan::DecodePlan decode = checked_decode_plan(problem, params.device);

@@ -158,8 +158,7 @@ inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodePro
   params.q_vectors = problem.options.q_vectors;
   params.kv_vector_bytes = problem.options.kv_vector_bytes;
   params.kv_dtype = problem.kv_dtype;
-  params.device = device;
-  params.multiprocessors = multiprocessor_count(device);
+  params.device = static_cast<int16_t>(device);
 }
 
 inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan& plan) {

@@ -35,7 +35,7 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // m_blocks of 128 rows, of all heads
   int multiprocessors;
-  bool may_use_decode;           // without dropout and max_logit
+  bool may_use_decode;           // without dropout, max_logit and origins
   int64_t decode_rows;           // packed rows of a K/V head
   int64_t decode_tiles;          // tiles of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;             // of an m_block, at most
@@ -50,10 +50,11 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout and no max_logit, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit and no origins, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  return !problem.has_dropout && !problem.returns_max_logit && product(rows, problem.group()) <= kMaxLength;
+  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins;
+  return is_plain && product(rows, problem.group()) <= kMaxLength;
 }
 
 // KV splits: not with dropout, nor where the kernel cannot read pages.

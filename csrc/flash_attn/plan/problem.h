@@ -30,6 +30,7 @@ struct Problem {
   Window window;
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
+  bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
@@ -79,6 +80,7 @@ struct FwdProblem : Problem {
 
 struct BwdProblem : Problem {
   bool deterministic = false;
+  bool accumulates_dkv = false;  // dK and dV are added to fp32 tensors
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }
