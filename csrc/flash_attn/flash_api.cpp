@@ -171,23 +171,40 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}};
+  KvDescales descales;
+  set_named(named, scores, descales);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
-  overlap::check({{"out", out}},
-                 {{"q", q}, {"k", k}, {"v", v}, {"alibi_slopes", alibi_slopes}, {"sinks", scores.sinks}});
+  overlap::check({{"out", out}}, {{"q", q},
+                                  {"k", k},
+                                  {"v", v},
+                                  {"alibi_slopes", alibi_slopes},
+                                  {"sinks", scores.sinks},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}});
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
-  return run_or_explain<Result>(FwdCall{
-      sequences, q, k, v, out, {batch, heads, seqlen_q}, scores, p_dropout, return_softmax, gen, return_max_logit});
+  return run_or_explain<Result>(FwdCall{sequences,
+                                        q,
+                                        k,
+                                        v,
+                                        out,
+                                        {batch, heads, seqlen_q},
+                                        scores,
+                                        p_dropout,
+                                        return_softmax,
+                                        gen,
+                                        return_max_logit,
+                                        descales});
 }
 
 template <class Result>
@@ -199,17 +216,19 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       int64_t window_right, double softcap, bool return_softmax, const OptionalGenerator& gen,
                       int64_t /*num_splits*/, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "total, heads, head_dim";
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}};
+  KvDescales descales;
+  set_named(named, scores, descales);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
-    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
+    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim", true);
   } else {
-    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes, true);
   }
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   checks::lengths("seqused_k", seqused_k, q, batch);
   checks::lengths("leftpad_k", leftpad_k, q, batch);
@@ -227,7 +246,9 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"leftpad_k", leftpad_k},
                                   {"block_table", block_table},
                                   {"alibi_slopes", alibi_slopes},
-                                  {"sinks", scores.sinks}};
+                                  {"sinks", scores.sinks},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}};
   overlap::check({{"out", out}}, read);
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
@@ -235,8 +256,18 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   sequences.varlen.seqused_k = int_or_null(seqused_k);
   sequences.varlen.leftpad_k = int_or_null(leftpad_k);
   sequences.paged = set_params_pages(block_table, k);
-  return run_or_explain<Result>(FwdCall{
-      sequences, q, k, v, out, {q.size(1), q.size(0)}, scores, p_dropout, return_softmax, gen, return_max_logit});
+  return run_or_explain<Result>(FwdCall{sequences,
+                                        q,
+                                        k,
+                                        v,
+                                        out,
+                                        {q.size(1), q.size(0)},
+                                        scores,
+                                        p_dropout,
+                                        return_softmax,
+                                        gen,
+                                        return_max_logit,
+                                        descales});
 }
 
 void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -238,5 +238,8 @@ def test_explained(device, stored, name):
 
     plan = plan_of(problem.q)
     assert (plan["kernel"], plan["kv_dtype"], plan["variant"], plan["block_n"]) == ("split_kv", name, "plain", 128)
+    few = plan_of(problem.q.repeat(1, 8, 1, 1))
+    assert (few["kernel"], few["kv_dtype"], few["block_m"]) == ("split_kv", name, 16)
     chunk = plan_of(problem.q.repeat(1, 500, 1, 1))
-    assert (chunk["kernel"], chunk["block_m"]) == ("split_kv", 32)
+    assert chunk["kernel"] != "split_kv" and chunk["kv_dtype"] == name
+    assert chunk["dequantized_bytes"] == 2 * 2 * len(LENGTHS) * MOST * 2 * 128  # K and V of all that there may be

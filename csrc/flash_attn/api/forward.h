@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "api/call_device.h"
+#include "api/codes_forward.h"
 #include "api/kvcache.h"
 #include "api/pad.h"
 #include "api/run_fwd.h"
@@ -27,7 +28,15 @@ struct FwdCall {
   bool return_softmax;
   const OptionalGenerator& gen;
   bool return_max_logit;
+  const KvDescales& descales;
+
+  bool has_codes() const { return is_eight_bit(dtype_of(k)); }
 };
+
+// k and v as kernels take them: codes are read as they lie.
+inline at::Tensor aligned_keys(const at::Tensor& tensor) {
+  return is_eight_bit(dtype_of(tensor)) ? tensor : aligned(tensor);
+}
 
 // Fills params; strides of an allocated output are those it will have.
 inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
@@ -41,7 +50,7 @@ inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, co
   } else {
     params.o_strides = contiguous_strides(call.q, params.d_v);
   }
-  plan::FwdProblem problem = fwd_problem(params, dtype_of(call.q));
+  plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
   problem.returns_max_logit = call.return_max_logit;
   return plan_forward(problem, params.device);
 }
@@ -78,7 +87,7 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const bool launches = call.q.numel() > 0;
-  at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v);
+  at::Tensor q = aligned(call.q), k = aligned_keys(call.k), v = aligned_keys(call.v);
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
   const int pad = launches ? plan.pad_head_dim : 0;
@@ -99,10 +108,14 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
     params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
     if (params.has_dropout) draw_philox_state(params, call.gen);
     if (plan.family == plan::Family::kDecode) {
-      const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+      const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
       const plan::DecodePlan decode = checked_decode_plan(problem, params.device);
       trace(plan, problem, decode);
-      check_launch(run_decode_forward(params, problem, decode, q, out.computed), "flash_fwd_split_kernel", q);
+      check_launch(run_decode_forward(params, problem, decode, q, out.computed, call.descales),
+                   "flash_fwd_split_kernel", q, problem.kv_dtype);
+    } else if (call.has_codes()) {
+      trace(plan);
+      launch_forward_over_codes(params, plan, q, k, v, call.descales);
     } else {
       trace(plan);
       launch_forward(params, plan, q);
@@ -116,17 +129,25 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
 // The plan alone: no launch, no memory.
 inline plan::Explanation explain(const FwdCall& call) {
   check_device_supported(call.q);
-  at::Tensor q = aligned_layout(call.q), k = aligned_layout(call.k), v = aligned_layout(call.v);
+  at::Tensor q = aligned_layout(call.q), k = call.k, v = call.v;
+  if (!call.has_codes()) {
+    k = aligned_layout(k);
+    v = aligned_layout(v);
+  }
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
   plan::Explanation result = plan::explain(plan);
+  if (plan.family != plan::Family::kDecode) {
+    const plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
+    plan::explain_dequantized(problem.kv_dtype, problem.dequantized_bytes(), result);
+  }
   if (call.q.numel() == 0) result["kernel"] = std::string("none");
   if (call.q.numel() == 0 || plan.family != plan::Family::kDecode) return result;
   q = padded_layout(q, plan.pad_head_dim);
   k = padded_layout(k, plan.pad_head_dim);
   v = padded_layout(v, plan.pad_head_dim);
   set_params_qkv(params, q, k, v);
-  const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
   return plan::explain(plan, problem, checked_decode_plan(problem, params.device));
 }
 

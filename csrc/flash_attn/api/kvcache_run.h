@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "api/allocate.h"
+#include "api/dequantize.h"
 #include "api/kvcache_params.h"
 #include "api/launch_check.h"
 #include "api/run_fwd.h"
@@ -19,14 +20,18 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
                                    const at::Tensor& q) {
   Flash_fwd_params forward = params;
   forward.seqlen_k = params.capacity;
-  const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
   at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // rng_state, unused; cached_keys
   forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
   int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
   forward.varlen.key_ranges = cached_keys;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
-  at::Tensor rotated;
+  at::Tensor rotated, dequantized;
+  if (plan.dequantized_bytes > 0) {
+    dequantized = dequantize_kv(params, params.capacity, plan.dequantized_bytes, q, forward);
+  } else {
+    const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
+    check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
+  }
   if (plan.rotates) {
     rotated = new_empty(q, q.sizes(), q.scalar_type());
     forward.q_ptr = rotated.const_data_ptr();

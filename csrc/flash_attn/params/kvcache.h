@@ -81,6 +81,24 @@ struct Flash_kvcache_params : Flash_fwd_params {
   float* v_token_descale_ptr = nullptr;  // null: it quantises by k_descale and v_descale
 };
 
+// Where the codes of K and V go as numbers of q's dtype, for kernels that read no codes.
+struct DequantizedKv {
+  void* k_ptr = nullptr;  // (rows, h_k, d), contiguous
+  void* v_ptr = nullptr;
+  int rows_per_sequence = 0;  // row 0 of sequence i is row i * rows_per_sequence, and is its key 0; 0: packed rows,
+                              // which lie where their codes do
+  int* key_ranges = nullptr;  // (b, 2), written: Varlen::key_ranges of these rows; null: not wanted
+};
+
+// Queries of codes.
+struct QueryCodes {
+  const void* ptr = nullptr;  // (b, seqlen_q, h, d)
+  MatrixStrides strides;
+  bool vectors = false;  // rows may be read in 8-byte vectors
+  KvDescale descale;     // of query heads, or of K/V heads
+  bool of_kv_heads = false;
+};
+
 // One explicit specialisation per file flash_fwd_split_*.cu, kDtype being that of the cache; the rules of run_mha_fwd_
 // hold. Launches the attention and, where tiles may be split, the combine.
 template <Dtype kDtype, int kHeadDim>
@@ -105,6 +123,14 @@ cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t str
 
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
 cudaError_t run_kvcache_rotate(const Flash_kvcache_params& params, Dtype dtype, void* rotated, cudaStream_t stream);
+
+// Dequantises the keys and values that some query sees; those of packed rows all. A sequence that has more keys than
+// rows_per_sequence gets NaN.
+cudaError_t run_dequantize_kv(const Flash_kvcache_params& params, const DequantizedKv& to, cudaStream_t stream);
+
+// Dequantises queries to `to` (b, seqlen_q, h, d), contiguous, of params.q_dtype.
+cudaError_t run_dequantize_query(const Flash_kvcache_params& params, const QueryCodes& codes, void* to,
+                                 cudaStream_t stream);
 
 // Fills `schedule` (header and entries).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);
