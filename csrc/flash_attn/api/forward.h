@@ -114,7 +114,7 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
       check_launch(run_decode_forward(params, problem, decode, q, out.computed, call.descales),
                    "flash_fwd_split_kernel", q, problem.kv_dtype);
     } else if (call.has_codes()) {
-      trace(plan);
+      trace(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
       launch_forward_over_codes(params, plan, q, k, v, call.descales);
     } else {
       trace(plan);
@@ -136,11 +136,7 @@ inline plan::Explanation explain(const FwdCall& call) {
   }
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
-  plan::Explanation result = plan::explain(plan);
-  if (plan.family != plan::Family::kDecode) {
-    const plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
-    plan::explain_dequantized(problem.kv_dtype, problem.dequantized_bytes(), result);
-  }
+  plan::Explanation result = plan::explain(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
   if (call.q.numel() == 0) result["kernel"] = std::string("none");
   if (call.q.numel() == 0 || plan.family != plan::Family::kDecode) return result;
   q = padded_layout(q, plan.pad_head_dim);

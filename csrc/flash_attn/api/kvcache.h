@@ -60,6 +60,8 @@ template <class Function>
 auto with_wide_query(const KvCacheCall& call, const Function& function) {
   if (!call.q.defined() || !call.q.is_cuda() || !checks::has_codes(call.q)) return function(call);
   checks::strided("q", call.q);
+  checks::rank("q", call.q, 4, "batch, seqlen, heads, head_dim");
+  checks::last_stride("q", call.q);
   const CallDevice guard(call.q.device());
   const at::Tensor wide = new_empty(call.q, call.q.sizes(), call.descales.fp16_out ? at::kHalf : at::kBFloat16);
   return function(KvCacheCall{wide, call.k_cache, call.v_cache, call.k, call.v, call.seqlens, call.rotary_cos,

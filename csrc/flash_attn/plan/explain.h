@@ -106,6 +106,13 @@ inline void explain_dequantized(Dtype kv_dtype, int64_t bytes, Explanation& resu
   result["dequantized_bytes"] = bytes;
 }
 
+// A forward whose K and V may be codes.
+inline Explanation explain(const FwdPlan& plan, const FwdProblem& problem) {
+  Explanation result = explain(plan);
+  if (plan.family != Family::kDecode) explain_dequantized(problem.kv_dtype, problem.dequantized_bytes(), result);
+  return result;
+}
+
 // A call without queries names the kernel "none".
 inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan) {
   Explanation result;
