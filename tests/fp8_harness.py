@@ -14,6 +14,7 @@ NAN_CODE = 0x7F  # e4m3
 # Bounds of e4m3 P, of P in 16 bits, of V with a mean, of few keys or large logits.
 PLAIN, WIDE_P, MEAN, PEAKED = 3.5e-2, 3e-3, 5e-3, 2e-2
 LSE = 1e-3
+ROUNDED_KV = 4e-3  # of P, K and V in bf16
 
 
 def relative_rmse(ours, expected):

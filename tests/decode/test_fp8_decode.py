@@ -45,8 +45,9 @@ def test_splits(device, stored, shape, num_splits, sinks):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("seqlen_q,nheads", ((1, 2), (2, 16), (5, 8), (9, 16), (70, 4)))
-def test_packed_rows(device, stored, head_dim, seqlen_q, nheads):
+def test_packed_rows(device, stored, head_dim, seqlen_q, nheads, monkeypatch):
     """1 to 140 rows of a K/V head: every tile, and several of them."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "split_kv")
     problem, *descales = problem_of(
         device, stored, lengths=(300, 70, -1), capacity=320, head_dim=head_dim, seqlen_q=seqlen_q, nheads=nheads,
         window=(150, 0),
