@@ -19,6 +19,7 @@ constexpr int kUnitCols = 8;  // columns that a thread converts at once: 8 bytes
 constexpr int kUnits = 4;     // of a thread, whose reads are in flight together
 constexpr int kBlockUnits = 2 * kThreads * kUnits;
 constexpr int kBlocksPerSm = 4;
+constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
 
 // ---- conversion ----
 
@@ -94,12 +95,13 @@ struct SourceKeys {
   KvRequest request;  // of packed rows: of none
   int begin = 0;
   int end = 0;
-  bool is_too_long = false;  // more keys than there is room for
+  int zeros_begin = 0, zeros_end = 0;  // the rows around them that are written too
+  bool is_too_long = false;            // more keys than there is room for
 };
 
 __device__ __forceinline__ SourceKeys packed_rows(const Flash_kvcache_params& params) {
   SourceKeys keys;
-  keys.end = params.seqlen_k;
+  keys.end = keys.zeros_end = params.seqlen_k;
   return keys;
 }
 
@@ -121,11 +123,13 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   }
   const int queries = kv_queries<true>(params, index).count;
   if (!keys.request.is_valid() || queries == 0) return keys;
-  keys.end = count;
+  keys.end = keys.zeros_end = count;
   if (keys.is_too_long) return keys;
   const Visibility visibility{queries, count, params.window};
   keys.begin = visibility.key_begin(0);
   keys.end = visibility.key_end(queries - 1);
+  keys.zeros_begin = max(keys.begin - kMostBlockKeys, 0);
+  keys.zeros_end = min(keys.end + kMostBlockKeys, count);
   return keys;
 }
 
@@ -178,11 +182,12 @@ struct Dequantizer {
     const Flash_kvcache_params& params = arguments.params;
     const int block_row = arguments.units_of_row.divide(unit), key = first_key + block_row;
     Unit result{{0, 0}, 1.0f, -1, nullptr};
-    if (block_row >= arguments.rows_of_block || key < keys.begin || key >= keys.end) return result;
+    if (block_row >= arguments.rows_of_block || key < keys.zeros_begin || key >= keys.zeros_end) return result;
     const int of_row = unit - block_row * arguments.units_of_row.divisor;
     const int head = arguments.units_of_head.divide(of_row);
     const int col = (of_row - head * arguments.units_of_head.divisor) * kUnitCols;
     result.at = (static_cast<int64_t>(key) * arguments.units_of_row.divisor + of_row) * kUnitCols;
+    if (key < keys.begin || key >= keys.end) return result;
     const KeyPlace place(params, keys.request, key);
     if (!place.valid) return result;
     const int64_t offset = place.batch * strides.batch + place.row * strides.row + head * strides.head + col;
@@ -236,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const bool is_value = block >= arguments.blocks_of_sequence;
   if (is_value) block -= arguments.blocks_of_sequence;
   const int first_key = block * arguments.rows_of_block;
-  if (first_key >= keys.end || first_key + arguments.rows_of_block <= keys.begin) return;
+  if (first_key >= keys.zeros_end || first_key + arguments.rows_of_block <= keys.zeros_begin) return;
   const int64_t first_row = static_cast<int64_t>(index) * arguments.to.rows_per_sequence;
   const int64_t offset = first_row * arguments.units_of_row.divisor * kUnitCols;
   Element* const to = static_cast<Element*>(is_value ? arguments.to.v_ptr : arguments.to.k_ptr) + offset;
