@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 constexpr int kUnitCols = 8;  // columns that a thread converts at once: 8 bytes are read, 16 written
 constexpr int kUnits = 4;     // of a thread, whose reads are in flight together
 constexpr int kBlockUnits = 2 * kThreads * kUnits;
-constexpr int kBlocksPerSm = 4;
+constexpr int kBlocksPerSm = 3;
 constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
 
 // ---- conversion ----
