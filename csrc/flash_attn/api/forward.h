@@ -50,6 +50,7 @@ inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, co
   } else {
     params.o_strides = contiguous_strides(call.q, params.d_v);
   }
+  set_params_gathered(params, !call.has_codes() || !call.return_max_logit);
   plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
   problem.returns_max_logit = call.return_max_logit;
   return plan_forward(problem, params.device);
@@ -81,6 +82,17 @@ inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorO
   params.max_logit_ptr = max_logit.mutable_data_ptr<float>();
   params.rescale_threshold_log2 = 0.0f;
   return max_logit;
+}
+
+// Behind a forward that has gathered the keys of pages, as many as max_seqlen_k promises: where some sequence has more,
+// the whole call once more by the decode kernels. Only the device knows; without such a sequence they leave at once.
+inline void run_longer_sequences(const Flash_fwd_params& params, const FwdCall& call, const at::Tensor& q,
+                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+  if (!params.is_paged() || dequantized_rows(params) >= split_capacity(params)) return;
+  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
+  const plan::DecodePlan plan = checked_decode_plan(problem, params.device);
+  check_launch(run_decode_forward(params, problem, plan, q, out, call.descales, dequantized_rows(params)),
+               "flash_fwd_split_kernel", q, problem.kv_dtype);
 }
 
 inline std::vector<at::Tensor> forward(const FwdCall& call) {
@@ -115,7 +127,9 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
                    "flash_fwd_split_kernel", q, problem.kv_dtype);
     } else if (call.has_codes()) {
       trace(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
+      const Flash_fwd_params over_codes = params;
       launch_forward_over_codes(params, plan, q, k, v, call.descales);
+      run_longer_sequences(over_codes, call, q, k, v, out.computed);
     } else {
       trace(plan);
       launch_forward(params, plan, q);

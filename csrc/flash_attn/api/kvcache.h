@@ -85,8 +85,12 @@ inline std::vector<at::Tensor> run_kvcache_call(const KvCacheCall& call) {
   Flash_kvcache_params params = set_params_kvcache(call, problem, plan, out, lse);
   set_params_partials(params, plan, call, workspace);
   trace(problem, plan);
-  if (call.q_codes != nullptr && plan.kernel != plan::DecodeKernel::kNone) dequantize_query(params, call);
-  run_kvcache(plan, params, q);
+  const RescaledRows queries = query_rows(params, call);
+  const bool converts = plan.kernel == plan::DecodeKernel::kForward && converts_queries(params);
+  if (call.q_codes != nullptr && plan.kernel != plan::DecodeKernel::kNone && !converts) {
+    dequantize_query(params, queries, q);
+  }
+  run_kvcache(plan, params, queries, q);
   return {out, lse};
 }
 
@@ -109,13 +113,14 @@ inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
 // q and out are those of `forward`.
 inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const plan::DecodeProblem& problem,
                                       const plan::DecodePlan& plan, const at::Tensor& q, const at::Tensor& out,
-                                      const KvDescales& descales) {
+                                      const KvDescales& descales, int skip_up_to_keys = -1) {
   Flash_kvcache_params params;
   static_cast<Flash_fwd_params&>(params) = forward;
   set_params_sizes(params, problem, forward.device);
   set_params_plan(params, plan);
   set_params_forward_descales(params, descales, dtype_of(q));
   params.cache_batch = forward.b;
+  params.skip_up_to_keys = skip_up_to_keys;
   params.o_vectors = vector_bytes(out) == 16;
   const int64_t schedule_words = forward.is_varlen() ? plan.schedule_words : 0;
   const int64_t workspace_words = plan.combines ? plan.workspace_words : 0;

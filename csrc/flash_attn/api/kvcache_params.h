@@ -82,11 +82,13 @@ inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
   params.k_strides = dequantizes ? dequantized : cache_strides(call.k_cache);
   params.v_strides = dequantizes ? dequantized : cache_strides(call.v_cache);
   const MatrixStrides contiguous = contiguous_strides(call.q, params.d);
-  params.q_strides = call.rotary_cos.has_value() ? contiguous : cache_strides(call.q);
+  const bool converts_queries = dequantizes && dtype_of(call.q) == Dtype::kBf16;
+  params.q_strides = call.rotary_cos.has_value() || converts_queries ? contiguous : cache_strides(call.q);
   params.o_strides = call.out.has_value() ? cache_strides(*call.out) : contiguous;
   set_params_scores(params, call.scores);
   if (!dequantizes) params.paged = cache_pages(call);
-  plan::FwdProblem problem = fwd_problem(params, dtype_of(call.q), true);
+  plan::FwdProblem problem = fwd_problem(params, dequantizes ? Dtype::kFp16 : dtype_of(call.q), true);
+  problem.converts_queries = converts_queries;
   problem.kv_dtype = dtype_of(call.k_cache);
   problem.gathers_keys = dequantizes;
   return problem;

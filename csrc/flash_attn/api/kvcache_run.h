@@ -15,9 +15,10 @@
 
 namespace flash {
 
-// Many query rows: by the forward's kernels, with the cache as packed sequences or pages.
+// Many query rows: by the forward's kernels, with the cache as packed sequences or pages. queries: as a pass reads
+// them.
 inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvcache_params& params,
-                                   const at::Tensor& q) {
+                                   RescaledRows queries, const at::Tensor& q) {
   Flash_fwd_params forward = params;
   forward.seqlen_k = params.capacity;
   at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // rng_state, unused; cached_keys
@@ -36,10 +37,15 @@ inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvc
     rotated = new_empty(q, q.sizes(), q.scalar_type());
     forward.q_ptr = rotated.const_data_ptr();
     forward.q_strides = matrix_strides(rotated);
+    queries.from_ptr = forward.q_ptr;
+    queries.from_strides = forward.q_strides;
     check_launch(run_kvcache_rotate(params, dtype_of(q), rotated.mutable_data_ptr(), stream), "kvcache_rotate_kernel",
                  q);
   }
-  launch_forward(forward, plan.forward, q);
+  const bool is_over_codes = plan.dequantized_bytes > 0;
+  const at::Tensor half = is_over_codes ? half_query(params, queries, q, forward) : q;
+  launch_forward(forward, plan.forward, half);
+  if (is_over_codes) rescale_results(params, q);
   if (params.sinks_ptr != nullptr) check_launch(run_kvcache_lse(params, stream), "kvcache_lse_kernel", q);
 }
 
@@ -54,7 +60,8 @@ inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const a
   });
 }
 
-inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
+inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const RescaledRows& queries,
+                        const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (plan.appends) {
     const bool quantizes = is_eight_bit(params.kv_dtype);
@@ -64,7 +71,7 @@ inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params
   }
   switch (plan.kernel) {
     case plan::DecodeKernel::kNone: return;
-    case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, q);
+    case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, queries, q);
     case plan::DecodeKernel::kSplitKv:
       check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q, params.kv_dtype);
   }

@@ -67,13 +67,18 @@ constexpr bool may_split_kv(const FwdProblem& problem) {
   return !problem.has_dropout && reads_keys && problem.all_rows() <= kMaxLength;
 }
 
-// Time of the pass that dequantises K and V, in picoseconds on an H200: three bytes of memory for a code, of the keys
-// that some query sees. An estimate: no measured one yet.
+// Time of the passes around a forward over codes, in picoseconds on an H200: three bytes of memory for a code, of the
+// keys that some query sees, and where queries and results are converted four for each number. An estimate: no measured
+// one yet.
 constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) {
   constexpr int64_t kCall = 3000000, kBytesPerMicrosecond = 3600000;
   if (!is_eight_bit(problem.kv_dtype)) return 0;
-  const int64_t codes = product(problem.batch, seen_keys, problem.heads_k, problem.head_dim + problem.head_dim_v);
-  return kCall + product(codes, 3) / (kBytesPerMicrosecond / 1000) * 1000;
+  const int head_dims = problem.head_dim + problem.head_dim_v;
+  const int64_t codes = product(problem.batch, seen_keys, problem.heads_k, head_dims);
+  const int64_t numbers =
+      problem.converts_queries ? product(problem.batch, problem.rows(), problem.heads, head_dims) : 0;
+  const int64_t bytes = product(codes, 3) + product(numbers, 4);
+  return (problem.converts_queries ? 3 : 1) * kCall + bytes / (kBytesPerMicrosecond / 1000) * 1000;
 }
 
 // Above this, gathered keys leave too little of the GPU's memory to the cache that they come from.

@@ -49,9 +49,10 @@ struct FwdProblem : Problem {
   bool fits_tensor_maps = true;  // strides of Q, O and of keys that are not paged (tensor_map_holds())
   bool fits_page_maps = true;    // of K and V in pages
 
-  // Of K and V. Codes are what the decode kernels read; ahead of the other families a pass makes numbers of `dtype` of
-  // them, and the strides and lengths here are those of what it writes.
+  // Of K and V. Codes are what the decode kernels read; ahead of the other families a pass makes fp16 of them, which is
+  // then `dtype`, and the strides and lengths here are those of what it writes.
   Dtype kv_dtype = Dtype::kBf16;
+  bool converts_queries = false;  // passes make fp16 of Q ahead, and O's own dtype of fp16 afterwards
   bool gathers_keys = false;  // it gathers them from pages or a cache: room for the longest sequence that there may be
 
   constexpr int64_t dequantized_bytes() const {

@@ -1,13 +1,14 @@
-// Codes as 16-bit numbers, for the kernel families that read no codes: the keys and values that a call sees, gathered
-// from a cache, from pages or from packed rows; and queries.
+// Codes as fp16 numbers, for the kernel families that read no codes: the keys and values that a call sees, gathered
+// from a cache, from pages or from packed rows.
+#include <algorithm>
 #include <atomic>
 
 #include "core/static_switch.h"
-#include "kernels/common/convert.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/paged_kv.h"
 #include "kernels/decode/descales.h"
 #include "kernels/decode/request.h"
+#include "kernels/decode/row_units.h"
 
 namespace flash {
 namespace {
@@ -15,68 +16,28 @@ namespace {
 using namespace decode;
 
 constexpr int kThreads = 256;
-constexpr int kUnitCols = 8;  // columns that a thread converts at once: 8 bytes are read, 16 written
-constexpr int kUnits = 4;     // of a thread, whose reads are in flight together
+constexpr int kUnits = 4;  // of a thread, whose reads are in flight together
 constexpr int kBlockUnits = 2 * kThreads * kUnits;
 constexpr int kBlocksPerSm = 3;
+constexpr int kWaves = 8;  // of CTAs at most: capacities are far above lengths, and CTAs without keys cost time
 constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
 
-// ---- conversion ----
-
-template <Dtype kCodes>
-__device__ __forceinline__ void decode_word(uint32_t word, float (&values)[4]) {
-  uint32_t pairs[2];
-  decode_keys<kCodes>(word, pairs[0], pairs[1]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(pairs[i]));
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
-  }
-}
-
-// vector_bytes: 8 or more, 4, or less.
-__device__ __forceinline__ uint2 load_codes(const uint8_t* from, int vector_bytes, int count) {
-  uint2 codes{0, 0};
-  if (vector_bytes >= 8) return *reinterpret_cast<const uint2*>(from);
-  if (vector_bytes == 4) {
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(from);
-    return {words[0], words[1]};
-  }
-#pragma unroll
-  for (int i = 0; i < kUnitCols; ++i) {
-    if (i < count) (i < 4 ? codes.x : codes.y) |= uint32_t{from[i]} << 8 * (i % 4);
-  }
-  return codes;
-}
-
 // A unit times a descale, or times one for each of its columns.
-template <Dtype kCodes, class Element>
+template <Dtype kCodes>
 __device__ __forceinline__ uint4 dequantize(uint2 codes, float descale, const float* of_channels, int64_t stride) {
-  float values[2][4];
-  decode_word<kCodes>(codes.x, values[0]);
-  decode_word<kCodes>(codes.y, values[1]);
-  uint32_t words[4];
+  float values[kUnitCols];
+  decode_unit<kCodes>(codes, values);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float low = values[i / 2][i % 2 * 2] * descale, high = values[i / 2][i % 2 * 2 + 1] * descale;
-    if (of_channels != nullptr) {
-      low *= of_channels[2 * i * stride];
-      high *= of_channels[(2 * i + 1) * stride];
-    }
-    words[i] = pack_pair(low, high, Element{});
-  }
-  return {words[0], words[1], words[2], words[3]};
+  for (int i = 0; i < kUnitCols; ++i) values[i] *= of_channels == nullptr ? descale : of_channels[i * stride];
+  return pack_unit<Dtype::kFp16>(values);
 }
-
-// ---- keys and values ----
 
 struct DequantizeArguments {
   Flash_kvcache_params params;
   DequantizedKv to;
   FastDiv units_of_row, units_of_head;
   int rows_of_block;
-  int blocks_of_sequence;  // of K; V has as many
+  int ctas_of_sequence;  // for K; V has as many. Each takes every so many-th block
 
   DequantizeArguments(const Flash_kvcache_params& params_, const DequantizedKv& to_)
       : params(params_),
@@ -86,8 +47,12 @@ struct DequantizeArguments {
         rows_of_block(kBlockUnits / units_of_row.divisor) {
     if (rows_of_block == 0) rows_of_block = 1;
     const int rows = to.rows_per_sequence > 0 ? to.rows_per_sequence : params.seqlen_k;
-    blocks_of_sequence = (rows + rows_of_block - 1) / rows_of_block;
+    const int blocks = (rows + rows_of_block - 1) / rows_of_block;
+    const int most = kWaves * kBlocksPerSm * params.multiprocessors / (2 * sequences());
+    ctas_of_sequence = std::min(blocks, std::max(most, 1));
   }
+
+  int sequences() const { return to.rows_per_sequence > 0 ? params.b : 1; }
 };
 
 // The keys of a sequence that are dequantised.
@@ -96,7 +61,6 @@ struct SourceKeys {
   int begin = 0;
   int end = 0;
   int zeros_begin = 0, zeros_end = 0;  // the rows around them that are written too
-  bool is_too_long = false;            // more keys than there is room for
 };
 
 __device__ __forceinline__ SourceKeys packed_rows(const Flash_kvcache_params& params) {
@@ -111,8 +75,7 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   const int room = arguments.to.rows_per_sequence;
   SourceKeys keys;
   keys.request = params.is_varlen() ? packed_request(params, index + 1) : kv_request(params, index);
-  keys.is_too_long = keys.request.seqlen_k > room;
-  const int count = keys.is_too_long ? room : keys.request.seqlen_k;
+  const int count = min(keys.request.seqlen_k, room);  // of longer sequences the results are not used
   if (is_first && arguments.to.key_ranges != nullptr) {
     // Of packed sequences, keys in invalid pages are zeros.
     const bool has_keys = params.is_varlen() || takes_part(params, keys.request);
@@ -124,7 +87,6 @@ __device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& a
   const int queries = kv_queries<true>(params, index).count;
   if (!keys.request.is_valid() || queries == 0) return keys;
   keys.end = keys.zeros_end = count;
-  if (keys.is_too_long) return keys;
   const Visibility visibility{queries, count, params.window};
   keys.begin = visibility.key_begin(0);
   keys.end = visibility.key_end(queries - 1);
@@ -150,26 +112,15 @@ struct KeyPlace {
   }
 };
 
-// The sequence of a packed row, any one for rows of none.
-__device__ __forceinline__ int sequence_of_row(const Flash_kvcache_params& params, int row) {
-  const int* const segments = params.varlen.segments_k;
-  int low = 0, high = params.b + 2;  // segments[low] <= row < segments[high], were there no empty ones
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (segments[middle] <= row ? low : high) = middle;
-  }
-  return clamp(low - 1, 0, params.b - 1);
-}
-
 // Rows of K, or of V, of one sequence.
-template <Dtype kCodes, class Element>
+template <Dtype kCodes>
 struct Dequantizer {
   const DequantizeArguments& arguments;
   const SourceKeys& keys;
   const uint8_t* from;
   const MatrixStrides& strides;
   const KvDescale& descale;
-  Element* to;  // row of key 0
+  __half* to;  // row of key 0
 
   struct Unit {
     uint2 codes;
@@ -198,7 +149,8 @@ struct Dequantizer {
       return result;
     }
     const bool searches = arguments.to.rows_per_sequence == 0 && descale.batch != 0;
-    const float* const of_head = descale.of_head(searches ? sequence_of_row(params, key) : keys.request.index, head);
+    const float* const of_head =
+        descale.of_head(searches ? sequence_of_row(params.varlen.segments_k, params.b, key) : keys.request.index, head);
     if (descale.col == 0) {
       result.descale = *of_head;
     } else {
@@ -209,9 +161,8 @@ struct Dequantizer {
 
   __device__ __forceinline__ void store(const Unit& unit) const {
     if (unit.at < 0) return;
-    const float factor = keys.is_too_long ? __int_as_float(0x7fc00000) : unit.descale;
     *reinterpret_cast<uint4*>(to + unit.at) =
-        dequantize<kCodes, Element>(unit.codes, factor, unit.of_channels, descale.col);
+        dequantize<kCodes>(unit.codes, unit.descale, unit.of_channels, descale.col);
   }
 
   // Of the keys from first_key on, those of a thread block.
@@ -229,103 +180,43 @@ struct Dequantizer {
 };
 
 // No call of allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of it.
-template <Dtype kCodes, class Element>
+template <Dtype kCodes>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     dequantize_kv_kernel(const __grid_constant__ DequantizeArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
-  const unsigned sequence_blocks = 2 * static_cast<unsigned>(arguments.blocks_of_sequence);
-  const int index = static_cast<int>(blockIdx.x / sequence_blocks);
-  int block = static_cast<int>(blockIdx.x - index * sequence_blocks);
+  const int ctas = arguments.ctas_of_sequence, rows = arguments.rows_of_block;
+  const int index = static_cast<int>(blockIdx.x) / (2 * ctas);
+  int cta = static_cast<int>(blockIdx.x) - index * 2 * ctas;
   const bool is_packed = arguments.to.rows_per_sequence == 0;
-  const SourceKeys keys = is_packed ? packed_rows(params) : sequence_keys(arguments, index, block == 0);
-  const bool is_value = block >= arguments.blocks_of_sequence;
-  if (is_value) block -= arguments.blocks_of_sequence;
-  const int first_key = block * arguments.rows_of_block;
-  if (first_key >= keys.zeros_end || first_key + arguments.rows_of_block <= keys.zeros_begin) return;
+  const SourceKeys keys = is_packed ? packed_rows(params) : sequence_keys(arguments, index, cta == 0);
+  const bool is_value = cta >= ctas;
+  if (is_value) cta -= ctas;
   const int64_t first_row = static_cast<int64_t>(index) * arguments.to.rows_per_sequence;
   const int64_t offset = first_row * arguments.units_of_row.divisor * kUnitCols;
-  Element* const to = static_cast<Element*>(is_value ? arguments.to.v_ptr : arguments.to.k_ptr) + offset;
-  const uint8_t* const from = static_cast<const uint8_t*>(is_value ? params.v_ptr : params.k_ptr);
-  Dequantizer<kCodes, Element>{arguments,
-                               keys,
-                               from,
-                               is_value ? params.v_strides : params.k_strides,
-                               is_value ? params.v_descale : params.k_descale,
-                               to}
-      .run(first_key);
+  const Dequantizer<kCodes> dequantizer{
+      arguments,
+      keys,
+      static_cast<const uint8_t*>(is_value ? params.v_ptr : params.k_ptr),
+      is_value ? params.v_strides : params.k_strides,
+      is_value ? params.v_descale : params.k_descale,
+      static_cast<__half*>(is_value ? arguments.to.v_ptr : arguments.to.k_ptr) + offset};
+  const int begin = keys.zeros_begin / rows * rows, step = ctas * rows;
+  for (int first_key = begin + cta * rows; first_key < keys.zeros_end; first_key += step) dequantizer.run(first_key);
 }
 
-// ---- queries ----
-
-struct QueryArguments {
-  Flash_kvcache_params params;
-  QueryCodes codes;
-  void* to;
-  FastDiv units_of_row;
-};
-
-template <class Element>
-__global__ void __launch_bounds__(kThreads) dequantize_query_kernel(const __grid_constant__ QueryArguments arguments) {
-  const Flash_kvcache_params& params = arguments.params;
-  const QueryCodes& codes = arguments.codes;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = index / arguments.units_of_row.divisor;  // of (b, seqlen_q, h)
-  const int col = static_cast<int>(index - row * arguments.units_of_row.divisor) * kUnitCols;
-  const int64_t token_row = row / params.h, batch = token_row / params.seqlen_q;
-  if (batch >= params.b) return;
-  const int head = static_cast<int>(row - token_row * params.h);
-  const uint8_t* const from = static_cast<const uint8_t*>(codes.ptr) + batch * codes.strides.batch +
-                              (token_row - batch * params.seqlen_q) * codes.strides.row + head * codes.strides.head +
-                              col;
-  const int descale_head = codes.of_kv_heads ? params.group.divide(head) : head;
-  const float descale = head_descale(codes.descale, static_cast<int>(batch), descale_head);
-  const int count = min(params.d - col, kUnitCols);
-  const uint4 values = dequantize<Dtype::kE4m3, Element>(
-      load_codes(from, codes.vectors && count == kUnitCols ? 8 : 1, count), descale, nullptr, 0);
-  Element* const to = static_cast<Element*>(arguments.to) + row * params.d + col;
-  if (params.d % kUnitCols == 0) {
-    *reinterpret_cast<uint4*>(to) = values;
-    return;
-  }
-  const Element* const elements = reinterpret_cast<const Element*>(&values);
-#pragma unroll
-  for (int i = 0; i < kUnitCols; ++i) {
-    if (i < count) to[i] = elements[i];
-  }
-}
-
-template <Dtype kCodes, class Element>
+template <Dtype kCodes>
 cudaError_t run_kv(const DequantizeArguments& arguments, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  const int64_t sequences = arguments.to.rows_per_sequence > 0 ? arguments.params.b : 1;
-  return launch(dequantize_kv_kernel<kCodes, Element>, 2 * sequences * arguments.blocks_of_sequence, kThreads, 0,
-                arguments, arguments.params.device, stream, configured_devices);
-}
-
-template <class Element>
-cudaError_t run_query(const QueryArguments& arguments, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
-  const Flash_kvcache_params& params = arguments.params;
-  const int64_t rows = static_cast<int64_t>(params.b) * params.seqlen_q * params.h;
-  return launch(dequantize_query_kernel<Element>, (rows * arguments.units_of_row.divisor + kThreads - 1) / kThreads,
-                kThreads, 0, arguments, params.device, stream, configured_devices);
+  const int64_t ctas = int64_t{2} * arguments.sequences() * arguments.ctas_of_sequence;
+  return launch(dequantize_kv_kernel<kCodes>, ctas, kThreads, 0, arguments, arguments.params.device, stream,
+                configured_devices);
 }
 
 }  // namespace
 
 cudaError_t run_dequantize_kv(const Flash_kvcache_params& params, const DequantizedKv& to, cudaStream_t stream) {
   const DequantizeArguments arguments(params, to);
-  return FP16_SWITCH(params.q_dtype, [&] {
-    using Element = ElementOf<kDtype>;
-    return params.kv_dtype == Dtype::kE4m3 ? run_kv<Dtype::kE4m3, Element>(arguments, stream)
-                                           : run_kv<Dtype::kInt8, Element>(arguments, stream);
-  });
-}
-
-cudaError_t run_dequantize_query(const Flash_kvcache_params& params, const QueryCodes& codes, void* to,
-                                 cudaStream_t stream) {
-  const QueryArguments arguments{params, codes, to, FastDiv((params.d + kUnitCols - 1) / kUnitCols)};
-  return FP16_SWITCH(params.q_dtype, [&] { return run_query<ElementOf<kDtype>>(arguments, stream); });
+  return E4M3_SWITCH(params.kv_dtype, [&] { return run_kv<kDtype>(arguments, stream); });
 }
 
 }  // namespace flash
