@@ -6,12 +6,13 @@ What no query may see was NaN there, and is the code of NaN here.
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import torch
-from fp8_harness import E4M3, INT8, LSE, ROUNDED_KV, WIDE_P, decode, lse_bound, lse_error, relative_rmse
+from fp8_harness import E4M3, INT8, LSE, WIDE_P, decode, lse_bound, lse_error, relative_rmse
 from kvcache_harness import get_rows, make_problem, run
 from reference import attention
+
+from flash_attn import eight_bit
 
 FORMATS = (E4M3, INT8)
 
@@ -63,24 +64,18 @@ def rows_of(problem, cache, descale, i, first, stop):
     return rows * get_rows(problem, descale.expand(cache.shape[:3]), i, first, stop)[..., None]
 
 
-def rounds(problem, device):
-    """Whether K and V times descales are rounded to bf16: for many queries, on CUDA, unless decoding is forced."""
-    many = problem.case.seqlen_q * (problem.case.nheads // problem.case.nheads_k) > 16
-    decodes = os.environ.get("FLASH_ATTN_FAMILY") == "split_kv"
-    return device != "cpu" and many and problem.q.dtype in (torch.bfloat16, E4M3) and not decodes
+def of_lse(problem, device, q_descale, k_descale):
+    """The bound of the LSE. CUDA rounds queries of codes times their descales where those of K cannot hold both."""
+    if problem.q.dtype is not E4M3 or q_descale is None:
+        return LSE
+    joins = problem.k is None and eight_bit.can_join(q_descale, k_descale, problem.case.nheads_k)
+    return LSE if joins else lse_bound(device)
 
 
-def of_lse(problem, device):
-    """The bound of the LSE. CUDA rounds queries of codes times descales too."""
-    return lse_bound(device) if rounds(problem, device) or problem.q.dtype is E4M3 else LSE
-
-
-def check(problem, out, lse, k_descale, v_descale, queries=None, bound=None):
+def check(problem, out, lse, k_descale, v_descale, queries=None, bound=WIDE_P, q_descale=None):
     """out and LSE against float64 over the caches as they are now."""
     case = problem.case
     queries = problem.q if queries is None else queries
-    if bound is None:
-        bound = ROUNDED_KV if rounds(problem, out.device.type) else WIDE_P
     for i, length in enumerate(case.lengths):
         if length < 0:
             assert (out[i] == 0).all() and lse[i].isposinf().all()
@@ -93,7 +88,7 @@ def check(problem, out, lse, k_descale, v_descale, queries=None, bound=None):
             queries[i : i + 1], k, v, causal=case.causal, window=case.window, softcap=case.softcap,
             alibi_slopes=slopes, sinks=problem.sinks,
         )  # fmt: skip
-        assert lse_error(lse[i : i + 1], expected.lse) <= of_lse(problem, out.device.type)
+        assert lse_error(lse[i : i + 1], expected.lse) <= of_lse(problem, out.device.type, q_descale, k_descale)
         if stop > first:
             assert relative_rmse(out[i : i + 1], expected.out) <= bound
         else:

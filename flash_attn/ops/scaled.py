@@ -66,8 +66,14 @@ def forward(args: AttentionArgs, attend_fp8, attend):
         return attend(args.without_scaling(q, k, v), _of_codes(args))
     sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
     if over_codes:
-        own = eight_bit.Scaling.of(q, k, v, eight_bit.Descales(q=args.q_descale), dtype)
-        return attend(args.without_scaling(own.queries(q, sequence), k, v), _of_codes(args))
+        of_codes = _of_codes(args)
+        if eight_bit.can_join(args.q_descale, args.k_descale, k.shape[-2]):
+            of_codes["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
+            queries = q.to(dtype)  # exact
+        else:
+            own = eight_bit.Scaling.of(q, k, v, eight_bit.Descales(q=args.q_descale), dtype)
+            queries = own.queries(q, sequence)
+        return attend(args.without_scaling(queries, k, v), of_codes)
     scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
     operands = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     operands = tuple(x.to(dtype) for x in operands)
@@ -95,6 +101,11 @@ def kvcache_arguments(args: KvCacheArgs):
     result = {name: value for name, value in args.scaling().items() if name != "out_dtype"}
     if q.dtype in eight_bit.EIGHT_BIT:
         result["fp16_out"] = args.out_dtype is torch.float16
+        # New rows are quantised by k_descale, those of rows stand elsewhere.
+        reads_only = args.k is None and args.k_token_descale is None
+        if reads_only and eight_bit.can_join(args.q_descale, args.k_descale, k_cache.shape[-2]):
+            result["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
+            result["q_descale"] = None
     return result
 
 

@@ -96,10 +96,11 @@ def check(problem, out, lse, descales, sequences=None):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("lengths", (MANY, FEW), ids=("many", "few"))
-def test_descales(device, family, stored, shape, page_size, lengths):
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_descales(device, family, stored, shape, page_size, lengths, dtype):
     if shape == "none" and stored is INT8:
         pytest.skip("scores of hundreds")
-    problem, descales = problem_of(device, stored, shape, lengths, page_size=page_size, causal=True)
+    problem, descales = problem_of(device, stored, shape, lengths, page_size=page_size, causal=True, dtype=dtype)
     if shape == "none":
         problem.q = problem.q * 0.03
     out, lse, _ = run(problem, **descales)
@@ -152,14 +153,40 @@ def test_table_wider_than_the_sequences(device, family):
     assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
 
 
-@pytest.mark.devices("cuda")
-def test_max_seqlen_k_bounds_what_is_gathered(device, monkeypatch):
-    """A sequence of more keys than it promises comes out as NaN; the others are as before."""
-    monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
-    problem, descales = problem_of(device, E4M3, "head", ((70, 300), (40, 100)), page_size=16, causal=True)
-    out, lse, _ = run(problem, max_seqlen_k=128, **descales)
-    check(problem, out, lse, descales, [1])
-    assert out[69].isnan().all() and lse[:, 69].isnan().all()
+@pytest.mark.parametrize("features", ({"causal": True}, {"window": (90, 10), "softcap": 9.0}, {"sinks": True}), ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("max_seqlen_k", (0, 128, 301))
+def test_max_seqlen_k_may_be_too_small(device, family, features, dtype, max_seqlen_k):
+    """It decides how many keys are gathered, not which are seen."""
+    lengths = ((70, 300), (40, 100), (0, 290), (3, 0), (5, 1))
+    problem, descales = problem_of(device, E4M3, "page", lengths, page_size=16, dtype=dtype, **features)
+    wide = torch.full((len(lengths), 100), -1, dtype=torch.int32, device=device)
+    wide[:, : problem.block_table.shape[1]] = problem.block_table
+    problem.block_table = wide
+    out, lse, _ = run(problem, max_seqlen_k=max_seqlen_k, **descales)
+    check(problem, out, lse, descales)
+
+
+def test_max_logit_with_a_small_max_seqlen_k(device, family):
+    problem, descales = problem_of(device, E4M3, "head", ((70, 300), (40, 100)), page_size=16)
+    expected = run(problem, return_max_logit=True, **descales)
+    got = run(problem, return_max_logit=True, max_seqlen_k=100, **descales)
+    for ours, other in zip(got, expected):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("forced", ("wgmma", "mma_sync"))
+def test_extreme_descales_of_heads(device, stored, forced, monkeypatch):
+    """They multiply queries and results: no 16-bit number has to hold code * descale."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", forced)
+    problem, descales = problem_of(device, stored, "batch", dtype="bfloat16", causal=True)
+    q = problem.q
+    for of_k, of_v in ((2.0**-30, 2.0**40), (2.0**30, 2.0**-60)):
+        problem.q = q / of_k
+        scaled = {"k_descale": descales["k_descale"] * of_k, "v_descale": descales["v_descale"] * of_v}
+        out, lse, _ = run(problem, **scaled)
+        check(problem, out, lse, scaled)
 
 
 @pytest.mark.devices("cuda")

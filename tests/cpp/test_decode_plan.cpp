@@ -124,7 +124,8 @@ flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
   forward.window = problem.options.window;
   forward.has_key_ranges = true;
   forward.kv_dtype = problem.kv_dtype;
-  forward.gathers_keys = flash::is_eight_bit(problem.kv_dtype);
+  forward.gathers_keys = forward.converts_queries = flash::is_eight_bit(problem.kv_dtype);
+  if (forward.converts_queries) forward.dtype = Dtype::kFp16;
   return forward;
 }
 
@@ -217,6 +218,7 @@ void check_dequantized() {
     check::that(plan.kernel == DecodeKernel::kForward && plan.dequantized_bytes == int64_t{2} * 16384 * 8 * 128 * 2,
                 "a chunk", plan.dequantized_bytes);
     const std::string fields = flash::plan::one_line(flash::plan::explain(problem, plan));
+    check::that(plan.forward.dtype == Dtype::kFp16, "in fp16");
     check::that(fields.find("kv_dtype=int8") != std::string::npos, "explained");
     check::that(fields.find("dequantized_bytes=67108864") != std::string::npos, "explained", fields);
   }

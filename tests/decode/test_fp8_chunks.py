@@ -91,8 +91,8 @@ def test_v_descales_of_channels(device, family, axes, page_size):
 
 
 def test_powers_of_two_are_exact(device, family):
-    """The pass writes what a 16-bit cache of the same values holds: results have the same bits."""
-    wide = make_problem(KvCase(LENGTHS, 70, None, MOST, causal=True, head_dim=128), device)
+    """The pass writes what an fp16 cache of the same values holds: results have the same bits."""
+    wide = make_problem(KvCase(LENGTHS, 70, None, MOST, causal=True, head_dim=128, dtype="float16"), device)
     narrow = dataclasses.replace(wide)
     for name in ("k_cache", "v_cache"):
         values = getattr(wide, name).nan_to_num(nan=0.0).to(E4M3)
@@ -109,15 +109,16 @@ def test_powers_of_two_are_exact(device, family):
 @pytest.mark.parametrize("stored,out_dtype", ((E4M3, None), (E4M3, torch.float16)))
 @pytest.mark.parametrize("of_q", ("none", "tensor", "kv_head", "head", "batch_kv", "batch"))
 @pytest.mark.parametrize("seqlen_q,page_size", ((3, 0), (70, 16)))
-def test_8_bit_queries(device, stored, out_dtype, of_q, seqlen_q, page_size):
-    problem, *descales = problem_of(device, stored, "page", seqlen_q=seqlen_q, page_size=page_size, dtype="bfloat16")
+@pytest.mark.parametrize("of_k", ("page", "batch"))
+def test_8_bit_queries(device, stored, out_dtype, of_q, of_k, seqlen_q, page_size):
+    problem, *descales = problem_of(device, stored, of_k, seqlen_q=seqlen_q, page_size=page_size, dtype="bfloat16")
     shape = {"none": None, "tensor": (), "kv_head": (2,), "head": (4,), "batch_kv": (5, 2), "batch": (5, 4)}[of_q]
     q_descale = None if shape is None else scale(device, *shape) * 40
     problem.q = problem.q.to(E4M3)
     out, lse = call(problem, device, *descales, q_descale=q_descale, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or torch.bfloat16)
     wide = q_descale if shape is None or len(shape) == 0 or shape[-1] == 4 else q_descale.repeat_interleave(2, -1)
-    check(problem, out, lse, *descales, dequantized(problem.q, wide), bound=PLAIN)
+    check(problem, out, lse, *descales, dequantized(problem.q, wide), PLAIN, q_descale)
 
 
 def test_8_bit_queries_of_any_layout(device):
