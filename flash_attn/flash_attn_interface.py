@@ -296,8 +296,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q: int, or integer tensor of one element: an upper bound of the query lengths. It sizes S_dmask;
             no query is skipped if it is too small.
-        max_seqlen_k: the same for the key lengths. Over 8-bit pages CUDA gathers no more keys of a sequence: with a
-            value that is too small the results of a longer one may be NaN.
+        max_seqlen_k: the same for the key lengths; no key is skipped either. Over 8-bit pages CUDA has memory for so
+            many keys of a sequence; a call of longer ones is computed twice.
         <options>
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
         seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use, at most its
