@@ -1,4 +1,4 @@
-"""The model of e4m3 arithmetic behind the table of docs/fp8.md: its roundings, and that the document has its figures."""
+"""The model of e4m3 arithmetic behind the table of docs/fp8.md: its roundings, and the figures of the document."""
 
 from __future__ import annotations
 
