@@ -118,8 +118,8 @@ FEATURES = (
 @pytest.mark.parametrize("stored,shape", ((E4M3, "token"), (INT8, "batch")))
 @pytest.mark.parametrize("page_size", (0, 1, 7, 256))
 def test_features(device, family, features, stored, shape, page_size):
-    for lengths in (MANY, FEW):
-        problem, descales = problem_of(device, stored, shape, lengths, page_size=page_size, **features)
+    for lengths, dtype in ((MANY, "bfloat16"), (FEW, "float16")):
+        problem, descales = problem_of(device, stored, shape, lengths, page_size=page_size, dtype=dtype, **features)
         out, lse, _ = run(problem, **descales)
         check(problem, out, lse, descales)
 

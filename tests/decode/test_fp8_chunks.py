@@ -63,24 +63,29 @@ FEATURES = (
 @pytest.mark.parametrize("stored,shape", ((E4M3, "inline"), (INT8, "batch")))
 @pytest.mark.parametrize("page_size", (0, 1, 48))
 def test_features(device, family, features, stored, shape, page_size):
-    for head_dim, heads in ((64, (4, 2)), (128, (6, 1))):
+    for head_dim, heads, dtype in ((64, (4, 2), "float16"), (128, (6, 1), "bfloat16")):
         case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "page_size": page_size, **features}
+        case["dtype"] = dtype
         problem, *descales = problem_of(device, stored, shape, **case)
         check_chunk(problem, device, descales)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "permuted", "heads_first", "sliced", "unaligned"))
-@pytest.mark.parametrize("head_dim", (32, 72, 96, 192, 256))
-def test_layouts(device, family, layout, head_dim):
+@pytest.mark.parametrize(
+    "head_dim,dtype", ((32, "bfloat16"), (72, "float16"), (96, "bfloat16"), (192, "float16"), (256, "bfloat16"))
+)
+def test_layouts(device, family, layout, head_dim, dtype):
     """Codes are read as they lie: in vectors of 8 bytes, in words, or one by one."""
-    problem, *descales = problem_of(device, INT8, seqlen_new=40, seqlen_q=40, layout=layout, head_dim=head_dim)
+    case = {"seqlen_new": 40, "seqlen_q": 40, "layout": layout, "head_dim": head_dim, "dtype": dtype}
+    problem, *descales = problem_of(device, INT8, **case)
     check_chunk(problem, device, descales)
 
 
 @pytest.mark.parametrize("axes", ("head", "batch"))
 @pytest.mark.parametrize("page_size", (0, 16))
-def test_v_descales_of_channels(device, family, axes, page_size):
-    problem, k_descale, _ = problem_of(device, E4M3, "batch", page_size=page_size)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_v_descales_of_channels(device, family, axes, page_size, dtype):
+    problem, k_descale, _ = problem_of(device, E4M3, "batch", page_size=page_size, dtype=dtype)
     shape = (2, 64) if axes == "head" else (len(LENGTHS), 2, 64)
     v_descale = scale(device, *shape)
     by_channel, _ = call(problem, device, k_descale, v_descale, v_descale_axis="channel")
@@ -153,9 +158,10 @@ def test_bad_8_bit_queries_are_named(device, rotary):
 @pytest.mark.devices("cuda")
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("sinks", (False, True))
-def test_misfits(device, family, page_size, sinks):
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_misfits(device, family, page_size, sinks, dtype):
     """A length, and a page or cache row, that do not exist."""
-    case = {"lengths": (40, 90, 17, 0), "seqlen_q": 40, "seqlen_new": 2, "capacity": 200}
+    case = {"lengths": (40, 90, 17, 0), "seqlen_q": 40, "seqlen_new": 2, "capacity": 200, "dtype": dtype}
     problem, *descales = problem_of(device, E4M3, "page", page_size=page_size, sinks=sinks, **case)
     problem.lengths[1] = 10**6
     place = problem.table if page_size else problem.rows
@@ -176,9 +182,9 @@ def test_misfits(device, family, page_size, sinks):
 
 
 @pytest.mark.devices("cuda")
-@pytest.mark.parametrize("page_size", (0, 16))
-def test_graph_with_changed_lengths(device, page_size):
-    case = {"lengths": (1000, 3, 0), "seqlen_q": 100, "capacity": 1500, "page_size": page_size}
+@pytest.mark.parametrize("page_size,dtype", ((0, "bfloat16"), (16, "bfloat16"), (16, "float16")))
+def test_graph_with_changed_lengths(device, page_size, dtype):
+    case = {"lengths": (1000, 3, 0), "seqlen_q": 100, "capacity": 1500, "page_size": page_size, "dtype": dtype}
     problem, *descales = problem_of(device, INT8, "page", **case)
     for cache in (problem.k_cache, problem.v_cache):
         cache.random_(-127, 128)
