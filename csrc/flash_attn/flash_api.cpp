@@ -20,6 +20,7 @@
 #include "api/kvcache.h"
 #include "api/overlap.h"
 #include "api/set_params.h"
+#include "api/signatures.h"
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "plan/bwd_plan.h"
@@ -169,12 +170,14 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   const char* axes = "batch, seqlen, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
-  set_named(named, scores, options);
+  KvDescales descales;
+  set_named(named, scores, options, descales);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
@@ -185,7 +188,9 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                   {"alibi_slopes", alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
-                                  {"rng_state", options.rng_state}});
+                                  {"rng_state", options.rng_state},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}});
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
@@ -200,7 +205,8 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                         return_softmax,
                                         gen,
                                         return_max_logit,
-                                        options});
+                                        options,
+                                        descales});
 }
 
 template <class Result>
@@ -214,16 +220,18 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const char* axes = "total, heads, head_dim";
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
-  set_named(named, scores, options);
+  KvDescales descales;
+  set_named(named, scores, options, descales);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
-    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
+    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim", true);
   } else {
-    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes, true);
   }
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   checks::lengths("seqused_k", seqused_k, q, batch);
   checks::lengths("leftpad_k", leftpad_k, q, batch);
@@ -244,7 +252,9 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"alibi_slopes", alibi_slopes},
                                   {"sinks", scores.sinks},
                                   {"origins", scores.origins},
-                                  {"rng_state", options.rng_state}};
+                                  {"rng_state", options.rng_state},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}};
   overlap::check({{"out", out}}, read);
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
@@ -263,7 +273,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                         return_softmax,
                                         gen,
                                         return_max_logit,
-                                        options});
+                                        options,
+                                        descales});
 }
 
 template <class Result>
@@ -346,58 +357,11 @@ std::string build_info() {
 }
 
 template <class Function>
-void define_fwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_varlen_fwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
-        py::arg("cu_seqlens_k"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"),
-        py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"),
-        py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("num_splits") = 0, py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_bwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-        py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("gen"),
-        py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_varlen_bwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-        py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("cu_seqlens_q"),
-        py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
-        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
-}
-
-template <class Function>
 void define_fwd_fp8(py::module_& m, const char* name, Function* function, const char* doc) {
   m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
         py::arg("fast_exp"), py::call_guard<CallGuard>());
-}
-
-template <class Function>
-void define_kvcache(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
-        py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"),
-        py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
-        py::arg("batch_invariant") = false);
 }
 
 }  // namespace
