@@ -47,7 +47,9 @@ SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void
   if (causal) params.window.right = 0;
   params.scale_softmax = 1.0f / std::sqrt(static_cast<float>(SWEEP_HEAD_DIM));
   params.softmax_scale_log2 = params.scale_softmax * 1.44269504f;
-  if (const cudaError_t status = cudaGetDevice(&params.device); status != cudaSuccess) return status;
+  int device = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  params.device = static_cast<int16_t>(device);
   params.dropout.rng_state = rng_state();
   if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
   flash::plan::FwdPlan plan;
