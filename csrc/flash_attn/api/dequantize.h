@@ -32,6 +32,7 @@ inline at::Tensor dequantize_kv(Flash_kvcache_params params, int rows, int64_t b
   to.v_ptr = static_cast<char*>(to.k_ptr) + bytes / 2;
   to.rows_per_sequence = rows;
   to.key_ranges = rows > 0 ? forward.varlen.key_ranges : nullptr;
+  to.multiprocessors = device_facts(params.device).multiprocessors;
   if (converts_queries(params)) {
     if (!params.k_descale.by_row) params.k_descale = KvDescale{};
     if (!params.v_descale.by_row) params.v_descale = KvDescale{};

@@ -91,6 +91,7 @@ struct DequantizedKv {
   int rows_per_sequence = 0;  // row 0 of sequence i is row i * rows_per_sequence, and is its key 0; 0: packed rows,
                               // which lie where their codes do
   int* key_ranges = nullptr;  // (b, 2), written: Varlen::key_ranges of these rows; null: not wanted
+  int multiprocessors = 0;    // of the device
 };
 
 // Queries or results, (b, seqlen_q, h, d) or packed, that are multiplied by descales and change their type: e4m3 to

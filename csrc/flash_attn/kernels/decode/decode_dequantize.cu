@@ -48,7 +48,7 @@ struct DequantizeArguments {
     if (rows_of_block == 0) rows_of_block = 1;
     const int rows = to.rows_per_sequence > 0 ? to.rows_per_sequence : params.seqlen_k;
     const int blocks = (rows + rows_of_block - 1) / rows_of_block;
-    const int most = kWaves * kBlocksPerSm * params.multiprocessors / (2 * sequences());
+    const int most = kWaves * kBlocksPerSm * to.multiprocessors / (2 * sequences());
     ctas_of_sequence = std::min(blocks, std::max(most, 1));
   }
 
