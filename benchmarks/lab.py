@@ -97,8 +97,14 @@ EXPERIMENTS = (
     ),
     Experiment(
         "triton_sweep", "other tiles of the Triton comparator",
-        "{python} benchmarks/triton_sweep.py --out {out}/{gpu}_triton_sweep.json", 150, "{gpu}_triton_sweep.json",
+        "{python} benchmarks/triton_sweep.py --out {out}/{gpu}_triton_sweep.json", 90, "{gpu}_triton_sweep.json",
         "docs/tuning/triton.md",
+    ),
+    Experiment(
+        "triton_ladder", "the Triton comparator step by step, beside SDPA and ours; compiles for a minute or two first",
+        "{python} benchmarks/triton_ladder.py --budget 60 --out {out}/{gpu}_triton_ladder.json "
+        "--plot {out}/plots_triton/ladder.png",
+        75, "{gpu}_triton_ladder.json", "docs/tuning/triton.md",
     ),
     Experiment(
         "fp8_forward", "the e4m3 forward beside bf16",
