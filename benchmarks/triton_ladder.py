@@ -8,7 +8,7 @@ of triton_forward.py and triton_backward.py. First every kernel is compiled, in 
 does not compile is told in the result and not tried again. Then all take turns, with batch · seqlen = 16384 and
 heads · head dim = 2048, each row checked against float64 first (benchmarks/run.py says how). At last, with the tiles
 tuned for the rows, each rung is checked on a small problem, dK and dV included. A transposed copy is part of the call
-that needs it; tiles are tuned before the clock runs.
+that needs it; tiles are tuned before the clock runs. What was not kept is first tried in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import os
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,6 +35,7 @@ SEQLENS = (1024, 2048, 4096, 8192, 16384)
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 CHECKED = (1, 256, 256, 16, 16)  # multiples of 16: what has been compiled for the rows
 KERNELS = ("forward", "dkdv", "dq")
+TRIAL_SECONDS = 120.0
 MAX_MS = 1200.0  # of one row, all implementations together
 
 
@@ -153,7 +155,7 @@ def compile_all(head_dims, count):
     return entries
 
 
-def check(implementations, head_dims, device, dtype):
+def check(rungs, head_dims, device, dtype):
     """({rung: {problem: relative error}}, {rung: {problem: why there is none}}) of small problems, gradients included
     but for rungs of the forward."""
     from implementations import make_inputs
@@ -163,7 +165,8 @@ def check(implementations, head_dims, device, dtype):
 
     errors, failures = {}, {}
     shape = CHECKED if device.type == "cuda" else (1, 40, 40, 2, 1)
-    for rung, own in zip(RUNGS, implementations):
+    for rung in rungs:
+        own = implementation(rung, device.type)
         for head_dim, causal in itertools.product(head_dims, MASKS):
             row = Row("cells", Case(*shape, head_dim, dtype, causal=causal))
             mode = rung.modes[-1]
@@ -174,6 +177,26 @@ def check(implementations, head_dims, device, dtype):
             except NotMeasured as reason:
                 failures.setdefault(rung.name, {})[f"{row.label} {mode}"] = str(reason)
     return errors, failures
+
+
+def try_apart(rung, seconds=TRIAL_SECONDS):
+    """Why a rung is not to be run, or None: its check in a process of its own, as a compiler's wrong code may hang."""
+    command = [sys.executable, __file__, "--trial", rung.name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"no result after {seconds:g} s"
+    return None if done.returncode == 0 else (done.stdout + done.stderr).strip()[-400:] or f"status {done.returncode}"
+
+
+def run_trial(name):
+    """What try_apart runs; prints what failed."""
+    import torch
+
+    rungs = [rung for rung in RUNGS if rung.name == name]
+    _, failures = check(rungs, HEAD_DIMS, torch.device("cuda", torch.cuda.current_device()), "bfloat16")
+    print(failures or "")
+    return 1 if failures else 0
 
 
 def chosen_tiles():
@@ -200,12 +223,16 @@ def measure_all(options, device, result):
     from shared import row_bar
     from timing import Allowance, Budget, make_timers
 
-    rungs = [implementation(rung, device.type) for rung in RUNGS]
+    cuda = device.type == "cuda"
+    refused = {rung.name: try_apart(rung) for rung in RUNGS if not rung.kept} if cuda else {}
+    refused = {name: {"trial": reason} for name, reason in refused.items() if reason}
+    runnable = [rung for rung in RUNGS if rung.name not in refused]
     rows = make_rows(options.head_dims, options.seqlens, device, result["dtype"])
-    peers = choose(PEERS if device.type == "cuda" else PEERS[:1])
-    everyone = [*rungs, *peers]
-    result["implementations"] = {item.name: item.title for item in everyone}
-    budget = Budget(12, 40.0, 10.0, MAX_MS) if device.type == "cuda" else Budget(1, 0.0, 0.0)
+    peers = choose(PEERS if cuda else PEERS[:1])
+    titles = [implementation(rung, device.type) for rung in RUNGS] + peers
+    everyone = [item for item in titles if item.name not in refused]
+    result["implementations"] = {item.name: item.title for item in titles}
+    budget = Budget(12, 40.0, 10.0, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
     timers, work = make_timers(device), list(itertools.product(MODES, rows))
     allowance = Allowance(options.budget, len(work))
     with row_bar(len(work)) as done:
@@ -215,7 +242,8 @@ def measure_all(options, device, result):
             write(options.out, {**result, "tiles": chosen_tiles(), "spent_s": round(allowance.spent(), 1)})
             figures = "  ".join(f"{name} {found['tflops']:.3g}" for name, found in entry["results"].items())
             done(f"{entry['label']} {mode}, TFLOPS: {figures}")
-    result["checks"], result["not_checked"] = check(rungs, options.head_dims, device, result["dtype"])
+    result["checks"], failures = check(runnable, options.head_dims, device, result["dtype"])
+    result["not_checked"] = {**failures, **refused}
     result["tiles"], result["spent_s"] = chosen_tiles(), round(allowance.spent(), 1)
     write(options.out, result)
     kept = {rung.name for rung in RUNGS if rung.kept} | {item.name for item in peers}
@@ -252,8 +280,11 @@ def parse(arguments):
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton's interpreter, tiny")
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
     parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=SEQLENS)
+    parser.add_argument("--trial", choices=[rung.name for rung in RUNGS if not rung.kept], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if (options.out is None) == (options.result is None) or (options.result and not options.plot):
+    if not options.trial and (
+        (options.out is None) == (options.result is None) or (options.result and not options.plot)
+    ):
         parser.error("expected --out RESULT.json to measure, or --result RESULT.json with --plot FILE.png")
     return options
 
@@ -261,6 +292,8 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     good = True
+    if options.trial:
+        return run_trial(options.trial)
     if options.result:
         result = json.loads(options.result.read_text(encoding="utf-8"))
     else:

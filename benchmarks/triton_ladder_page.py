@@ -113,8 +113,8 @@ def gain_lines(result):
     return lines
 
 
-def compiled_lines(result):
-    """Which kernels of a rung the compiler fails on."""
+def failure_lines(result):
+    """Which kernels of a rung the compiler fails on, and which rungs were not right."""
     lines = []
     for rung in result["rungs"]:
         own = [found for found in result["compiled"] if found["rung"] == rung["name"]]
@@ -122,11 +122,13 @@ def compiled_lines(result):
         if failed:
             kernels = ", ".join(sorted({found["kernel"] for found in failed}))
             lines.append(f"{rung['name']}: {len(failed)} of {len(own)} kernels do not compile or fit ({kernels})")
+    for name, found in result["not_checked"].items():
+        lines.append(f"{name}: not measured or wrong, {'; '.join(map(' '.join, found.items()))}")
     return lines
 
 
 def measured_lines(result):
-    return [*measured_table(result), "", *(f"- {line}" for line in [*gain_lines(result), *compiled_lines(result)])]
+    return [*measured_table(result), "", *(f"- {line}" for line in [*gain_lines(result), *failure_lines(result)])]
 
 
 def block(result):

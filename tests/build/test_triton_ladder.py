@@ -49,9 +49,11 @@ def test_rungs_add_up():
 
 def interpret(folder):
     """What test_the_program_and_its_rungs_by_the_interpreter runs in a process of its own."""
+    import timing
     import triton_attention
 
     patch_interpreter()
+    timing.FEWEST_ROUNDS = 1
     options = ["--device", "cpu", "--head-dims", "64", "--seqlens", "1024"]
     assert triton_ladder.main([*options, "--out", f"{folder}/ladder.json", "--plot", f"{folder}/ladder.png"]) == 0
     torch.manual_seed(0)
@@ -166,6 +168,19 @@ def test_a_crash_of_the_compiler_ends_no_run():
     assert found == [{"registers": 1}, {"error": "the compiler crashed"}, {"registers": 3}]
 
 
+def test_a_rung_that_hangs_or_fails_is_told(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(triton_ladder, "__file__", str(program))
+    for code, told in (
+        ("", None),
+        ("import time; time.sleep(60)", "no result after 0.5 s"),
+        ("raise SystemExit(f'wrong {sys.argv[1:]}')", "wrong ['--trial', 'warp_specialize']"),
+    ):
+        program.write_text(f"import sys\n{code}\n")
+        seconds = 0.5 if "sleep" in code else 60
+        assert triton_ladder.try_apart(BY_NAME["warp_specialize"], seconds) == told
+
+
 def measured():
     """A result in which each kept step doubles the speed, and the others halve it."""
     speeds = {"ours": 100.0, "sdpa_flash": 50.0}
@@ -181,7 +196,8 @@ def measured():
     compiled = [{"rung": "warp_specialize", "kernel": "dq", "error": "no"}, {"rung": "warp_specialize", "kernel": "dq"}]
     origin = {"device": {"type": "cpu", "name": "GPU", "threads": 1}, "versions": {"torch": "2"}, "dtype": "bfloat16"}
     origin.update(build={"commit": "0123456789abcdef"}, implementations=dict.fromkeys(speeds))
-    return {**origin, "rungs": page.described_rungs(), "compiled": compiled, "rows": rows}
+    told = {"compiled": compiled, "not_checked": {"transposed_k": {"trial": "no result after 120 s"}}}
+    return {**origin, **told, "rungs": page.described_rungs(), "rows": rows}
 
 
 def test_the_block_has_figures_of_a_result_only():
@@ -194,6 +210,7 @@ def test_the_block_has_figures_of_a_result_only():
     assert "| `transposed_k` | 20.0 (0.50×) |" in text and "| `ours` | 200 (0.20×) |" in text
     assert "- fwd+bwd, shared_delta over sdpa_flash: geometric mean 0.800x" in text
     assert "- warp_specialize: 1 of 2 kernels do not compile or fit (dq)" in text
+    assert "- transposed_k: not measured or wrong, trial no result after 120 s" in text
 
 
 def test_the_page_is_what_the_result_says():
@@ -215,7 +232,7 @@ def test_the_rungs_on_the_gpu(device):
     pytest.importorskip("triton")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("tensor descriptors and the tiles of Hopper")
-    rungs = [triton_ladder.implementation(rung, "cuda") for rung in RUNGS]
-    errors, failures = triton_ladder.check(rungs, (64,), torch.device(device), "bfloat16")
+    assert triton_ladder.try_apart(BY_NAME["warp_specialize"]) is None
+    errors, failures = triton_ladder.check(RUNGS, (64,), torch.device(device), "bfloat16")
     assert failures == {} and set(errors) == set(BY_NAME)
     assert all(error < 1e-2 for found in errors.values() for error in found.values())
