@@ -1,0 +1,238 @@
+"""What each technique of the forward is worth: `python benchmarks/ablate.py --out DIR/h200_ablate.json`.
+
+Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
+thing changed; full and causal. Compiles what is missing on all cores (build/lab/kernels keeps it), compares each kernel
+with float64 attention, times them interleaved, and writes the JSON, the tables (.md) and a bar plot for each family
+(_mma_sync.png) beside it. --family wgmma: the Hopper forward, by lab_sm90.py.
+Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+
+import ablate_report
+import lab_designs
+import lab_sm90
+from ablate_report import LIBRARY
+from lab_build import BuildError, Compiler, forward
+
+FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
+SEQLENS = (1024, 4096)
+CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def say(line):
+    print(line, flush=True)
+
+
+def work(families, head_dims):
+    """{(family, head dim): [Entry]}."""
+    return {(family, dim): FAMILIES[family](dim) for family in families for dim in head_dims}
+
+
+@contextlib.contextmanager
+def forced_family(family):
+    """The library's variable that chooses its kernels, read at every call."""
+    before = os.environ.get("FLASH_ATTN_FAMILY")
+    os.environ["FLASH_ATTN_FAMILY"] = family
+    try:
+        yield
+    finally:
+        del os.environ["FLASH_ATTN_FAMILY"]
+        if before is not None:
+            os.environ["FLASH_ATTN_FAMILY"] = before
+
+
+def refusal(torch, attention, design):
+    """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    dtype = getattr(torch, TORCH_DTYPES[design.dtype])
+    for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
+        lengths = (seqlen_q, seqlen_k, seqlen_k)
+        q, k, v = (
+            torch.randn((2, s, 3, design.head_dim), device="cuda", generator=generator).to(dtype) for s in lengths
+        )
+        out = torch.full_like(q, float("nan"))
+        try:
+            forward(design, q, k, v, out, causal=mask == "causal")
+        except (BuildError, RuntimeError) as error:
+            return str(error)
+        exact = attention(q, k, v, causal=mask == "causal").out
+        plain = attention(q, k, v, causal=mask == "causal", dtype=dtype).out
+        error = (out.double() - exact).abs().max().item()
+        bound = 2 * (plain.double() - exact).abs().max().item() + 1e-5
+        if not error <= bound:
+            return f"s {seqlen_q}, {seqlen_k}, {mask}: error {error:.2e} (bound {bound:.2e})"
+    return None
+
+
+def library_call(family, q, k, v, causal):
+    """(context, function) of the installed library; None without one, or without kernels for this GPU."""
+    try:
+        import flash_attn
+    except ImportError:
+        return None
+    call = partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
+    try:
+        with forced_family(family):
+            call()
+    except (RuntimeError, ImportError):
+        return None
+    return partial(forced_family, family), call
+
+
+def time_cell(torch, timer, designs, case, family, budget):
+    """{design or LIBRARY: median ms} on one problem, interleaved."""
+    from timing import interleave, summarize
+
+    calls = {}
+    for design in designs:
+        dtype = getattr(torch, TORCH_DTYPES[design.dtype])
+        shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+        out = torch.empty_like(q)
+        calls[design] = contextlib.nullcontext, partial(forward, design, q, k, v, out, causal=case.causal)
+    library = library_call(family, q, k, v, case.causal)
+    if library:
+        calls[LIBRARY] = library
+    samples, _ = interleave(timer, calls, budget)
+    return {name: summarize(values)["median"] for name, values in samples.items()}
+
+
+def measure(torch, timer, family, head_dim, entries, compiled, budget):
+    """One head dim of a family as plain data."""
+    from cases import bench_cells
+    from reference import attention
+
+    failed = {}
+    for design in dict.fromkeys(entry.design for entry in entries):
+        reason = refusal(torch, attention, design) if design in compiled else "does not compile"
+        if reason is not None:
+            failed[design] = reason
+            say(f"LEFT OUT: {design.name}: {reason}")
+    flops, times = {}, {}
+    for case in bench_cells((head_dim,)):
+        mask = "causal" if case.causal else "full"
+        good = [design for design in compiled if design not in failed and mask in design.masks]
+        good = [design for design in good if design in {entry.design for entry in entries}]
+        if case.seqlen_q not in SEQLENS or not good:
+            continue
+        cell = f"{mask} {case.seqlen_q}"
+        flops[cell] = case.flops
+        for name, ms in time_cell(torch, timer, good, case, family, budget).items():
+            times.setdefault(name, {})[cell] = ms
+        say(f"{family} d {head_dim} {cell}: {len(good)} kernels timed")
+    rows = [row(entry, compiled.get(entry.design), times.get(entry.design, {}), failed.get(entry.design))
+            for entry in entries]  # fmt: skip
+    if LIBRARY in times:
+        rows.append({"kind": LIBRARY, "label": LIBRARY, "failed": None, "facts": None, "ms": times[LIBRARY]})
+    return {"flops": flops, "entries": rows}
+
+
+def row(entry, facts, times, failed):
+    design = dataclasses.asdict(entry.design)
+    return {"kind": entry.kind, "label": entry.label, "design": design, "facts": facts, "ms": times, "failed": failed}
+
+
+def origin(torch, compiler):
+    from environment import describe_device, git_state
+
+    commit, dirty = git_state()
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": describe_device(torch.device("cuda")),
+        "versions": {
+            "nvcc": compiler.toolkit.full_version,
+            "CUTLASS": compiler.cutlass.version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "git": {"commit": commit, "dirty": dirty},
+    }
+
+
+def report(result, path):
+    """Writes the tables and the plots beside the JSON."""
+    text = ablate_report.page(result)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    say("\n" + text)
+    for family in result["families"]:
+        try:
+            ablate_report.write_plot(result, family, path.with_name(f"{path.stem}_{family}.png"))
+        except ImportError as error:
+            say(f"no plot: {error}")
+
+
+def listing(families, head_dims):
+    """What would be measured, a line each."""
+    return [
+        f"{family} d {dim} {entry.kind}: {entry.label}: {entry.design.name}"
+        for (family, dim), entries in work(families, head_dims).items()
+        for entry in entries
+    ]
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES), help="default: all")
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=lab_designs.HEAD_DIMS, default=[64, 128])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / "ablate.json", help="the JSON result")
+    parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
+    parser.add_argument("--min-ms", type=float, default=15.0, help="time per kernel and cell")
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
+    return parser.parse_args(argv)
+
+
+def run(arguments):
+    if arguments.list:
+        print("\n".join(listing(arguments.family, arguments.head_dims)))
+        return
+    if arguments.from_json:
+        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json)
+        return
+    todo = work(arguments.family, arguments.head_dims)
+    compiler = Compiler()
+    designs = [entry.design for entries in todo.values() for entry in entries]
+    compiled = compiler.compile_all(designs, say, arguments.jobs)
+    if arguments.compile_only:
+        return
+    import torch
+    from timing import Budget, CudaTimer
+
+    timer = CudaTimer(torch.device("cuda"))
+    budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=3.0)
+    result = {**origin(torch, compiler), "seqlens": SEQLENS, "families": {}}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for (family, head_dim), entries in todo.items():
+        found = measure(torch, timer, family, head_dim, entries, compiled, budget)
+        result["families"].setdefault(family, {})[str(head_dim)] = found
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, arguments.out)
+
+
+def main(argv=None):
+    try:
+        run(parse_arguments(argv))
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
