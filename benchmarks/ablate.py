@@ -1,9 +1,9 @@
 """What each technique of the forward is worth: `python benchmarks/ablate.py --out DIR/h200_ablate.json`.
 
 Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
-thing changed; full and causal. Compiles what is missing on all cores (build/lab/kernels keeps it), compares each kernel
-with float64 attention, times them interleaved, and writes the JSON, the tables (.md) and a bar plot for each family
-(_mma_sync.png) beside it. --family wgmma: the Hopper forward, by lab_sm90.py.
+thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
+(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, and writes the JSON,
+beside it the tables (.md) and a bar plot for each family (_mma_sync.png); with --docs into docs/tuning/ablation.md.
 Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
 """
 
@@ -31,6 +31,8 @@ from ablate_report import LIBRARY
 from lab_build import BuildError, Compiler, forward
 
 FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
+DOCUMENT = ROOT / "docs" / "tuning" / "ablation.md"
+PLOTS = ROOT / "benchmarks" / "results" / "plots_ablate"
 SEQLENS = (1024, 4096)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -100,13 +102,14 @@ def time_cell(torch, timer, designs, case, family, budget):
     """{design or LIBRARY: median ms} on one problem, interleaved."""
     from timing import interleave, summarize
 
-    calls = {}
+    calls, inputs = {}, {}
+    shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
+    for name in dict.fromkeys(["bf16", *(design.dtype for design in designs)]):
+        inputs[name] = [torch.randn(shape, device="cuda").to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
     for design in designs:
-        dtype = getattr(torch, TORCH_DTYPES[design.dtype])
-        shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
-        out = torch.empty_like(q)
-        calls[design] = contextlib.nullcontext, partial(forward, design, q, k, v, out, causal=case.causal)
+        call = partial(forward, design, *inputs[design.dtype], causal=case.causal)
+        calls[design] = contextlib.nullcontext, call
+    q, k, v, _ = inputs["bf16"]
     library = library_call(family, q, k, v, case.causal)
     if library:
         calls[LIBRARY] = library
@@ -166,16 +169,29 @@ def origin(torch, compiler):
     }
 
 
-def report(result, path):
-    """Writes the tables and the plots beside the JSON."""
-    text = ablate_report.page(result)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    say("\n" + text)
-    for family in result["families"]:
+def draw(result, paths):
+    """Writes the plot of each family to {family: path}; returns those written."""
+    for family, path in paths.items():
         try:
-            ablate_report.write_plot(result, family, path.with_name(f"{path.stem}_{family}.png"))
+            ablate_report.write_plot(result, family, path)
         except ImportError as error:
             say(f"no plot: {error}")
+            return {}
+    return paths
+
+
+def report(result, path, docs):
+    """The tables and plots beside the JSON at `path`, or in the document."""
+    text = ablate_report.page(result)
+    say("\n" + text)
+    if not docs:
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        draw(result, {family: path.with_name(f"{path.stem}_{family}.png") for family in result["families"]})
+        return
+    plots = draw(result, {family: PLOTS / f"{family}.png" for family in result["families"]})
+    links = [f"![{ablate_report.TITLES[family]}](../../{PLOTS.relative_to(ROOT)}/{family}.png)" for family in plots]
+    content = "\n\n".join([text.strip(), *links])
+    DOCUMENT.write_text(ablate_report.written(DOCUMENT.read_text(encoding="utf-8"), content), encoding="utf-8")
 
 
 def listing(families, head_dims):
@@ -193,9 +209,10 @@ def parse_arguments(argv):
     parser.add_argument("--head-dims", nargs="+", type=int, choices=lab_designs.HEAD_DIMS, default=[64, 128])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / "ablate.json", help="the JSON result")
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
-    parser.add_argument("--min-ms", type=float, default=15.0, help="time per kernel and cell")
+    parser.add_argument("--min-ms", type=float, default=25.0, help="time per kernel and cell")
     parser.add_argument("--list", action="store_true", help="print what would be measured")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
+    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/tuning/ablation.md")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return parser.parse_args(argv)
 
@@ -205,7 +222,7 @@ def run(arguments):
         print("\n".join(listing(arguments.family, arguments.head_dims)))
         return
     if arguments.from_json:
-        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json)
+        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json, arguments.docs)
         return
     todo = work(arguments.family, arguments.head_dims)
     compiler = Compiler()
@@ -224,7 +241,7 @@ def run(arguments):
         found = measure(torch, timer, family, head_dim, entries, compiled, budget)
         result["families"].setdefault(family, {})[str(head_dim)] = found
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    report(result, arguments.out)
+    report(result, arguments.out, arguments.docs)
 
 
 def main(argv=None):

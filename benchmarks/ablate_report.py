@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from statistics import geometric_mean
 
 LIBRARY = "library"
@@ -98,6 +99,15 @@ def page(result):
     for family, dims in result["families"].items():
         parts += [section(result, family, head_dim) for head_dim in dims]
     return "\n\n".join(parts) + "\n"
+
+
+def written(text, content):
+    """The document `text` with `content` between its markers."""
+    begin, end = "<!-- ablation:begin -->", "<!-- ablation:end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"expected the markers {begin} and {end}")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
 
 
 def bars(found, mask):

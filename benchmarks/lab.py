@@ -92,8 +92,13 @@ EXPERIMENTS = (
          environment=MMA_SYNC.items()),
     Experiment(
         "sweep", "other tiles of the mma.sync forward; compiles for minutes first",
-        "{python} benchmarks/sweep.py --head-dims 64,128,256 --out {out}/sweep", 120, "sweep/sweep_d64.json",
-        "docs/tuning/sweeps.md",
+        "{python} benchmarks/sweep.py --head-dims 64,128,256 --min-ms 30 --out {out}/sweep", 100,
+        "sweep/sweep_d64.json", "docs/tuning/sweeps.md",
+    ),
+    Experiment(
+        "ablate", "each technique of both forwards switched off, and a ladder to today; compiles for minutes first",
+        "{python} benchmarks/ablate.py --out {out}/{gpu}_ablate.json", 40, "{gpu}_ablate.json",
+        "docs/tuning/ablation.md",
     ),
     Experiment(
         "triton_sweep", "other tiles of the Triton comparator",

@@ -182,7 +182,7 @@ def test_the_overlay_changes_two_lookups_and_nothing_else():
         assert len(added) == 1 and added[0].startswith("  if (head_dim > 0) return ")
         assert len(text.splitlines()) == len(shipped) + 1
     with pytest.raises(ValueError, match="expected one line"):
-        lab_sm90.with_first_return(lab_sm90.TILES, "int no_such_function() {\n", "0")
+        lab_sm90.with_first_return(lab_sm90.TILES, "int missing_lookup() {\n", "0")
 
 
 def fake_result():
@@ -228,13 +228,34 @@ def test_without_the_design_in_use_switches_have_no_delta():
     assert "| plain loads | 214 | 214 | 214 | 214 | – |" in text and "today's tile: error 1.0" in text
 
 
+def one_family():
+    result = fake_result()
+    return {**result, "families": {"mma_sync": {"64": result["families"]["mma_sync"]["64"]}}}
+
+
 def test_reports_are_written_beside_the_json(tmp_path, capsys):
     path = tmp_path / "h200_ablate.json"
-    path.write_text(json.dumps(fake_result()))
+    path.write_text(json.dumps(one_family()))
     ablate.main(["--from-json", str(path)])
     assert (tmp_path / "h200_ablate.md").read_text() in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     assert (tmp_path / "h200_ablate_mma_sync.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_keeps_everything_else(tmp_path, monkeypatch):
+    document, path = tmp_path / "ablation.md", tmp_path / "h200_ablate.json"
+    text = ablate.DOCUMENT.read_text(encoding="utf-8")
+    document.write_text(text)
+    path.write_text(json.dumps(one_family()))
+    drawn = []
+    monkeypatch.setattr(ablate, "DOCUMENT", document)
+    monkeypatch.setattr(ablate_report, "write_plot", lambda result, family, path: drawn.append(path))
+    ablate.main(["--from-json", str(path), "--docs"])
+    new = document.read_text()
+    assert drawn == [ablate.PLOTS / "mma_sync.png"]
+    assert "(../../benchmarks/results/plots_ablate/mma_sync.png)" in new and "| lagging row max |" in new
+    begin = "<!-- ablation:begin -->"
+    assert new.partition(begin)[0] == text.partition(begin)[0] and new.endswith("<!-- ablation:end -->\n")
 
 
 def test_bars_are_of_one_mask():
