@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +33,6 @@ from resources import parse_ptxas_log, spill_bytes
 from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
-SHIPPED = ("core", "params", "plan", "kernels")  # folders of what a kernel may include
 KERNELS = ROOT / "build" / "lab" / "kernels"
 ARCH = "90"
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -45,12 +45,25 @@ def check(design):
         raise ValueError(f"design {design.name}: {'; '.join(problems)}")
 
 
+def included_files(launcher):
+    """The launcher and all files of the tree that it includes, directly or not."""
+    found, todo = set(), [launcher]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            places = (base / name for base in (path.parent, LAB, CSRC))
+            todo += [place.resolve() for place in places if place.is_file()][:1]
+    return sorted(found)
+
+
 @functools.lru_cache(None)
-def sources_digest(own):
-    """Of every shipped header and of the laboratory's files that match `own`."""
-    shipped = [path for folder in SHIPPED for path in sorted((CSRC / folder).rglob("*.h"))]
+def sources_digest(launcher):
+    """Of all that a kernel's code is in."""
     digest = hashlib.sha256()
-    for path in [*shipped, *sorted(LAB.glob(own))]:
+    for path in included_files(launcher):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -75,7 +88,7 @@ class Compiler:
     def library(self, design):
         versions = f"{self.toolkit.full_version}, {self.cutlass.version}"
         return (
-            self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources_digest(design.sources))}.so"
+            self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources_digest(design.launcher))}.so"
         )
 
     def command(self, design, folder, library):

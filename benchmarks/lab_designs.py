@@ -59,7 +59,6 @@ class FwdDesign:
 
     family = "mma_sync"
     launcher = LAB / "fwd_launcher.cu"
-    sources = "fwd_*"  # of the folder of the launcher
     arch_suffix = ""
     masks = ("full", "causal")  # that the kernel runs
     options = ()  # what a launch is told beside the tensors

@@ -77,7 +77,6 @@ class Sm90Design:
     dtype = "bf16"
     family = "wgmma"
     launcher = LAB / "sm90_launcher.cu"
-    sources = "sm90_*"
     arch_suffix = "a"
 
     @property

@@ -114,7 +114,16 @@ def test_another_design_compiler_or_source_is_another_library():
     others = [("80", "13.0", "sources"), ("90", "13.1", "sources"), ("90", "13.0", "changed")]
     assert key == keys[len(ladder(64)) - 1]
     assert key not in [lab_build.cache_key(design, *other) for other in others]
-    assert lab_build.sources_digest("fwd_*") != lab_build.sources_digest("sm90_*")
+
+
+def test_libraries_depend_on_what_they_include_and_nothing_else():
+    names = {path.relative_to(ROOT).as_posix() for path in lab_build.included_files(FwdDesign.launcher)}
+    csrc = "csrc/flash_attn"
+    assert {f"benchmarks/lab/fwd_{name}" for name in ("launcher.cu", "kernel.h", "steps.h", "design.h")} <= names
+    assert {f"{csrc}/kernels/common/softmax.h", f"{csrc}/kernels/sm80/gemm.h", f"{csrc}/core/visibility.h"} <= names
+    assert not [name for name in names if "sm90" in name or "bwd_kernel" in name or "decode" in name]
+    hopper = {path.name for path in lab_build.included_files(lab_sm90.Sm90Design.launcher)}
+    assert {"sm90_launcher.cu", "fwd_softmax_step.h", "fwd_policy_sm90.h", "tiles.h"} <= hopper
 
 
 def test_occupancy_is_limited_by_registers_memory_and_threads():
