@@ -4,6 +4,7 @@ Measures every entry of lab_designs.py: the ladder from plain loads to the kerne
 thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
 (build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, and writes the JSON,
 beside it the tables (.md) and a bar plot for each family (_mma_sync.png); with --docs into docs/tuning/ablation.md.
+A kernel that hangs ends the program after a minute, with its name; --without leaves designs out by their labels.
 Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import itertools
 import json
 import os
@@ -35,6 +37,7 @@ DOCUMENT = ROOT / "docs" / "tuning" / "ablation.md"
 PLOTS = ROOT / "benchmarks" / "results" / "plots_ablate"
 SEQLENS = (1024, 4096)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
+HANG_SECONDS = 60
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -42,9 +45,24 @@ def say(line):
     print(line, flush=True)
 
 
-def work(families, head_dims):
-    """{(family, head dim): [Entry]}."""
-    return {(family, dim): FAMILIES[family](dim) for family in families for dim in head_dims}
+def work(families, head_dims, without=()):
+    """{(family, head dim): [Entry]}, except those whose label is in `without`."""
+    found = {(family, dim): FAMILIES[family](dim) for family in families for dim in head_dims}
+    labels = {entry.label for entries in found.values() for entry in entries}
+    if set(without) - labels:
+        raise BuildError(f"--without: expected labels of --list, got {', '.join(sorted(set(without) - labels))}")
+    return {key: [entry for entry in entries if entry.label not in without] for key, entries in found.items()}
+
+
+@contextlib.contextmanager
+def watched(what):
+    """Ends the program, which then tells `what`, if the block takes longer than a minute: a kernel hangs."""
+    say(what)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
@@ -66,9 +84,8 @@ def refusal(torch, attention, design):
     dtype = getattr(torch, TORCH_DTYPES[design.dtype])
     for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
         lengths = (seqlen_q, seqlen_k, seqlen_k)
-        q, k, v = (
-            torch.randn((2, s, 3, design.head_dim), device="cuda", generator=generator).to(dtype) for s in lengths
-        )
+        shapes = [(2, length, 3, design.head_dim) for length in lengths]
+        q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
         out = torch.full_like(q, float("nan"))
         try:
             forward(design, q, k, v, out, causal=mask == "causal")
@@ -124,7 +141,10 @@ def measure(torch, timer, family, head_dim, entries, compiled, budget):
 
     failed = {}
     for design in dict.fromkeys(entry.design for entry in entries):
-        reason = refusal(torch, attention, design) if design in compiled else "does not compile"
+        reason = "does not compile"
+        if design in compiled:
+            with watched(f"checking {design.name}"):
+                reason = refusal(torch, attention, design)
         if reason is not None:
             failed[design] = reason
             say(f"LEFT OUT: {design.name}: {reason}")
@@ -137,9 +157,10 @@ def measure(torch, timer, family, head_dim, entries, compiled, budget):
             continue
         cell = f"{mask} {case.seqlen_q}"
         flops[cell] = case.flops
-        for name, ms in time_cell(torch, timer, good, case, family, budget).items():
+        with watched(f"timing {len(good)} kernels, {family} d {head_dim} {cell}"):
+            medians = time_cell(torch, timer, good, case, family, budget)
+        for name, ms in medians.items():
             times.setdefault(name, {})[cell] = ms
-        say(f"{family} d {head_dim} {cell}: {len(good)} kernels timed")
     rows = [row(entry, compiled.get(entry.design), times.get(entry.design, {}), failed.get(entry.design))
             for entry in entries]  # fmt: skip
     if LIBRARY in times:
@@ -148,7 +169,9 @@ def measure(torch, timer, family, head_dim, entries, compiled, budget):
 
 
 def row(entry, facts, times, failed):
+    """What the JSON says of an entry."""
     design = dataclasses.asdict(entry.design)
+    design = {field: sorted(value) if isinstance(value, frozenset) else value for field, value in design.items()}
     return {"kind": entry.kind, "label": entry.label, "design": design, "facts": facts, "ms": times, "failed": failed}
 
 
@@ -211,6 +234,7 @@ def parse_arguments(argv):
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
     parser.add_argument("--min-ms", type=float, default=25.0, help="time per kernel and cell")
     parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out, like 'plain loads'")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
     parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/tuning/ablation.md")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
@@ -224,7 +248,7 @@ def run(arguments):
     if arguments.from_json:
         report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json, arguments.docs)
         return
-    todo = work(arguments.family, arguments.head_dims)
+    todo = work(arguments.family, arguments.head_dims, arguments.without)
     compiler = Compiler()
     designs = [entry.design for entries in todo.values() for entry in entries]
     compiled = compiler.compile_all(designs, say, arguments.jobs)

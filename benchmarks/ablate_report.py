@@ -47,7 +47,8 @@ def resource_cells(entry):
         return ["–"] * 4
     occupancy = f"{facts['ctas_per_sm']} × {facts['threads'] // 32}"
     memory = f"{facts['smem_bytes'] / 1024:.1f}"
-    return [f"{facts['registers']}, {facts['spills']}", memory, occupancy, loop_text(facts["loop"])]
+    note = ", serialised" if facts["serialized"] else ""
+    return [f"{facts['registers']}, {facts['spills']}{note}", memory, occupancy, loop_text(facts["loop"])]
 
 
 def table(found, kind, delta_name, base_of):

@@ -29,7 +29,7 @@ from kernel_build import COMPILE_FLAGS
 from lab_designs import LAB, ctas_per_sm
 from lab_sass import disassemble, find_cuobjdump, inner_loop
 from machine import parallel_jobs
-from resources import parse_ptxas_log, spill_bytes
+from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
 from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
@@ -121,7 +121,8 @@ class Compiler:
         return facts
 
     def facts(self, design, library, log):
-        """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump)."""
+        """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
+        ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
         (kernel,) = parse_ptxas_log(log)
         cuobjdump = find_cuobjdump(self.toolkit.root)
         loop = None
@@ -135,6 +136,7 @@ class Compiler:
             "ctas_per_sm": ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
             "threads": design.threads,
             "loop": loop,
+            "serialized": bool(fatal_diagnostics(log)),
         }
 
     def compile_all(self, designs, progress, jobs=None):

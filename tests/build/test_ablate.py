@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -198,7 +199,7 @@ def fake_result():
     """Two head dims of the one family, one of the other; each rung 10 % faster than the one before."""
     flops = {"full 1024": 2e11, "full 4096": 4e11, "causal 1024": 1e11, "causal 4096": 2e11}
     facts = {"registers": 255, "spills": 24, "smem_bytes": 49152, "ctas_per_sm": 2, "threads": 128,
-             "loop": {"all": 1300, "HMMA": 256}}  # fmt: skip
+             "loop": {"all": 1300, "HMMA": 256}, "serialized": False}  # fmt: skip
 
     def found(entries):
         rows = []
@@ -214,7 +215,7 @@ def fake_result():
     if shutil.which("g++"):
         families["wgmma"] = {"64": found(lab_sm90.entries(64))}
     origin = {"device": {"name": "GPU"}, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    return json.loads(json.dumps({**origin, "versions": {"nvcc": "13.0"}, "families": families}, default=list))
+    return json.loads(json.dumps({**origin, "versions": {"nvcc": "13.0"}, "families": families}))
 
 
 def test_tables_state_gains_resources_and_what_was_left_out():
@@ -227,6 +228,12 @@ def test_tables_state_gains_resources_and_what_was_left_out():
     assert f"| plain loads | 214 | 214 | 214 | 214 | +10.0 {cells}" in text  # against the last of the ladder
     assert "Left out: 128 × 128, 4 warps, 1 CTA an SM: does not compile." in text
     assert "on the same cells: full 1024 200." in text
+
+
+def test_serialised_wgmma_are_told():
+    result = fake_result()
+    result["families"]["mma_sync"]["64"]["entries"][0]["facts"]["serialized"] = True
+    assert ablate_report.page(result).count("| 255, 24, serialised |") == 1
 
 
 def test_without_the_design_in_use_switches_have_no_delta():
@@ -277,6 +284,23 @@ def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     monkeypatch.setattr(lab_build, "find_toolkit", lambda *_: pytest.fail("it looked for nvcc"))
     ablate.main(["--list", "--family", "mma_sync", "--head-dims", "64"])
     assert len(capsys.readouterr().out.splitlines()) == len(lab_designs.entries(64))
+
+
+def test_designs_are_left_out_by_their_labels():
+    (entries,) = ablate.work(["mma_sync"], [64], ["plain loads", "fp16"]).values()
+    assert len(entries) == len(lab_designs.entries(64)) - 2 and "fp16" not in {entry.label for entry in entries}
+    with pytest.raises(BuildError, match="expected labels of --list, got nothing"):
+        ablate.work(["mma_sync"], [64], ["nothing"])
+
+
+def test_a_hang_ends_the_program_and_names_the_kernel():
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import ablate; ablate.HANG_SECONDS = 0.2\n"
+        "with ablate.watched('checking d64'): time.sleep(30)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "benchmarks")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1 and done.stdout == "checking d64\n" and "Timeout" in done.stderr
 
 
 @pytest.mark.parametrize(
