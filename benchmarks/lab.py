@@ -92,7 +92,7 @@ EXPERIMENTS = (
          environment=MMA_SYNC.items()),
     Experiment(
         "sweep", "other tiles of the mma.sync forward; compiles for minutes first",
-        "{python} benchmarks/sweep.py --head-dims 64,128,256 --min-ms 30 --out {out}/sweep", 100,
+        "{python} benchmarks/sweep.py --head-dims 64,128,256 --min-ms 25 --out {out}/sweep", 90,
         "sweep/sweep_d64.json", "docs/tuning/sweeps.md",
     ),
     Experiment(
