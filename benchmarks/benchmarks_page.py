@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import theory_page
+import triton_ladder_page
 from markdown_tables import (
     decode_table,
     figures_block,
@@ -205,8 +206,8 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page, the README's blocks and those of docs/theory.md; returns their paths."""
+    """Write the page, the README's blocks, those of docs/theory.md and docs/tuning/triton.md; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return PAGE, Path("README.md"), theory_page.write_page(ROOT)
+    return PAGE, Path("README.md"), theory_page.write_page(ROOT), triton_ladder_page.write_page(ROOT)

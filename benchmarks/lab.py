@@ -92,13 +92,24 @@ EXPERIMENTS = (
          environment=MMA_SYNC.items()),
     Experiment(
         "sweep", "other tiles of the mma.sync forward; compiles for minutes first",
-        "{python} benchmarks/sweep.py --head-dims 64,128,256 --out {out}/sweep", 120, "sweep/sweep_d64.json",
-        "docs/tuning/sweeps.md",
+        "{python} benchmarks/sweep.py --head-dims 64,128,256 --min-ms 25 --out {out}/sweep", 90,
+        "sweep/sweep_d64.json", "docs/tuning/sweeps.md",
+    ),
+    Experiment(
+        "ablate", "each technique of both forwards switched off, and a ladder to today; compiles for minutes first",
+        "{python} benchmarks/ablate.py --out {out}/{gpu}_ablate.json", 40, "{gpu}_ablate.json",
+        "docs/tuning/ablation.md",
     ),
     Experiment(
         "triton_sweep", "other tiles of the Triton comparator",
-        "{python} benchmarks/triton_sweep.py --out {out}/{gpu}_triton_sweep.json", 150, "{gpu}_triton_sweep.json",
+        "{python} benchmarks/triton_sweep.py --out {out}/{gpu}_triton_sweep.json", 90, "{gpu}_triton_sweep.json",
         "docs/tuning/triton.md",
+    ),
+    Experiment(
+        "triton_ladder", "the Triton comparator step by step, beside SDPA and ours; compiles for a minute or two first",
+        "{python} benchmarks/triton_ladder.py --budget 60 --out {out}/{gpu}_triton_ladder.json "
+        "--plot {out}/plots_triton/ladder.png",
+        75, "{gpu}_triton_ladder.json", "docs/tuning/triton.md",
     ),
     Experiment(
         "fp8_forward", "the e4m3 forward beside bf16",

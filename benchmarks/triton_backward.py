@@ -2,7 +2,9 @@
 
 Three launches: the terms of each row, computed once for both of the others; dK and dV by tiles of keys; dQ by tiles of
 queries. The probabilities are recomputed in both, so there are seven products instead of five, but nothing is summed in
-memory: the gradients are bitwise reproducible, and no temporary is larger than the log-sum-exp.
+memory: the gradients are bitwise reproducible, and no temporary is larger than the log-sum-exp. Without SHARED_DELTA
+there is no launch for the terms of a row: both kernels compute delta = rowsum(dO * O) of the rows that they visit, as
+FlashAttention's first backward does, the one of dK and dV again for every tile of keys.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton_common import LOG2_E, Launch, Tile, keys_of_tile, load_tile, outer_strides, padded_head_dim, store_tile
+from triton_common import LOG2_E, Launch, keys_of_tile, load_tile, outer_strides, padded_head_dim, store_tile
+from triton_variants import Tile
 
 # The row terms are padded to a multiple of every BLOCK_M, so that they are read without a mask.
 ROW_ALIGNMENT = 128
@@ -69,6 +72,45 @@ def row_terms_kernel(
 
 
 @triton.jit
+def load_lse_log2(lse, rows, seqlen_q, SHARED_DELTA: tl.constexpr):
+    """Log-sum-exp of the rows in units of log2, from row_terms if SHARED_DELTA, else from the forward's; +inf beyond
+    the end. lse: pointer to that of the head's first row."""
+    if SHARED_DELTA:
+        lse_log2 = tl.load(lse + rows)
+    else:
+        lse_log2 = tl.load(lse + rows, mask=rows < seqlen_q, other=float("inf")) * 1.4426950408889634
+    return lse_log2
+
+
+@triton.jit
+def load_delta(
+    source,
+    out_strides,
+    dout,
+    batch,
+    head,
+    rows,
+    start,
+    seqlen_q,
+    head_dim,
+    SHARED_DELTA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """rowsum(dO * O) of `rows`, start .. start + ROWS, of one head.
+
+    source: pointer to that of the head's first row if SHARED_DELTA, else the output, as load_tile takes it.
+    """
+    if SHARED_DELTA:
+        delta = tl.load(source + rows)
+    else:
+        out = load_tile(source, out_strides, batch, head, start, seqlen_q, head_dim, ROWS, BLOCK_D, USE_TMA)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    return delta
+
+
+@triton.jit
 def add_dkdv(
     dk,
     dv,
@@ -78,8 +120,9 @@ def add_dkdv(
     q_strides,
     dout_source,
     dout_strides,
-    lse_log2,
+    lse,
     delta,
+    out_strides,
     batch,
     head,
     columns,
@@ -93,17 +136,18 @@ def add_dkdv(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
+    SHARED_DELTA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """(dk, dv), both (BLOCK_N, BLOCK_D) fp32, plus what the queries first .. last of one head add.
 
     first and last are multiples of BLOCK_M. Scores are held as (keys, queries). dk lacks the softmax scale. With
-    MASKED, keys after the query's own position are masked. lse_log2, delta: pointers to the terms of the head's first
-    row.
+    MASKED, keys after the query's own position are masked. lse and delta: as load_lse_log2 and load_delta take them.
     """
-    for start in range(first, last, BLOCK_M):
+    for start in tl.range(first, last, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
         rows = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_source, q_strides, batch, head, start, seqlen_q, head_dim, BLOCK_M, BLOCK_D, USE_TMA)
-        scores = tl.dot(k, tl.trans(q)) * scale_log2 - tl.load(lse_log2 + rows)[None, :]
+        scores = tl.dot(k, tl.trans(q)) * scale_log2 - load_lse_log2(lse, rows, seqlen_q, SHARED_DELTA)[None, :]
         if MASKED:
             visible = columns[:, None] <= (rows + seqlen_k - seqlen_q)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
@@ -111,7 +155,11 @@ def add_dkdv(
         dout = load_tile(dout_source, dout_strides, batch, head, start, seqlen_q, head_dim, BLOCK_M, BLOCK_D, USE_TMA)
         dv = tl.dot(probs.to(dout.dtype), dout, dv)
         dprobs = tl.dot(v, tl.trans(dout))
-        dscores = probs * (dprobs - tl.load(delta + rows)[None, :])
+        terms = load_delta(
+            delta, out_strides, dout, batch, head, rows, start, seqlen_q, head_dim,
+            SHARED_DELTA, BLOCK_M, BLOCK_D, USE_TMA,
+        )  # fmt: skip
+        dscores = probs * (dprobs - terms[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk)
     return dk, dv
 
@@ -120,10 +168,10 @@ def add_dkdv(
 def dkdv_kernel(
     q_source,
     dout_source,
+    delta_source,
     k_ptr,
     v_ptr,
-    lse_log2_ptr,
-    delta_ptr,
+    lse_ptr,
     dk_ptr,
     dv_ptr,
     nheads,
@@ -138,6 +186,7 @@ def dkdv_kernel(
     dout_strides,
     k_strides,
     v_strides,
+    out_strides,
     dk_strides,
     dv_strides,
     CAUSAL: tl.constexpr,
@@ -145,11 +194,15 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
+    SHARED_DELTA: tl.constexpr = True,
+    WARP_SPECIALIZE: tl.constexpr = False,
 ):
     """dK and dV. Grid: one block per (batch, K/V head, tile of BLOCK_N keys), the tiles of a head side by side.
 
     A block visits the queries of all heads of its group.
     q_source, dout_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
+    delta_source: pointer to what row_terms computed if SHARED_DELTA, else the output, as q_source. lse_ptr: the
+    log-sum-exp of row_terms, or the forward's. padded_q: the rows that it has a head.
     """
     tiles = tl.cdiv(seqlen_k, BLOCK_N)
     # under a causal mask the first keys are seen by most queries: start with them
@@ -175,16 +228,19 @@ def dkdv_kernel(
     for member in range(group):
         head = head_k * group + member
         terms = (batch * nheads + head).to(tl.int64) * padded_q
+        delta = delta_source
+        if SHARED_DELTA:
+            delta += terms
         if CAUSAL:
             dk, dv = add_dkdv(
-                dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_log2_ptr + terms, delta_ptr + terms,
+                dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_ptr + terms, delta, out_strides,
                 batch, head, columns, first, unmasked, seqlen_q, seqlen_k, head_dim, scale_log2,
-                True, BLOCK_M, BLOCK_D, USE_TMA,
+                True, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA, WARP_SPECIALIZE,
             )  # fmt: skip
         dk, dv = add_dkdv(
-            dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_log2_ptr + terms, delta_ptr + terms,
+            dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_ptr + terms, delta, out_strides,
             batch, head, columns, unmasked, seqlen_q, seqlen_q, seqlen_k, head_dim, scale_log2,
-            False, BLOCK_M, BLOCK_D, USE_TMA,
+            False, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA, WARP_SPECIALIZE,
         )  # fmt: skip
     store_tile(dk_ptr, dk_strides, batch, head_k, begin, seqlen_k, head_dim, dk * scale, BLOCK_N, BLOCK_D)
     store_tile(dv_ptr, dv_strides, batch, head_k, begin, seqlen_k, head_dim, dv, BLOCK_N, BLOCK_D)
@@ -215,13 +271,14 @@ def add_dq(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """dq (BLOCK_M, BLOCK_D) fp32, without the softmax scale, plus what the keys first .. last add.
 
     first and last are multiples of BLOCK_N; lse_log2, delta (BLOCK_M). With MASKED, keys beyond the end and, if CAUSAL,
     after the query's own position are masked.
     """
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
         scores = tl.dot(q, tl.trans(k)) * scale_log2 - lse_log2[:, None]
         v = load_tile(v_source, v_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
@@ -243,8 +300,8 @@ def dq_kernel(
     v_source,
     q_ptr,
     dout_ptr,
-    lse_log2_ptr,
     delta_ptr,
+    lse_ptr,
     dq_ptr,
     nheads,
     group,
@@ -258,16 +315,20 @@ def dq_kernel(
     dout_strides,
     k_strides,
     v_strides,
+    out_strides,
     dq_strides,
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
+    SHARED_DELTA: tl.constexpr = True,
+    WARP_SPECIALIZE: tl.constexpr = False,
 ):
     """dQ. Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
-    k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
+    k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h). delta_ptr: what
+    row_terms computed if SHARED_DELTA, else the output. lse_ptr, padded_q: as those of dkdv_kernel.
     """
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     # under a causal mask the last queries see most keys: start with them
@@ -279,19 +340,24 @@ def dq_kernel(
     rows = begin + tl.arange(0, BLOCK_M)
     q = load_tile(q_ptr, q_strides, batch, head, begin, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False)
     dout = load_tile(dout_ptr, dout_strides, batch, head, begin, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False)
-    terms = batch_head.to(tl.int64) * padded_q + rows
-    lse_log2 = tl.load(lse_log2_ptr + terms)
-    delta = tl.load(delta_ptr + terms)
+    terms = batch_head.to(tl.int64) * padded_q
+    lse_log2 = load_lse_log2(lse_ptr + terms, rows, seqlen_q, SHARED_DELTA)
+    delta = delta_ptr + terms if SHARED_DELTA else delta_ptr
+    delta = load_delta(
+        delta, out_strides, dout, batch, head, rows, begin, seqlen_q, head_dim, SHARED_DELTA, BLOCK_M, BLOCK_D, False
+    )
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
     unmasked_end, end = keys_of_tile(tile, seqlen_q, seqlen_k, CAUSAL, BLOCK_M, BLOCK_N)
     dq = add_dq(
         dq, q, dout, lse_log2, delta, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         0, unmasked_end, seqlen_q, seqlen_k, head_dim, scale_log2, False, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
+        WARP_SPECIALIZE,
     )  # fmt: skip
     dq = add_dq(
         dq, q, dout, lse_log2, delta, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         unmasked_end, end, seqlen_q, seqlen_k, head_dim, scale_log2, True, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
+        WARP_SPECIALIZE,
     )  # fmt: skip
     store_tile(dq_ptr, dq_strides, batch, head, begin, seqlen_q, head_dim, dq * scale, BLOCK_M, BLOCK_D)
 
@@ -311,17 +377,21 @@ def row_terms(out, dout, lse):
     return lse_log2, delta
 
 
-def backward_launches(q, k, v, dout, terms, gradients, causal, softmax_scale, use_tma):
-    """The launches for (dK and dV, dQ). q, dout (b, sq, h, d), k, v (b, sk, h_k, d); terms from row_terms; gradients
-    (dq, dk, dv), as q, k, v."""
+def backward_launches(q, k, v, dout, terms, gradients, causal, softmax_scale, use_tma, **constants):
+    """The launches for (dK and dV, dQ). q, dout (b, sq, h, d), k, v (b, sk, h_k, d); gradients (dq, dk, dv), as q, k,
+    v. terms: of row_terms, or with SHARED_DELTA=False among the constants the forward's (lse, out)."""
     dq, dk, dv = gradients
+    lse, delta = terms
+    shared = constants.get("SHARED_DELTA", True)
+    out_strides = (0, 0, 0) if shared else outer_strides(delta)
     numbers = (
-        q.shape[2], q.shape[2] // k.shape[2], q.shape[1], terms[0].shape[2], k.shape[1], q.shape[3],
-        softmax_scale, softmax_scale * LOG2_E, *map(outer_strides, (q, dout, k, v)),
+        q.shape[2], q.shape[2] // k.shape[2], q.shape[1], lse.shape[2], k.shape[1], q.shape[3],
+        softmax_scale, softmax_scale * LOG2_E, *map(outer_strides, (q, dout, k, v)), out_strides,
     )  # fmt: skip
-    dkdv_arguments = (k, v, *terms, dk, dv, *numbers, outer_strides(dk), outer_strides(dv))
-    dq_arguments = (q, dout, *terms, dq, *numbers, outer_strides(dq))
+    visited = ((q, "m"), (dout, "m")) + (() if shared else ((delta, "m"),))
+    dkdv_arguments = (*((delta,) if shared else ()), k, v, lse, dk, dv, *numbers, *map(outer_strides, (dk, dv)))
+    dq_arguments = (q, dout, delta, lse, dq, *numbers, outer_strides(dq))
     return (
-        Launch(dkdv_kernel, ((q, "m"), (dout, "m")), dkdv_arguments, (k, "n"), causal, use_tma),
-        Launch(dq_kernel, ((k, "n"), (v, "n")), dq_arguments, (q, "m"), causal, use_tma),
+        Launch(dkdv_kernel, visited, dkdv_arguments, (k, "n"), causal, use_tma, **constants),
+        Launch(dq_kernel, ((k, "n"), (v, "n")), dq_arguments, (q, "m"), causal, use_tma, **constants),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton_variants import Tile
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,17 +16,6 @@ except ImportError:  # Triton before 3.4
 
 LONG_SEQUENCE = 2048
 LOG2_E = math.log2(math.e)
-
-
-class Tile(NamedTuple):
-    """Queries and keys per tile, warps per thread block, stages of the load pipeline."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 INTERPRETER_TILE = Tile(32, 16, 4, 1)
 
 
@@ -57,6 +46,32 @@ def load_tile(
         base = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
         inside = (rows < length)[:, None] & (columns < head_dim)[None, :]
         tile = tl.load(base + rows.to(tl.int64)[:, None] * strides[1] + columns[None, :], mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_columns(
+    source,
+    strides,
+    batch,
+    head,
+    start,
+    length,
+    head_dim,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Columns start .. start + COLUMNS of one head of a (b, h, d, s) tensor, as (BLOCK_D, COLUMNS); zeros outside of
+    it. source: as that of load_tile; strides: those of (b, h, d)."""
+    if USE_TMA:
+        tile = source.load([batch, head, 0, start]).reshape(BLOCK_D, COLUMNS)
+    else:
+        rows = tl.arange(0, BLOCK_D)
+        columns = start + tl.arange(0, COLUMNS)
+        base = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        inside = (rows < head_dim)[:, None] & (columns < length)[None, :]
+        tile = tl.load(base + rows.to(tl.int64)[:, None] * strides[2] + columns[None, :], mask=inside, other=0.0)
     return tile
 
 
@@ -104,7 +119,7 @@ def padded_head_dim(head_dim):
 
 
 def outer_strides(tensor):
-    """The strides of (b, s, h)."""
+    """The strides of (b, s, h), or of whatever the first three dimensions are."""
     return tensor.stride()[:3]
 
 
@@ -116,14 +131,16 @@ class Launch:
     """A launch of `kernel` with a tile still to be chosen.
 
     sources: ((tensor, side), …): the tensors (b, s, h, d) that the kernel reads by descriptors if use_tma, its first
-    arguments, with the side of the tile that their rows are on, "m" (queries) or "n" (keys).
+    arguments, with the side of the tile that their rows are on, "m" (queries) or "n" (keys); "columns": keys (b, h, d,
+    s).
     arguments: its further ones, up to the constants.
     owner: (tensor, side) of the tensor whose rows are shared out among the thread blocks, head by head.
+    constants: those of the kernel that have a default.
     """
 
-    def __init__(self, kernel, sources, arguments, owner, causal, use_tma):
+    def __init__(self, kernel, sources, arguments, owner, causal, use_tma, **constants):
         self.kernel, self.sources, self.arguments = kernel, sources, arguments
-        self.owner, self.causal, self.use_tma = owner, causal, use_tma
+        self.owner, self.causal, self.use_tma, self.constants = owner, causal, use_tma, constants
         self.block_d = padded_head_dim(owner[0].shape[-1])
 
     def described(self, tile):
@@ -131,13 +148,18 @@ class Launch:
         if not self.use_tma:
             return [tensor for tensor, _ in self.sources]
         return [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, row_size(tile, side), 1, self.block_d])
+            TensorDescriptor(x, list(x.shape), list(x.stride()), self.block_shape(tile, side))
             for x, side in self.sources
         ]
 
+    def block_shape(self, tile, side):
+        """What one load of a descriptor fetches."""
+        return [1, 1, self.block_d, tile.block_n] if side == "columns" else [1, row_size(tile, side), 1, self.block_d]
+
     def options(self, tile):
         constants = {"CAUSAL": self.causal, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": self.block_d}
-        return {**constants, "USE_TMA": self.use_tma, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        constants.update(self.constants, USE_TMA=self.use_tma)
+        return {**constants, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
     def grid(self, tile):
         tensor, side = self.owner
@@ -148,24 +170,34 @@ class Launch:
         self.kernel[self.grid(tile)](*self.described(tile), *self.arguments, **self.options(tile))
 
     @property
+    def kernel_key(self):
+        """Launches of one key and one tile are of one compiled kernel, as far as the benchmarks go."""
+        constants = tuple(sorted(self.constants.items()))
+        return self.kernel.__name__, self.block_d, self.causal, self.use_tma, constants
+
+    @property
     def tuning_key(self):
         """Launches of one key share a tile."""
         tensor, _ = self.sources[-1]
-        long = tensor.shape[1] > LONG_SEQUENCE
-        return self.kernel.__name__, tensor.device, tensor.dtype, self.block_d, self.causal, self.use_tma, long
+        return *self.kernel_key, tensor.device, tensor.dtype, tensor.shape[1] > LONG_SEQUENCE
 
 
-_tuned = {}
+tuned_tiles = {}  # {(tuning key, candidates): tile}
+not_compiled = set()  # {(kernel key, tile)}: never to be tried
 
 
-def tuned_tile(launch, tiles):
+def chosen_tile(launch, tiles):
     """The fastest of `tiles` for launches like this one; under Triton's interpreter a small one."""
     if type(launch.kernel).__name__ == "InterpretedFunction":
         return INTERPRETER_TILE
-    key = launch.tuning_key
-    if key not in _tuned:
-        _tuned[key] = tiles[0] if len(tiles) == 1 else min(tiles, key=milliseconds(launch, tiles).get)
-    return _tuned[key]
+    key = launch.tuning_key, tiles
+    if key not in tuned_tiles:
+        candidates = [tile for tile in tiles if (launch.kernel_key, tile) not in not_compiled]
+        if not candidates:
+            raise RuntimeError(f"{launch.kernel.__name__}: expected a tile that compiles, of {len(tiles)} none does")
+        times = milliseconds(launch, candidates) if len(candidates) > 1 else {candidates[0]: 0.0}
+        tuned_tiles[key] = min(times, key=times.get)
+    return tuned_tiles[key]
 
 
 def milliseconds(launch, tiles):

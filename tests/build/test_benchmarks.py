@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import BENCH_CELLS, BENCH_GROUPS, VARLEN_SEQLENS, Case
 from reference import assert_accurate, assert_gradient_accurate, attention
+from triton_compiled import compile_launch
 
 import flash_attn
 
@@ -521,12 +522,13 @@ def triton_inputs(case, dtype, device, strided):
     return [x.requires_grad_() for x in tensors], dout
 
 
-def check_triton(triton_attention, device, dtype, **options):
-    """The comparator against float64 at every small case, by the error criterion: output, log-sum-exp and gradients."""
-    for case, strided in itertools.product(TRITON_CASES, (False, True)):
+def check_triton(triton_attention, device, dtype, variant, cases=TRITON_CASES):
+    """A variant of the comparator against float64 at small cases, by the error criterion: output, log-sum-exp and
+    gradients."""
+    for case, strided in itertools.product(cases, (False, True)):
         tensors, dout = triton_inputs(case, dtype, device, strided)
         causal = case[-1]
-        out, lse = triton_attention.triton_attention(*tensors, causal=causal, **options)
+        out, lse = triton_attention.triton_attention(*tensors, causal=causal, variant=variant)
         found = (out, lse, *torch.autograd.grad(out, tensors, dout))
         expected, plain = (attention_and_gradients(tensors, dout, causal, t) for t in (torch.float64, dtype))
         assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype]
@@ -536,35 +538,45 @@ def check_triton(triton_attention, device, dtype, **options):
             assert_gradient_accurate(*triple, name)
 
 
-def interpret_triton():
-    """What test_triton_by_the_interpreter runs in a process of its own."""
-    import triton_attention
+def patch_interpreter():
+    """NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor, scope):
-        # NumPy 2.4 and newer refuse int() of the arrays of one element that the interpreter keeps scalars in
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def interpret_triton():
+    """What test_triton_by_the_interpreter runs in a process of its own."""
+    import triton_attention
+
+    patch_interpreter()
     torch.manual_seed(0)
     for use_tma in (True, False):
-        check_triton(triton_attention, "cpu", torch.float16, use_tma=use_tma)
+        check_triton(triton_attention, "cpu", torch.float16, triton_attention.Variant(use_tma))
 
 
-def test_triton_by_the_interpreter():
+def run_interpreted(code):
+    """Runs code of this folder's modules by Triton's interpreter, in a process of its own; returns its output."""
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("the patch of the interpreter is made for Triton 3.6")
-    code = "import test_benchmarks; test_benchmarks.interpret_triton()"
     paths = os.pathsep.join(
         [str(Path(flash_attn.__file__).parents[1]), str(ROOT / "tests"), str(Path(__file__).parent)]
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_triton_by_the_interpreter():
+    run_interpreted("import test_benchmarks; test_benchmarks.interpret_triton()")
 
 
 @pytest.mark.devices("cuda")
@@ -574,7 +586,7 @@ def test_triton_on_the_gpu(device, dtype):
     import triton_attention
 
     for tma in {False, torch.cuda.get_device_capability()[0] >= 9}:
-        check_triton(triton_attention, device, dtype, use_tma=tma)
+        check_triton(triton_attention, device, dtype, triton_attention.Variant(tma))
     for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
         row = rows.Row("cells", Case(2, 1000, 1000, 8, 2, head_dim, "bfloat16", causal=causal))
         inputs = implementations.make_inputs(row, torch.device(device), requires_grad=True)
@@ -593,50 +605,23 @@ def test_triton_backward_needs_no_large_temporaries(device):
     assert facts["peak_bytes"] - facts["result_bytes"] <= 2 * 4 * 4096 * 8
 
 
-def compiled_ptx(kernel, block_d, tile, causal, use_tma):
-    """PTX of a kernel of the comparator compiled for Hopper without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {"CAUSAL": causal, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
-    constants["USE_TMA"] = use_tma
-    side = {"q_source": tile.block_m, "dout_source": tile.block_m, "k_source": tile.block_n, "v_source": tile.block_n}
-    fixed = {"scale": "fp32", "scale_log2": "fp32", **dict.fromkeys(("lse_ptr", "lse_log2_ptr", "delta_ptr"), "*fp32")}
-    fixed.update(dict.fromkeys(constants, "constexpr"))
-
-    def type_of(name):
-        if name in side:
-            return f"tensordesc<bf16[1, {side[name]}, 1, {block_d}]>" if use_tma else "*bf16"
-        by_ending = {"_ptr": "*bf16", "_strides": ("i32",) * 3}
-        return fixed.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "i32")
-
-    signature = {name: type_of(name) for name in kernel.arg_names}
-    aligned = [(i,) for i, kind in enumerate(signature.values()) if isinstance(kind, str) and kind.startswith("*")]
-    aligned += [(i, j) for i, kind in enumerate(signature.values()) if isinstance(kind, tuple) for j in range(3)]
-    attributes = dict.fromkeys(aligned, [["tt.divisibility", 16]])
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
 @pytest.mark.parametrize("use_tma", [True, False])
 @pytest.mark.parametrize("block_d", [64, 128, 256])
 def test_triton_compiles_for_hopper(block_d, use_tma):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("compiling ahead of time is written for Triton 3.6")
+    import triton_ladder
     import triton_sweep
-    from triton_backward import DKDV_TILES, DQ_TILES, dkdv_kernel, dq_kernel
-    from triton_forward import TILES, forward_kernel
+    from triton_variants import Variant
 
-    kernels = ((forward_kernel, TILES), (dkdv_kernel, DKDV_TILES), (dq_kernel, DQ_TILES))
-    for (kernel, tiles), causal in itertools.product(kernels, (False, True)):
-        candidates = triton_sweep.CANDIDATES[kernel.__name__.replace("_kernel", "")][block_d]
-        assert set(tiles[block_d]) <= set(candidates)
-        ptx = compiled_ptx(kernel, block_d, tiles[block_d][0], causal, use_tma)
-        assert "wgmma.mma_async" in ptx
-        assert ("cp.async.bulk.tensor" in ptx) == use_tma
+    for causal in (False, True):
+        for launch, tiles in triton_ladder.make_launches(Variant(use_tma), block_d, causal, "cpu", torch.bfloat16):
+            candidates = triton_sweep.CANDIDATES[launch.kernel.__name__.replace("_kernel", "")][block_d]
+            assert set(tiles) <= set(candidates)
+            ptx = compile_launch(launch, tiles[0]).asm["ptx"]
+            assert "wgmma.mma_async" in ptx
+            assert ("cp.async.bulk.tensor" in ptx) == use_tma
 
 
 def test_triton_sweep_scores_and_sorts(monkeypatch, capsys):

@@ -1,0 +1,279 @@
+"""What each technique of the forward is worth: `python benchmarks/ablate.py --out DIR/h200_ablate.json`.
+
+Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
+thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
+(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, and writes the JSON,
+beside it the tables (.md) and a bar plot for each family (_mma_sync.png); with --docs into docs/tuning/ablation.md.
+A kernel that hangs ends the program after a minute, with its name; --without leaves designs out by their labels.
+Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import itertools
+import json
+import os
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+
+import ablate_report
+import lab_designs
+import lab_sm90
+from ablate_report import LIBRARY
+from lab_build import BuildError, Compiler, forward
+
+FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
+DOCUMENT = ROOT / "docs" / "tuning" / "ablation.md"
+PLOTS = ROOT / "benchmarks" / "results" / "plots_ablate"
+SEQLENS = (1024, 4096)
+CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
+HANG_SECONDS = 60
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def say(line):
+    print(line, flush=True)
+
+
+def work(families, head_dims, without=()):
+    """{(family, head dim): [Entry]}, except those whose label is in `without`."""
+    found = {(family, dim): FAMILIES[family](dim) for family in families for dim in head_dims}
+    labels = {entry.label for entries in found.values() for entry in entries}
+    if set(without) - labels:
+        raise BuildError(f"--without: expected labels of --list, got {', '.join(sorted(set(without) - labels))}")
+    return {key: [entry for entry in entries if entry.label not in without] for key, entries in found.items()}
+
+
+@contextlib.contextmanager
+def watched(what):
+    """Ends the program, which then tells `what`, if the block takes longer than a minute: a kernel hangs."""
+    say(what)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def forced_family(family):
+    """The library's variable that chooses its kernels, read at every call."""
+    before = os.environ.get("FLASH_ATTN_FAMILY")
+    os.environ["FLASH_ATTN_FAMILY"] = family
+    try:
+        yield
+    finally:
+        del os.environ["FLASH_ATTN_FAMILY"]
+        if before is not None:
+            os.environ["FLASH_ATTN_FAMILY"] = before
+
+
+def refusal(torch, attention, design):
+    """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    dtype = getattr(torch, TORCH_DTYPES[design.dtype])
+    for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
+        lengths = (seqlen_q, seqlen_k, seqlen_k)
+        shapes = [(2, length, 3, design.head_dim) for length in lengths]
+        q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
+        out = torch.full_like(q, float("nan"))
+        try:
+            forward(design, q, k, v, out, causal=mask == "causal")
+        except (BuildError, RuntimeError) as error:
+            return str(error)
+        exact = attention(q, k, v, causal=mask == "causal").out
+        plain = attention(q, k, v, causal=mask == "causal", dtype=dtype).out
+        error = (out.double() - exact).abs().max().item()
+        bound = 2 * (plain.double() - exact).abs().max().item() + 1e-5
+        if not error <= bound:
+            return f"s {seqlen_q}, {seqlen_k}, {mask}: error {error:.2e} (bound {bound:.2e})"
+    return None
+
+
+def library_call(family, q, k, v, causal):
+    """(context, function) of the installed library; None without one, or without kernels for this GPU."""
+    try:
+        import flash_attn
+    except ImportError:
+        return None
+    call = partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
+    try:
+        with forced_family(family):
+            call()
+    except (RuntimeError, ImportError):
+        return None
+    return partial(forced_family, family), call
+
+
+def time_cell(torch, timer, designs, case, family, budget):
+    """{design or LIBRARY: median ms} on one problem, interleaved."""
+    from timing import interleave, summarize
+
+    calls, inputs = {}, {}
+    shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
+    for name in dict.fromkeys(["bf16", *(design.dtype for design in designs)]):
+        inputs[name] = [torch.randn(shape, device="cuda").to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
+    for design in designs:
+        call = partial(forward, design, *inputs[design.dtype], causal=case.causal)
+        calls[design] = contextlib.nullcontext, call
+    q, k, v, _ = inputs["bf16"]
+    library = library_call(family, q, k, v, case.causal)
+    if library:
+        calls[LIBRARY] = library
+    samples, _ = interleave(timer, calls, budget)
+    return {name: summarize(values)["median"] for name, values in samples.items()}
+
+
+def measure(torch, timer, family, head_dim, entries, compiled, budget):
+    """One head dim of a family as plain data."""
+    from cases import bench_cells
+    from reference import attention
+
+    failed = {}
+    for design in dict.fromkeys(entry.design for entry in entries):
+        reason = "does not compile"
+        if design in compiled:
+            with watched(f"checking {design.name}"):
+                reason = refusal(torch, attention, design)
+        if reason is not None:
+            failed[design] = reason
+            say(f"LEFT OUT: {design.name}: {reason}")
+    flops, times = {}, {}
+    for case in bench_cells((head_dim,)):
+        mask = "causal" if case.causal else "full"
+        good = [design for design in compiled if design not in failed and mask in design.masks]
+        good = [design for design in good if design in {entry.design for entry in entries}]
+        if case.seqlen_q not in SEQLENS or not good:
+            continue
+        cell = f"{mask} {case.seqlen_q}"
+        flops[cell] = case.flops
+        with watched(f"timing {len(good)} kernels, {family} d {head_dim} {cell}"):
+            medians = time_cell(torch, timer, good, case, family, budget)
+        for name, ms in medians.items():
+            times.setdefault(name, {})[cell] = ms
+    rows = [row(entry, compiled.get(entry.design), times.get(entry.design, {}), failed.get(entry.design))
+            for entry in entries]  # fmt: skip
+    if LIBRARY in times:
+        rows.append({"kind": LIBRARY, "label": LIBRARY, "failed": None, "facts": None, "ms": times[LIBRARY]})
+    return {"flops": flops, "entries": rows}
+
+
+def row(entry, facts, times, failed):
+    """What the JSON says of an entry."""
+    design = dataclasses.asdict(entry.design)
+    design = {field: sorted(value) if isinstance(value, frozenset) else value for field, value in design.items()}
+    return {"kind": entry.kind, "label": entry.label, "design": design, "facts": facts, "ms": times, "failed": failed}
+
+
+def origin(torch, compiler):
+    from environment import describe_device, git_state
+
+    commit, dirty = git_state()
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": describe_device(torch.device("cuda")),
+        "versions": {
+            "nvcc": compiler.toolkit.full_version,
+            "CUTLASS": compiler.cutlass.version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "git": {"commit": commit, "dirty": dirty},
+    }
+
+
+def draw(result, paths):
+    """Writes the plot of each family to {family: path}; returns those written."""
+    for family, path in paths.items():
+        try:
+            ablate_report.write_plot(result, family, path)
+        except ImportError as error:
+            say(f"no plot: {error}")
+            return {}
+    return paths
+
+
+def report(result, path, docs):
+    """The tables and plots beside the JSON at `path`, or in the document."""
+    text = ablate_report.page(result)
+    say("\n" + text)
+    if not docs:
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        draw(result, {family: path.with_name(f"{path.stem}_{family}.png") for family in result["families"]})
+        return
+    plots = draw(result, {family: PLOTS / f"{family}.png" for family in result["families"]})
+    links = [f"![{ablate_report.TITLES[family]}](../../{PLOTS.relative_to(ROOT)}/{family}.png)" for family in plots]
+    content = "\n\n".join([text.strip(), *links])
+    DOCUMENT.write_text(ablate_report.written(DOCUMENT.read_text(encoding="utf-8"), content), encoding="utf-8")
+
+
+def listing(families, head_dims):
+    """What would be measured, a line each."""
+    return [
+        f"{family} d {dim} {entry.kind}: {entry.label}: {entry.design.name}"
+        for (family, dim), entries in work(families, head_dims).items()
+        for entry in entries
+    ]
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES), help="default: all")
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=lab_designs.HEAD_DIMS, default=[64, 128])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / "ablate.json", help="the JSON result")
+    parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
+    parser.add_argument("--min-ms", type=float, default=25.0, help="time per kernel and cell")
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out, like 'plain loads'")
+    parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
+    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/tuning/ablation.md")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
+    return parser.parse_args(argv)
+
+
+def run(arguments):
+    if arguments.list:
+        print("\n".join(listing(arguments.family, arguments.head_dims)))
+        return
+    if arguments.from_json:
+        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json, arguments.docs)
+        return
+    todo = work(arguments.family, arguments.head_dims, arguments.without)
+    compiler = Compiler()
+    designs = [entry.design for entries in todo.values() for entry in entries]
+    compiled = compiler.compile_all(designs, say, arguments.jobs)
+    if arguments.compile_only:
+        return
+    import torch
+    from timing import Budget, CudaTimer
+
+    timer = CudaTimer(torch.device("cuda"))
+    budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=3.0)
+    result = {**origin(torch, compiler), "seqlens": SEQLENS, "families": {}}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for (family, head_dim), entries in todo.items():
+        found = measure(torch, timer, family, head_dim, entries, compiled, budget)
+        result["families"].setdefault(family, {})[str(head_dim)] = found
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, arguments.out, arguments.docs)
+
+
+def main(argv=None):
+    try:
+        run(parse_arguments(argv))
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

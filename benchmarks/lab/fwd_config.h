@@ -1,0 +1,67 @@
+// The laboratory's design as types: MMA, layouts, copies. One design for each compilation: LAB_DESIGN, its fields in
+// braces.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "fwd_design.h"
+#include "kernels/common/accumulator.h"
+#include "kernels/common/row_loader.h"
+#include "kernels/sm80/operand_layouts.h"
+
+namespace flash {
+namespace lab {
+
+constexpr FwdDesign kDesign LAB_DESIGN;
+
+template <Layout kLayout, int kRows, int kCols>
+using SmemTile = std::conditional_t<kLayout == Layout::kSwizzled, sm80::SwizzledTile<kRows, kCols>,
+                                    cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kCols>>,
+                                                 cute::Stride<cute::Int<row_pitch(kLayout, kCols)>, cute::_1>>>;
+
+// The plain formula, which tests check for conflicts, and CuTe agree.
+template <Layout kLayout, int kRows, int kCols>
+constexpr bool matches_formula() {
+  for (int row = 0; row < kRows; row += 3) {
+    for (int col = 0; col < kCols; col += 5) {
+      if (SmemTile<kLayout, kRows, kCols>{}(row, col) != tile_offset(kLayout, kRows, kCols, row, col)) return false;
+    }
+  }
+  return true;
+}
+
+struct FwdConfig {
+  using Element = ElementOf<kDesign.dtype>;
+  static constexpr int kHeadDim = kDesign.head_dim;
+  static constexpr int kBlockM = kDesign.block_m;
+  static constexpr int kBlockN = kDesign.block_n;
+  static constexpr int kWarps = kDesign.warps;
+  static constexpr int kThreads = 32 * kWarps;
+  static_assert(kHeadDim % kAtomCols == 0, "whole swizzle atoms");
+  static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row MMA tiles");
+  static_assert(kBlockN % 16 == 0, "P V multiplies 16 keys at a time");
+  static_assert(!(kDesign.whole_fragments && kDesign.double_buffered), "there is no next slice");
+
+  static constexpr bool kAsyncCopies = kDesign.async_copies;
+  static constexpr bool kEagerKv = kDesign.eager_kv;
+  static constexpr bool kQInRegisters = kDesign.q_in_registers;
+  static constexpr bool kWholeFragments = kDesign.whole_fragments;
+  static constexpr bool kDoubleBuffered = kDesign.double_buffered;
+  static constexpr bool kLaggingMax = kDesign.lagging_max;
+
+  using TiledMma = WarpGridMma<sm80::MmaAtomOf<kDesign.dtype>, kWarps, 1>;
+  using SmemLayoutQ = SmemTile<kDesign.layout, kBlockM, kHeadDim>;
+  using SmemLayoutKv = SmemTile<kDesign.layout, kBlockN, kHeadDim>;
+  static_assert(matches_formula<kDesign.layout, kBlockM, kHeadDim>() &&
+                matches_formula<kDesign.layout, kBlockN, kHeadDim>());
+  using RowCopyT = RowCopy<Element, kThreads, kAtomCols, kHeadDim>;
+  static_assert(kBlockM % RowCopyT::kRowsPerPass == 0 && kBlockN % RowCopyT::kRowsPerPass == 0, "whole copy passes");
+
+  static constexpr int kSmemQ = tile_elements(kDesign.layout, kBlockM, kHeadDim);   // elements
+  static constexpr int kSmemKv = tile_elements(kDesign.layout, kBlockN, kHeadDim);  // elements, each of K and V
+  static constexpr int kSmemBytes = smem_bytes(kDesign);
+  static_assert(kSmemBytes == static_cast<int>(sizeof(Element)) * (kSmemQ + 2 * kSmemKv));
+};
+
+}  // namespace lab
+}  // namespace flash

@@ -1,0 +1,104 @@
+// The techniques that a design switches, one function each: copies, GEMMs, softmax.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "fwd_config.h"
+#include "kernels/common/softmax.h"
+#include "kernels/sm80/gemm.h"
+
+namespace flash {
+namespace lab {
+
+// Rows [0, rows) of a strided matrix into a tile, the others become 0. kBounded = false: the whole tile is in bounds.
+// cp.async returns at once; plain loads are complete, for this thread, when the function is.
+template <bool kBounded, class Config, class Smem>
+__device__ __forceinline__ void copy_rows(const typename Config::Element* base, int64_t stride, int rows, Smem& tile) {
+  using Copy = typename Config::RowCopyT;
+  const Copy copy(Config::kHeadDim);
+  if constexpr (Config::kAsyncCopies) {
+    copy.template run_strided<kBounded>(base, stride, rows, tile);
+  } else {
+#pragma unroll
+    for (int i = 0; i < decltype(cute::size<0>(tile))::value; i += Copy::kRowsPerPass) {
+      const int row = copy.row + i;
+#pragma unroll
+      for (int j = 0; j < Copy::kColPasses; ++j) {
+        const int col = copy.col + j * kAtomCols;
+        uint4 vector = make_uint4(0, 0, 0, 0);
+        if (!kBounded || row < rows) vector = *reinterpret_cast<const uint4*>(base + row * stride + col);
+        *reinterpret_cast<uint4*>(&tile(row, col)) = vector;
+      }
+    }
+  }
+}
+
+// This thread's copies, then the barrier: the tile is complete and what was read before may be overwritten.
+__device__ __forceinline__ void wait_for_copies() {
+  cute::cp_async_wait<0>();
+  __syncthreads();
+}
+
+// acc += a b^T, fragments (MMA, MMA_M or MMA_N, MMA_K). load(k) reads those of a k-slice from shared memory.
+template <class Config, class Load, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_slices(const Load& load, Acc& acc, const A& a, const B& b) {
+  using namespace cute;
+  constexpr int kSlices = decltype(size<2>(a))::value;
+  if constexpr (Config::kWholeFragments) {
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) load(k);
+  } else if constexpr (Config::kDoubleBuffered) {
+    load(0);
+  }
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+    if constexpr (Config::kDoubleBuffered) {
+      if (k + 1 < kSlices) load(k + 1);
+    } else if constexpr (!Config::kWholeFragments) {
+      load(k);
+    }
+    gemm(typename Config::TiledMma{}, a(_, _, k), b(_, _, k), acc);
+  }
+}
+
+// A function that reads k-slice k of an A operand in shared memory into `fragment`.
+template <class Config, class Smem, class Fragment>
+__device__ __forceinline__ auto a_loader(const Smem& smem, Fragment& fragment) {
+  using namespace cute;
+  const sm80::LdMatrix<typename Config::Element, sm80::Operand::kPlain> atom;
+  const auto copy_a = make_tiled_copy_A(atom, typename Config::TiledMma{}).get_thread_slice(threadIdx.x);
+  return [atom, source = copy_a.partition_S(smem), target = copy_a.retile_D(fragment)](int k) mutable {
+    copy(atom, source(_, _, k), target(_, _, k));
+  };
+}
+
+// The same of a B operand.
+template <class Config, sm80::Operand kOperand, class Smem, class Fragment>
+__device__ __forceinline__ auto b_loader(const Smem& smem, Fragment& fragment) {
+  using namespace cute;
+  const sm80::LdMatrix<typename Config::Element, kOperand> atom;
+  const auto copy_b = make_tiled_copy_B(atom, typename Config::TiledMma{}).get_thread_slice(threadIdx.x);
+  return [atom, source = copy_b.partition_S(smem), target = copy_b.retile_D(fragment)](int k) mutable {
+    copy(atom, source(_, _, k), target(_, _, k));
+  };
+}
+
+// Online softmax as in the papers: the exact row max of every step, O multiplied in every step.
+template <int kRows, class Scores, class Out>
+__device__ __forceinline__ void textbook_update(Softmax<kRows>& softmax, Scores& scores, Out& out, float scale) {
+  float maxima[kRows];
+  Softmax<kRows>::set_maxima(scores, maxima);
+  float correction[kRows];
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+    const float row_max = fmaxf(softmax.row_max[mi], maxima[mi]);
+    correction[mi] = exp2f((softmax.row_max[mi] - row_max) * scale);
+    softmax.row_max[mi] = row_max;
+    softmax.row_sum[mi][0] *= correction[mi];
+  }
+  softmax.rescale(out, correction);
+  softmax.exponentiate(scores, scale);
+}
+
+}  // namespace lab
+}  // namespace flash

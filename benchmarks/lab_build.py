@@ -1,0 +1,215 @@
+"""Compiles the laboratory's kernels on demand, one shared library for each design, and calls them.
+
+    from lab_build import forward
+    from lab_designs import default_design
+    forward(default_design(64), q, k, v, out, causal=True)
+
+Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from errors import BuildError
+from kernel_build import COMPILE_FLAGS
+from lab_designs import LAB, ctas_per_sm
+from lab_sass import disassemble, find_cuobjdump, inner_loop
+from machine import parallel_jobs
+from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
+from toolchain import find_cutlass, find_toolkit
+
+CSRC = ROOT / "csrc" / "flash_attn"
+KERNELS = ROOT / "build" / "lab" / "kernels"
+ARCH = "90"
+DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def check(design):
+    """Raises ValueError with every reason why there is no such kernel."""
+    problems = design.problems()
+    if problems:
+        raise ValueError(f"design {design.name}: {'; '.join(problems)}")
+
+
+def included_files(launcher):
+    """The launcher and all files of the tree that it includes, directly or not."""
+    found, todo = set(), [launcher]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            places = (base / name for base in (path.parent, LAB, CSRC))
+            todo += [place.resolve() for place in places if place.is_file()][:1]
+    return sorted(found)
+
+
+@functools.lru_cache(None)
+def sources_digest(launcher):
+    """Of all that a kernel's code is in."""
+    digest = hashlib.sha256()
+    for path in included_files(launcher):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_key(design, arch, compiler, sources):
+    """What a library's name ends in: another design, source text, compiler or flag is another key."""
+    parts = [design.header(), sorted(design.overlay().items()), arch + design.arch_suffix, compiler,
+             COMPILE_FLAGS, sources]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+class Compiler:
+    """nvcc and the headers; BuildError if they are missing."""
+
+    def __init__(self, arch=ARCH, folder=KERNELS):
+        self.toolkit = find_toolkit(sys.path)
+        if self.toolkit is None:
+            raise BuildError("nvcc: not found; set CUDA_HOME or put it on PATH")
+        self.cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
+        self.arch, self.folder = arch, folder
+
+    def library(self, design):
+        versions = f"{self.toolkit.full_version}, {self.cutlass.version}"
+        return (
+            self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources_digest(design.launcher))}.so"
+        )
+
+    def command(self, design, folder, library):
+        arch = self.arch + design.arch_suffix
+        includes = [f"-I{folder}", f"-I{LAB}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
+        options = [f"-gencode=arch=compute_{arch},code=sm_{arch}", *includes, "-include", str(folder / "lab_design.h")]
+        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, *options, "-shared", str(design.launcher), "-o", str(library)]
+
+    def compile(self, design):
+        """Compiles a design unless its library exists. Returns what is known of the kernel, as JSON holds it."""
+        check(design)
+        library = self.library(design)
+        record = library.with_suffix(".json")
+        if library.exists() and record.exists():
+            return json.loads(record.read_text(encoding="utf-8"))
+        folder = library.with_suffix("")
+        for path, text in {"lab_design.h": design.header(), **design.overlay()}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        start = time.monotonic()
+        unfinished = folder / "kernel.so"
+        command = self.command(design, folder, unfinished)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+        facts = self.facts(design, unfinished, done.stdout)
+        facts["seconds"] = round(time.monotonic() - start, 1)
+        os.replace(unfinished, library)
+        record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        return facts
+
+    def facts(self, design, library, log):
+        """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
+        ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
+        (kernel,) = parse_ptxas_log(log)
+        cuobjdump = find_cuobjdump(self.toolkit.root)
+        loop = None
+        if cuobjdump is not None:
+            opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
+            loop = inner_loop(disassemble(cuobjdump, library), opcode, design.mma_per_step)
+        return {
+            "registers": kernel["registers"],
+            "spills": spill_bytes(kernel),
+            "smem_bytes": design.smem_bytes,
+            "ctas_per_sm": ctas_per_sm(design.threads, kernel["registers"], design.smem_bytes),
+            "threads": design.threads,
+            "loop": loop,
+            "serialized": bool(fatal_diagnostics(log)),
+        }
+
+    def compile_all(self, designs, progress, jobs=None):
+        """{design: facts} of those that compile; `progress` hears of each, and why one was left out."""
+        libraries, found = {}, {}  # several designs may be launches of one kernel
+        for design in dict.fromkeys(designs):
+            libraries.setdefault(self.library(design), []).append(design)
+        with ThreadPoolExecutor(jobs or parallel_jobs()) as pool:
+            futures = {pool.submit(self.compile, same[0]): same for same in libraries.values()}
+            for done, future in enumerate(as_completed(futures), 1):
+                same = futures[future]
+                try:
+                    facts = future.result()
+                except (BuildError, ValueError) as error:
+                    progress(f"LEFT OUT: {same[0].name}: {error}")
+                    continue
+                found.update((design, facts) for design in same)
+                size = f"{facts['registers']} registers, {facts['spills']} B spills"
+                progress(f"[{done}/{len(libraries)}] {same[0].name}: {facts['seconds']} s, {size}")
+        return found
+
+
+@functools.lru_cache(None)
+def compiler():
+    return Compiler()
+
+
+@functools.lru_cache(None)
+def kernel(design):
+    """A function that launches a design's kernel, which is compiled if need be."""
+    check(design)
+    compiler().compile(design)
+    library = ctypes.CDLL(str(compiler().library(design)))
+    library.lab_forward.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    if not design.options:
+        return library.lab_forward
+    library.lab_options.argtypes = [ctypes.c_int, ctypes.c_float]
+
+    def launch(*arguments):
+        library.lab_options(*design.options)
+        return library.lab_forward(*arguments)
+
+    return launch
+
+
+def check_tensors(design, q, k, v, out, causal):
+    """Raises ValueError unless the design's kernel takes these tensors."""
+    batch, _, heads, head_dim = q.shape
+    expected = {"k": (batch, k.shape[1], heads, head_dim), "v": tuple(k.shape), "out": tuple(q.shape)}
+    if head_dim != design.head_dim:
+        raise ValueError(f"q: expected head dim {design.head_dim}, got {head_dim}")
+    if ("causal" if causal else "full") not in design.masks:
+        raise ValueError(f"causal: this design is of a kernel for {design.masks[0]} attention")
+    for name, tensor in (("k", k), ("v", v), ("out", out)):
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"{name}: expected the shape {expected[name]}, got {tuple(tensor.shape)}")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if str(tensor.dtype) != DTYPE_NAMES[design.dtype] or not tensor.is_contiguous() or not tensor.is_cuda:
+            raise ValueError(f"{name}: expected a contiguous CUDA tensor of {DTYPE_NAMES[design.dtype]}")
+
+
+def forward(design, q, k, v, out, causal=False):
+    """Writes attention of q (b, s_q, h, d), k, v (b, s_k, h, d) into out (b, s_q, h, d), contiguous tensors of the
+    design's dtype on one GPU, with scale d^-1/2; a causal mask is aligned to the last query and key. Compiles the
+    kernel on first use. ValueError: no such kernel, or not for these tensors; RuntimeError: a CUDA error."""
+    import torch
+
+    function = kernel(design)
+    check_tensors(design, q, k, v, out, causal)
+    batch, seqlen_q, heads, _ = q.shape
+    with torch.cuda.device(q.device):
+        pointers = [tensor.data_ptr() for tensor in (q, k, v, out)]
+        stream = torch.cuda.current_stream().cuda_stream
+        status = function(*pointers, batch, seqlen_q, k.shape[1], heads, int(causal), stream)
+    if status != 0:
+        raise RuntimeError(f"design {design.name}: CUDA error {status}")

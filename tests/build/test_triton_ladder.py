@@ -1,0 +1,238 @@
+"""The Triton ladder: its rungs are attention, its program measures them, its page says what was measured.
+
+Without a GPU the kernels run by Triton's interpreter, tensor descriptors included; it ignores warp specialisation,
+which is compiled here, and run only on a GPU.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_benchmarks import TRITON_CASES, check_triton, patch_interpreter, run_interpreted
+from triton_compiled import compile_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import triton_ladder
+import triton_ladder_page as page
+from triton_variants import MODES, RUNGS, SPECIALIZED_TILES, Tile, Variant
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+KERNEL = dict(zip(triton_ladder.KERNELS, range(3)))
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6):
+        pytest.skip("what Triton 3.6 makes of it")
+
+
+def test_rungs_add_up():
+    kept = [rung for rung in RUNGS if rung.kept]
+    assert [rung.over for rung in kept] == ["", *(rung.name for rung in kept[:-1])]
+    for rung in RUNGS[1:]:
+        before = BY_NAME[rung.over].variant
+        changed = [field for field in Variant._fields if getattr(rung.variant, field) != getattr(before, field)]
+        assert set(changed) - {"tiles", "shared_delta"} if not rung.kept else len(changed) == 1
+        assert set(rung.modes) <= set(BY_NAME[rung.over].modes)
+    assert kept[-1].variant._replace(use_tma=None) == Variant()  # the comparator
+
+
+def interpret(folder):
+    """What test_the_program_and_its_rungs_by_the_interpreter runs in a process of its own."""
+    import timing
+    import triton_attention
+
+    patch_interpreter()
+    timing.FEWEST_ROUNDS = 1
+    options = ["--device", "cpu", "--head-dims", "64", "--seqlens", "1024"]
+    assert triton_ladder.main([*options, "--out", f"{folder}/ladder.json", "--plot", f"{folder}/ladder.png"]) == 0
+    torch.manual_seed(0)
+    odd = [TRITON_CASES[2], TRITON_CASES[5]]  # more queries than keys, grouped heads, no keys
+    for variant in (BY_NAME["baseline"].variant, BY_NAME["descriptors"].variant):
+        check_triton(triton_attention, "cpu", torch.float16, variant, odd)
+    check_triton(triton_attention, "cpu", torch.float16, Variant(transposed_k=True), odd[:1])
+
+
+def test_the_program_and_its_rungs_by_the_interpreter(tmp_path):
+    pytest.importorskip("matplotlib")
+    run_interpreted(f"import test_triton_ladder; test_triton_ladder.interpret({str(tmp_path)!r})")
+    result = json.loads((tmp_path / "ladder.json").read_text())
+    assert result["not_checked"] == {} and list(result["checks"]) == [rung.name for rung in RUNGS]
+    assert all(error < 2e-3 for errors in result["checks"].values() for error in errors.values())
+    assert {"device", "versions", "git", "started"} <= set(result) and len(result["rows"]) == 4
+    for row in result["rows"]:
+        rungs = {rung.name for rung in RUNGS if row["mode"] in rung.modes}
+        assert set(row["results"]) == rungs | {"ours", "sdpa_flash"} and row["failed"] == []
+        assert all(found["relative_error"] < 2e-3 for found in row["results"].values())
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def ptx(variant, kernel, head_dim, tile, causal=False):
+    launch, _ = triton_ladder.make_launches(variant, head_dim, causal, "cpu", torch.bfloat16)[KERNEL[kernel]]
+    return compile_launch(launch, tile).asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+def test_the_baseline_compiles_for_hopper(kernel, compiler):
+    variant = BY_NAME["baseline"].variant
+    code = ptx(variant, kernel, 128, variant.tiles[KERNEL[kernel]][0], causal=True)
+    assert "wgmma.mma_async" in code and "cp.async.bulk.tensor" not in code
+
+
+def test_each_kernel_loads_what_its_rung_says(compiler):
+    """TMA loads of dK and dV: Q and dO, and O where delta is not shared."""
+    tile = Tile(64, 64, 4, 2)
+    params = [
+        len(set(re.findall(r"_param_(\d+)\[128\]|_param_(\d+)\[64\]\b", ptx(variant, "dkdv", 64, tile))))
+        for variant in (Variant(True), Variant(True, shared_delta=False))
+    ]
+    assert params == [2, 3]
+
+
+def test_transposed_k_saves_no_instruction_of_the_tensor_cores(compiler):
+    tile = Tile(128, 64, 8, 3)
+    codes = [ptx(Variant(True, transposed_k=flag), "forward", 128, tile) for flag in (False, True)]
+    assert codes[0] != codes[1]
+    assert codes[0].count("wgmma.mma_async") == codes[1].count("wgmma.mma_async") > 0
+
+
+def test_warp_specialisation_acts_on_tiles_of_4_warps_only(compiler):
+    for tile, same in ((Tile(128, 128, 8, 2), True), (SPECIALIZED_TILES[0][0], False)):
+        codes = [ptx(Variant(True, warp_specialize=flag), "forward", 128, tile) for flag in (False, True)]
+        assert (codes[0] == codes[1]) == same
+
+
+def compile_specialized(kernel, tile):
+    """What the next test runs in a process of its own, as the compiler may end it."""
+    ptx(Variant(True, warp_specialize=True), kernel, 64, tile)
+    print("compiled")
+
+
+@pytest.mark.parametrize("kernel, tile", [("forward", (128, 64, 4, 2)), ("dkdv", (64, 64, 4, 2))])
+def test_warp_specialisation_fails_elsewhere(kernel, tile, compiler):
+    code = f"import test_triton_ladder as t; t.compile_specialized({kernel!r}, t.Tile(*{tile}))"
+    paths = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)])  # of the package that is tested
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "compiled" not in done.stdout
+    assert "WarpSpecialization" in done.stderr
+
+
+def test_the_forward_waits_for_all_products_before_a_softmax(compiler):
+    code = ptx(Variant(True), "forward", 128, Tile(128, 128, 8, 2))
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code)) == {"0"}
+    events = re.findall(r"wgmma\.commit_group|wgmma\.wait_group|ex2\.approx", code)
+    first = events.index("ex2.approx.ftz.f32" if "ex2.approx.ftz.f32" in events else "ex2.approx")
+    assert events[first - 2 : first] == ["wgmma.commit_group", "wgmma.wait_group"]
+
+
+def test_every_kernel_is_compiled_once_and_the_rest_is_not_tried(monkeypatch):
+    pytest.importorskip("triton")
+    import triton_common
+
+    wanted = triton_ladder.compilations((64,))
+    assert len({job[0] for job in wanted.values()}) == len(RUNGS) and len(set(wanted.values())) == len(wanted)
+
+    def compile_some(function, jobs, count):
+        return [{"error": "no"} if RUNGS[job[0]].variant.warp_specialize else {"registers": 99} for job in jobs]
+
+    monkeypatch.setattr(triton_ladder, "in_processes", compile_some)
+    monkeypatch.setattr(triton_common, "not_compiled", set())
+    monkeypatch.setattr(triton_common, "tuned_tiles", {})
+    entries = triton_ladder.compile_all((64,), 1)
+    assert len(entries) == len(wanted) and len(triton_common.not_compiled) == sum("error" in e for e in entries) > 0
+    launch = SimpleNamespace(kernel=None, kernel_key="kernel", tuning_key=("kernel", "long"))
+    tiles = (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 128, 8, 2))
+    monkeypatch.setattr(triton_common, "milliseconds", lambda own, tried: {tile: -tile.block_m for tile in tried})
+    triton_common.not_compiled.add(("kernel", tiles[2]))
+    assert triton_common.chosen_tile(launch, tiles) == tiles[0]
+    assert triton_common.chosen_tile(launch, tiles[1:]) == tiles[1]
+    with pytest.raises(RuntimeError, match="expected a tile that compiles, of 1 none does"):
+        launch.kernel = SimpleNamespace(__name__="dq_kernel")
+        triton_common.chosen_tile(launch, tiles[2:])
+
+
+def test_a_crash_of_the_compiler_ends_no_run():
+    """A failed assertion of a compiler ends its process."""
+    found = triton_ladder.in_processes(eval, ["{'registers': 1}", "__import__('os')._exit(1)", "{'registers': 3}"], 1)
+    assert found == [{"registers": 1}, {"error": "the compiler crashed"}, {"registers": 3}]
+
+
+def test_a_rung_that_hangs_or_fails_is_told(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(triton_ladder, "__file__", str(program))
+    for code, told in (
+        ("", None),
+        ("import time; time.sleep(60)", "no result after 0.5 s"),
+        ("raise SystemExit(f'wrong {sys.argv[1:]}')", "wrong ['--trial', 'warp_specialize']"),
+    ):
+        program.write_text(f"import sys\n{code}\n")
+        seconds = 0.5 if "sleep" in code else 60
+        assert triton_ladder.try_apart(BY_NAME["warp_specialize"], seconds) == told
+
+
+def measured():
+    """A result in which each kept step doubles the speed, and the others halve it."""
+    speeds = {"ours": 100.0, "sdpa_flash": 50.0}
+    for rung in RUNGS:
+        speeds[rung.name] = speeds[rung.over] * (2 if rung.kept else 0.5) if rung.over else 5.0
+    rows = []
+    for mode, head_dim, causal, seqlen in itertools.product(MODES, (64, 128), (False, True), (1, 2)):
+        names = [name for name in speeds if name not in BY_NAME or mode in BY_NAME[name].modes]
+        results = {name: {"tflops": speeds[name] * seqlen, "ms": 1 / speeds[name]} for name in names}
+        cell = {"mode": mode, "head_dim": head_dim, "causal": causal, "seqlen_k": seqlen}
+        label = f"d{head_dim} {causal} s{seqlen}"
+        rows.append({"group": "cells", "id": label, "label": label, **cell, "results": results})
+    compiled = [{"rung": "warp_specialize", "kernel": "dq", "error": "no"}, {"rung": "warp_specialize", "kernel": "dq"}]
+    origin = {"device": {"type": "cpu", "name": "GPU", "threads": 1}, "versions": {"torch": "2"}, "dtype": "bfloat16"}
+    origin.update(build={"commit": "0123456789abcdef"}, implementations=dict.fromkeys(speeds))
+    told = {"compiled": compiled, "not_checked": {"transposed_k": {"trial": "no result after 120 s"}}}
+    return {**origin, **told, "rungs": page.described_rungs(), "rows": rows}
+
+
+def test_the_block_has_figures_of_a_result_only():
+    alone, beside = page.block(None), page.block(measured())
+    assert alone[-1].startswith("Not measured yet") and "TFLOPS" not in "".join(alone)
+    assert len([line for line in alone if line.startswith("| `")]) == len(RUNGS)
+    text = "\n".join(beside)
+    assert "| `descriptors` | 40.0 (2.00×) | 40.0 (2.00×) |" in text and "commit 0123456789ab" in text
+    assert "| `shared_delta` | – | – | – | – | 80.0 (2.00×) |" in text
+    assert "| `transposed_k` | 20.0 (0.50×) |" in text and "| `ours` | 200 (0.20×) |" in text
+    assert "- fwd+bwd, shared_delta over sdpa_flash: geometric mean 0.800x" in text
+    assert "- warp_specialize: 1 of 2 kernels do not compile or fit (dq)" in text
+    assert "- transposed_k: not measured or wrong, trial no result after 120 s" in text
+
+
+def test_the_page_is_what_the_result_says():
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("a source distribution has no results")
+    text = (ROOT / page.PAGE).read_text(encoding="utf-8")
+    assert page.page(text, page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
+
+
+def test_a_place_for_the_result_is_asked_for(capsys):
+    for arguments in ([], ["--out", "a", "--result", "b"], ["--result", "b"]):
+        with pytest.raises(SystemExit):
+            triton_ladder.main(arguments)
+        assert "expected --out RESULT.json to measure, or --result" in capsys.readouterr().err
+
+
+@pytest.mark.devices("cuda")
+def test_the_rungs_on_the_gpu(device):
+    pytest.importorskip("triton")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("tensor descriptors and the tiles of Hopper")
+    assert triton_ladder.try_apart(BY_NAME["warp_specialize"]) is None
+    errors, failures = triton_ladder.check(RUNGS, (64,), torch.device(device), "bfloat16")
+    assert failures == {} and set(errors) == set(BY_NAME)
+    assert all(error < 1e-2 for found in errors.values() for error in found.values())
