@@ -15,6 +15,9 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
 
 import torch
 import torch.distributed as dist
