@@ -22,6 +22,7 @@ import platform
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
@@ -65,19 +66,6 @@ def watched(what):
         faulthandler.cancel_dump_traceback_later()
 
 
-@contextlib.contextmanager
-def forced_family(family):
-    """The library's variable that chooses its kernels, read at every call."""
-    before = os.environ.get("FLASH_ATTN_FAMILY")
-    os.environ["FLASH_ATTN_FAMILY"] = family
-    try:
-        yield
-    finally:
-        del os.environ["FLASH_ATTN_FAMILY"]
-        if before is not None:
-            os.environ["FLASH_ATTN_FAMILY"] = before
-
-
 def refusal(torch, attention, design):
     """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -108,11 +96,11 @@ def library_call(family, q, k, v, causal):
         return None
     call = partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
     try:
-        with forced_family(family):
+        with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY=family):  # read at every call
             call()
     except (RuntimeError, ImportError):
         return None
-    return partial(forced_family, family), call
+    return partial(mock.patch.dict, os.environ, FLASH_ATTN_FAMILY=family), call
 
 
 def time_cell(torch, timer, designs, case, family, budget):

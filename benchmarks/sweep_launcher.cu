@@ -1,8 +1,7 @@
 // One forward kernel of a tile configuration behind two C functions, for sweep.py. Compiled with SWEEP_HEAD_DIM and,
 // for another tile than that of plan/tiles.h, FLASH_ATTN_SWEEP_M, _N, _WARPS and _BLOCKS_PER_SM.
-#include <cmath>
-
 #include "kernels/sm80/fwd_launch.h"
+#include "lab/dense_call.h"
 
 #define SWEEP_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,25 +28,10 @@ static int64_t* rng_state() {
 SWEEP_EXPORT int sweep_forward(const void* q, const void* k, const void* v, void* out, float* lse, int batch,
                                int seqlen, int heads, int causal, void* stream) {
   flash::Flash_fwd_params params;
-  params.q_ptr = q;
-  params.k_ptr = k;
-  params.v_ptr = v;
-  params.o_ptr = out;
   params.softmax_lse_ptr = lse;
-  flash::MatrixStrides strides;
-  strides.head = SWEEP_HEAD_DIM;
-  strides.row = strides.head * heads;
-  strides.batch = strides.row * seqlen;
-  params.q_strides = params.k_strides = params.v_strides = params.o_strides = strides;
-  params.b = batch;
-  params.h = params.h_k = heads;
-  params.h_h_k_ratio = 1;
-  params.d = SWEEP_HEAD_DIM;
-  params.seqlen_q = params.seqlen_k = seqlen;
-  if (causal) params.window.right = 0;
-  params.scale_softmax = 1.0f / std::sqrt(static_cast<float>(SWEEP_HEAD_DIM));
-  params.softmax_scale_log2 = params.scale_softmax * 1.44269504f;
-  if (const cudaError_t status = cudaGetDevice(&params.device); status != cudaSuccess) return status;
+  const cudaError_t status =
+      set_dense_call(params, q, k, v, out, batch, seqlen, seqlen, heads, SWEEP_HEAD_DIM, causal != 0);
+  if (status != cudaSuccess) return status;
   params.dropout.rng_state = rng_state();
   if (params.dropout.rng_state == nullptr) return cudaErrorMemoryAllocation;
   flash::plan::FwdPlan plan;

@@ -1,8 +1,7 @@
 // The shipped wgmma forward with the laboratory's tile and policy row, behind a C function, for
 // benchmarks/lab_build.py. plan/tiles.h and plan/fwd_policy_sm90.h are copies with one return more
 // (benchmarks/lab_sm90.py); LAB_HEAD_DIM, LAB_VARIANT, LAB_BLOCK_M, LAB_BLOCK_N and LAB_FEATURES come with them.
-#include <cmath>
-
+#include "dense_call.h"
 #include "kernels/sm90/fwd_launch.h"
 
 #define LAB_EXPORT extern "C" __attribute__((visibility("default")))
@@ -72,33 +71,14 @@ LAB_EXPORT void lab_options(int scheduler_index, float threshold_log2) {
   rescale_threshold_log2 = threshold_log2;
 }
 
-// q, out: contiguous (batch, seqlen_q, heads, head_dim) bf16; k, v: (batch, seqlen_k, heads, head_dim). The causal mask
-// is aligned to the last query and key. Returns the launch status.
+// bf16, as set_dense_call() takes it. Returns the launch status.
 LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* out, int batch, int seqlen_q,
                            int seqlen_k, int heads, int causal, void* raw_stream) {
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   flash::Flash_fwd_split_params params;
-  params.q_ptr = q;
-  params.k_ptr = k;
-  params.v_ptr = v;
-  params.o_ptr = out;
-  flash::MatrixStrides strides;
-  strides.head = LAB_HEAD_DIM;
-  strides.row = strides.head * heads;
-  strides.batch = strides.row * seqlen_q;
-  params.q_strides = params.o_strides = strides;
-  strides.batch = strides.row * seqlen_k;
-  params.k_strides = params.v_strides = strides;
-  params.b = batch;
-  params.h = params.h_k = heads;
-  params.d = params.d_v = LAB_HEAD_DIM;
-  params.seqlen_q = seqlen_q;
-  params.seqlen_k = seqlen_k;
-  if (causal) params.window.right = 0;
-  params.scale_softmax = 1.0f / std::sqrt(static_cast<float>(LAB_HEAD_DIM));
-  params.softmax_scale_log2 = params.scale_softmax * 1.44269504f;
   params.rescale_threshold_log2 = rescale_threshold_log2;
-  cudaError_t status = cudaGetDevice(&params.device);
+  cudaError_t status =
+      set_dense_call(params, q, k, v, out, batch, seqlen_q, seqlen_k, heads, LAB_HEAD_DIM, causal != 0);
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&params.multiprocessors, cudaDevAttrMultiProcessorCount, params.device);
   }

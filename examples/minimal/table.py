@@ -8,13 +8,13 @@ memory, of which FILE holds the text (`main --budget`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
 import re
 import statistics
 from pathlib import Path
+from unittest import mock
 
 README = Path(__file__).resolve().parent / "README.md"
 LAUNCHES = 30
@@ -43,19 +43,6 @@ FAMILIES = {
 OLD_NAMES = {"minimal": "padding", "unpadded": "tensor_cores", "full": "mma_sync"}
 
 
-@contextlib.contextmanager
-def forced(family):
-    """The variable that the library reads at every call."""
-    before = os.environ.get("FLASH_ATTN_FAMILY")
-    os.environ["FLASH_ATTN_FAMILY"] = family
-    try:
-        yield
-    finally:
-        del os.environ["FLASH_ATTN_FAMILY"]
-        if before is not None:
-            os.environ["FLASH_ATTN_FAMILY"] = before
-
-
 def measure_library(result):
     """{commit, variants: [{name, full, causal}]}: TFLOPS of flash_attn_func on the problem of `result` by each family
     of kernels that this GPU runs, and the commit of their build; None without flash_attn or a GPU."""
@@ -75,7 +62,7 @@ def measure_library(result):
         entries.append({"name": family})
         for name, causal in (("full", False), ("causal", True)):
             flops = 4 * q.numel() * shape[1] * (0.5 if causal else 1.0)
-            with forced(family):
+            with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY=family):  # read at every call
                 attention = functools.partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
                 milliseconds = median_milliseconds(torch, attention)
             entries[-1][name] = round(flops / milliseconds / 1e9, 1)

@@ -96,7 +96,7 @@ struct Fp8FwdConsumer {
       mainloop.skip_v(skipped_last);
     } else {
       issue_first_qk(next);
-      mainloop.set_fully_masked();
+      mainloop.reset();
     }
     store(tile);
     mainloop.wait_for_scores();

@@ -19,6 +19,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   using typename Base::AccS;
   using typename Base::FragmentP;
   using typename Base::Storage;
+  using typename Base::Walk;
   using MmaPv = decltype(cute::make_tiled_mma(Fp8PvAtom<Config::kVtRows>{}));
   static_assert(decltype(cute::tile_size<1>(MmaPv{}))::value == Config::kVtRows);
   enum Half { kLower, kUpper };  // keys of a block
@@ -55,11 +56,9 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   }
 
   template <Half kHalf, bool kFirst = false>
-  __device__ __forceinline__ int make_p(int slot, int n_block, int unmasked_begin, int unmasked_end,
-                                        float (&correction)[2]) {
-    return Base::template make_p<kFirst>(acc_s[kHalf], tOrP[kHalf], slot, n_block,
-                                         n_block * Config::kBlockN + kHalf * Config::kStepKeys, unmasked_begin,
-                                         unmasked_end, correction);
+  __device__ __forceinline__ int make_p(const Walk& at, float (&correction)[2]) {
+    return Base::template make_p<kFirst>(acc_s[kHalf], tOrP[kHalf], at,
+                                         at.n_block * Config::kBlockN + kHalf * Config::kStepKeys, correction);
   }
 
   // O += T, which the next P V sets.
@@ -87,12 +86,10 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // P of a tile's first half, whose S is complete.
   __device__ __forceinline__ void first_step(int slot, int q_stage) {
     issue_qk<kLower>(q_stage);
-    softmax = decltype(softmax)();
-    cute::clear(acc_o);
+    this->reset();
     halves_in_t = 0;
     float correction[2];
-    const int n_block = this->steps(slot).first_block;
-    make_p<kUpper, true>(slot, n_block, this->unmasked_begin(slot), this->steps(slot).unmasked_end, correction);
+    make_p<kUpper, true>(this->walk(slot), correction);
     wait_for<0>(acc_s[kLower]);
     this->release_k();
   }
@@ -103,23 +100,23 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     cute::clear(acc_o);
   }
 
-  // P of the lower keys of `n_block`; S of the upper keys of the next block, P V of this block's upper keys.
-  __device__ __forceinline__ void lower_step(int slot, int n_block, int unmasked_begin, int unmasked_end, int q_stage) {
+  // P of the lower keys of a block; S of the upper keys of the next block, P V of this block's upper keys.
+  __device__ __forceinline__ void lower_step(const Walk& at, int q_stage) {
     this->wait_for_k();
     issue_qk<kUpper>(q_stage);
     issue_pv<kUpper>();
     float correction[2];
-    const int rescales = make_p<kLower>(slot, n_block, unmasked_begin, unmasked_end, correction);
+    const int rescales = make_p<kLower>(at, correction);
     wait_for_gemms<kUpper>();
     if (rescales) rescale(correction);
   }
 
-  // P of the upper keys of `n_block`; S of its lower keys, P V of the lower keys of the block before.
-  __device__ __forceinline__ void upper_step(int slot, int n_block, int unmasked_begin, int unmasked_end, int q_stage) {
+  // P of the upper keys of a block; S of its lower keys, P V of the lower keys of the block before.
+  __device__ __forceinline__ void upper_step(const Walk& at, int q_stage) {
     issue_qk<kLower>(q_stage);
     issue_pv<kLower>();
     float correction[2];
-    const int rescales = make_p<kUpper>(slot, n_block, unmasked_begin, unmasked_end, correction);
+    const int rescales = make_p<kUpper>(at, correction);
     wait_for_gemms<kLower>();
     this->release_k();
     this->release_v();
@@ -129,19 +126,16 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
 
   // All KV blocks of the tile after first_step(), but for P V of the last one's lower keys, which finish() awaits.
   __device__ __forceinline__ void run(int slot, int q_stage) {
-    const auto& steps = this->steps(slot);
-    const int last = steps.first_block - steps.count + 1;
-    const int first_unmasked = this->unmasked_begin(slot), unmasked_end = steps.unmasked_end;
-    int n_block = steps.first_block;
+    Walk at = this->walk(slot);
 #pragma unroll 1
-    while (n_block > last) {
-      lower_step(slot, n_block, first_unmasked, unmasked_end, q_stage);
-      --n_block;
-      upper_step(slot, n_block, first_unmasked, unmasked_end, q_stage);
+    while (at.n_block > at.last) {
+      lower_step(at, q_stage);
+      --at.n_block;
+      upper_step(at, q_stage);
     }
     issue_pv<kUpper>();
     float correction[2];
-    const int rescales = make_p<kLower>(slot, n_block, first_unmasked, unmasked_end, correction);
+    const int rescales = make_p<kLower>(at, correction);
     wait_for<0>(acc_t);
     cute::warpgroup_fence_operand(tOrP[kUpper]);
     if (rescales) rescale(correction);

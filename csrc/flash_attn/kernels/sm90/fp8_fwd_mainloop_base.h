@@ -84,7 +84,7 @@ struct Fp8FwdMainloopBase {
   __device__ __forceinline__ void skip_v(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      storage.v_full[v_state.stage].wait(v_state.phase);
+      wait_for_v();
       release_v();
     }
   }
@@ -97,16 +97,28 @@ struct Fp8FwdMainloopBase {
     }
   }
 
-  // S of the kStepKeys keys from `key` on, of `n_block`, to P. `unmasked_begin`: of the warpgroup's rows, or kNegates.
-  // Returns, warp-uniform, whether row_max was updated.
+  // The way down the blocks of the work tile in a slot.
+  struct Walk {
+    int slot;
+    int n_block, last;
+    int unmasked_begin, unmasked_end;  // of the warpgroup's rows; begin may be kNegates
+  };
+  __device__ __forceinline__ Walk walk(int slot) const {
+    const auto& own = steps(slot);
+    return {slot, own.first_block, own.first_block - own.count + 1, negates ? kNegates : own.unmasked_begin,
+            own.unmasked_end};
+  }
+
+  // S of the kStepKeys keys from `key` on, of the block where the walk is, to P. Returns, warp-uniform, whether row_max
+  // was updated.
   template <bool kFirst>
-  __device__ __forceinline__ int make_p(AccS& acc_s, FragmentP& p, int slot, int n_block, int key, int unmasked_begin,
-                                        int unmasked_end, float (&correction)[2]) {
+  __device__ __forceinline__ int make_p(AccS& acc_s, FragmentP& p, const Walk& at, int key, float (&correction)[2]) {
     auto scores = row_col_view(acc_s);
-    if (n_block < unmasked_begin || n_block >= unmasked_end) {
-      if (unmasked_begin == kNegates) negate(acc_s);
-      const int rows = min(64, tile(slot).seqlen_q - tile(slot).row_begin - 64 * group);
-      apply_bounds(scores, coords, steps(slot).bounds, rows, tile(slot).seqlen_k, key, key + kStepKeys);
+    if (at.n_block < at.unmasked_begin || at.n_block >= at.unmasked_end) {
+      if (at.unmasked_begin == kNegates) negate(acc_s);
+      const WorkTile& own = tile(at.slot);
+      const int rows = min(64, own.seqlen_q - own.row_begin - 64 * group);
+      apply_bounds(scores, coords, steps(at.slot).bounds, rows, own.seqlen_k, key, key + kStepKeys);
     }
     auto words = cute::recast<uint32_t>(p);
     typename decltype(softmax)::Sums sums;
@@ -128,12 +140,9 @@ struct Fp8FwdMainloopBase {
 #pragma unroll
     for (int i = 0; i < cute::size(acc); ++i) acc(i) = -acc(i);
   }
-  __device__ __forceinline__ int unmasked_begin(int slot) const {
-    return negates ? kNegates : steps(slot).unmasked_begin;
-  }
 
-  // The result of rows that see no key.
-  __device__ __forceinline__ void set_fully_masked() {
+  // Of rows that have seen no key.
+  __device__ __forceinline__ void reset() {
     softmax = decltype(softmax)();
     cute::clear(acc_o);
   }

@@ -18,6 +18,7 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   using typename Base::AccS;
   using typename Base::FragmentP;
   using typename Base::Storage;
+  using typename Base::Walk;
   static constexpr int kSlices = Config::kHeadDimV / Config::kSliceCols;
   static_assert(!Config::kHasOnes);
 
@@ -52,38 +53,31 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   }
 
   template <bool kFirst>
-  __device__ __forceinline__ int make_p(int slot, int n_block, int unmasked_begin, int unmasked_end,
-                                        float (&correction)[2]) {
-    return Base::template make_p<kFirst>(acc_s, tOrP, slot, n_block, n_block * Config::kBlockN, unmasked_begin,
-                                         unmasked_end, correction);
+  __device__ __forceinline__ int make_p(const Walk& at, float (&correction)[2]) {
+    return Base::template make_p<kFirst>(acc_s, tOrP, at, at.n_block * Config::kBlockN, correction);
   }
 
   // P of a tile's first block, whose S is complete.
   __device__ __forceinline__ void first_step(int slot, int) {
     this->release_k();
-    softmax = decltype(this->softmax)();
-    cute::clear(acc_o);
+    this->reset();
     float correction[2];
-    make_p<true>(slot, this->steps(slot).first_block, this->unmasked_begin(slot), this->steps(slot).unmasked_end,
-                 correction);
+    make_p<true>(this->walk(slot), correction);
   }
 
   // All KV blocks of the tile after first_step(), but for P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
-    const auto& steps = this->steps(slot);
-    const int last = steps.first_block - steps.count + 1;
-    const int first_unmasked = this->unmasked_begin(slot), unmasked_end = steps.unmasked_end;
-    int n_block = steps.first_block;
+    Walk at = this->walk(slot);
 #pragma unroll 1
-    while (n_block > last) {
-      --n_block;
+    while (at.n_block > at.last) {
+      --at.n_block;
       add_pv();
       this->wait_for_k();
       issue_first_qk(q_stage);
       wait_for_scores();
       this->release_k();
       float correction[2];
-      if (make_p<false>(slot, n_block, first_unmasked, unmasked_end, correction)) {
+      if (make_p<false>(at, correction)) {
         auto out = row_col_view(acc_o);
         softmax.rescale(out, correction);
       }
