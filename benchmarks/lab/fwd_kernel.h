@@ -84,7 +84,7 @@ struct FwdMainloop {
     if constexpr (Config::kEagerKv) load<true>(params.k, range.block_at(0), smem_k());
     if constexpr (Config::kQInRegisters) {
       wait_for_copies();
-      auto load_q = a_loader<Config>(smem_q(), tSrQ);
+      auto load_q = sm80::a_loader<sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
       for (int k = 0; k < decltype(cute::size<2>(tSrQ))::value; ++k) load_q(k);
     }
   }
@@ -102,8 +102,8 @@ struct FwdMainloop {
   __device__ __forceinline__ void multiply_qk(AccS& acc_s) {
     using namespace cute;
     auto tSrK = sm80::b_fragment(TiledMma{}, smem_k());  // (MMA, MMA_N, MMA_D)
-    auto load_q = a_loader<Config>(smem_q(), tSrQ);
-    auto load_k = b_loader<Config, sm80::Operand::kPlain>(smem_k(), tSrK);
+    auto load_q = sm80::a_loader<sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
+    auto load_k = sm80::b_loader<sm80::Operand::kPlain>(TiledMma{}, tSrK, smem_k());
     const auto load_slice = [&](int k) {
       if constexpr (!Config::kQInRegisters) load_q(k);
       load_k(k);
@@ -118,7 +118,7 @@ struct FwdMainloop {
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
     const auto vt = sm80::transposed(smem_v());                                               // (D, N)
     auto tOrV = sm80::b_fragment(TiledMma{}, vt);                                             // (MMA, MMA_D, MMA_N)
-    auto load_v = b_loader<Config, sm80::Operand::kTransposed>(vt, tOrV);
+    auto load_v = sm80::b_loader<sm80::Operand::kTransposed>(TiledMma{}, tOrV, vt);
     gemm_slices<Config>([&](int k) { load_v(k); }, acc_o, tOrP, tOrV);
   }
 

@@ -61,28 +61,6 @@ __device__ __forceinline__ void gemm_slices(const Load& load, Acc& acc, const A&
   }
 }
 
-// A function that reads k-slice k of an A operand in shared memory into `fragment`.
-template <class Config, class Smem, class Fragment>
-__device__ __forceinline__ auto a_loader(const Smem& smem, Fragment& fragment) {
-  using namespace cute;
-  const sm80::LdMatrix<typename Config::Element, sm80::Operand::kPlain> atom;
-  const auto copy_a = make_tiled_copy_A(atom, typename Config::TiledMma{}).get_thread_slice(threadIdx.x);
-  return [atom, source = copy_a.partition_S(smem), target = copy_a.retile_D(fragment)](int k) mutable {
-    copy(atom, source(_, _, k), target(_, _, k));
-  };
-}
-
-// The same of a B operand.
-template <class Config, sm80::Operand kOperand, class Smem, class Fragment>
-__device__ __forceinline__ auto b_loader(const Smem& smem, Fragment& fragment) {
-  using namespace cute;
-  const sm80::LdMatrix<typename Config::Element, kOperand> atom;
-  const auto copy_b = make_tiled_copy_B(atom, typename Config::TiledMma{}).get_thread_slice(threadIdx.x);
-  return [atom, source = copy_b.partition_S(smem), target = copy_b.retile_D(fragment)](int k) mutable {
-    copy(atom, source(_, _, k), target(_, _, k));
-  };
-}
-
 // Online softmax as in the papers: the exact row max of every step, O multiplied in every step.
 template <int kRows, class Scores, class Out>
 __device__ __forceinline__ void textbook_update(Softmax<kRows>& softmax, Scores& scores, Out& out, float scale) {

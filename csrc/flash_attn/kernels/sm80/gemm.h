@@ -38,78 +38,74 @@ __device__ __forceinline__ auto b_fragment(const Mma& mma, const Smem& smem) {
   return mma.get_thread_slice(threadIdx.x).partition_fragment_B(make_tensor(smem.data(), make_layout(shape(smem))));
 }
 
-// acc (M, N) += a (M, K) b (N, K)^T, both in shared memory.
-template <Operand kA, Operand kB, class Mma, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, const B& b) {
+// A function of k that loads k-slice k of an A operand (M, K) in shared memory into its fragment.
+template <Operand kA, class Mma, class Fragment, class A>
+__device__ __forceinline__ auto a_loader(const Mma& mma, Fragment& tCrA, const A& a) {
   using namespace cute;
-  using Element = typename A::value_type;
-  const LdMatrix<Element, kA> load_a;
-  const LdMatrix<Element, kB> load_b;
-  auto tCrA = a_fragment(mma, a);  // (MMA, MMA_M, MMA_K)
-  auto tCrB = b_fragment(mma, b);  // (MMA, MMA_N, MMA_K)
-  const auto copy_a = make_tiled_copy_A(load_a, mma).get_thread_slice(threadIdx.x);
-  const auto copy_b = make_tiled_copy_B(load_b, mma).get_thread_slice(threadIdx.x);
-  auto tCsA = copy_a.partition_S(a);
-  auto tCsB = copy_b.partition_S(b);
-  auto tA = copy_a.retile_D(tCrA);
-  auto tB = copy_b.retile_D(tCrB);
-  constexpr int kSlices = decltype(size<2>(tCrA))::value;
-  copy(load_a, tCsA(_, _, 0), tA(_, _, 0));
-  copy(load_b, tCsB(_, _, 0), tB(_, _, 0));
-#pragma unroll
-  for (int k = 0; k < kSlices; ++k) {
-    if (k + 1 < kSlices) {
-      copy(load_a, tCsA(_, _, k + 1), tA(_, _, k + 1));
-      copy(load_b, tCsB(_, _, k + 1), tB(_, _, k + 1));
-    }
-    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
-  }
+  const LdMatrix<typename A::value_type, kA> load;
+  const auto copy_a = make_tiled_copy_A(load, mma).get_thread_slice(threadIdx.x);
+  return [load, from = copy_a.partition_S(a), to = copy_a.retile_D(tCrA)](int k) mutable {
+    copy(load, from(_, _, k), to(_, _, k));
+  };
 }
 
-// acc (M, N) += a (M, K) b (N, K)^T with a in registers, laid out as an A operand.
-template <Operand kB, class Mma, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A& tCrA, const B& b) {
-  using namespace cute;
-  const LdMatrix<typename B::value_type, kB> load_b;
-  auto tCrB = b_fragment(mma, b);  // (MMA, MMA_N, MMA_K)
-  const auto copy_b = make_tiled_copy_B(load_b, mma).get_thread_slice(threadIdx.x);
-  auto tCsB = copy_b.partition_S(b);
-  auto tB = copy_b.retile_D(tCrB);
-  constexpr int kSlices = decltype(size<2>(tCrA))::value;
-  copy(load_b, tCsB(_, _, 0), tB(_, _, 0));
-#pragma unroll
-  for (int k = 0; k < kSlices; ++k) {
-    if (k + 1 < kSlices) copy(load_b, tCsB(_, _, k + 1), tB(_, _, k + 1));
-    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
-  }
-}
-
-// A B operand (N, K) from shared memory into its registers.
+// The same of a B operand (N, K).
 template <Operand kB, class Mma, class Fragment, class B>
-__device__ __forceinline__ void load_b(const Mma& mma, Fragment& tCrB, const B& b) {
+__device__ __forceinline__ auto b_loader(const Mma& mma, Fragment& tCrB, const B& b) {
   using namespace cute;
   const LdMatrix<typename B::value_type, kB> load;
   const auto copy_b = make_tiled_copy_B(load, mma).get_thread_slice(threadIdx.x);
-  auto tB = copy_b.retile_D(tCrB);
-  copy(load, copy_b.partition_S(b), tB);
+  return [load, from = copy_b.partition_S(b), to = copy_b.retile_D(tCrB)](int k) mutable {
+    copy(load, from(_, _, k), to(_, _, k));
+  };
 }
 
-// acc (M, N) += a (M, K) b (N, K)^T with b in registers, laid out as a B operand.
-template <Operand kA, class Mma, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_b_registers(const Mma& mma, Acc& acc, const A& a, const B& tCrB) {
+// acc += A B^T of fragments (MMA, MMA_M, MMA_K) and (MMA, MMA_N, MMA_K); load(k): their k-slice k.
+template <class Mma, class Acc, class A, class B, class Load>
+__device__ __forceinline__ void gemm_slices(const Mma& mma, Acc& acc, const A& tCrA, const B& tCrB, Load load) {
   using namespace cute;
-  const LdMatrix<typename A::value_type, kA> load_a;
-  auto tCrA = a_fragment(mma, a);  // (MMA, MMA_M, MMA_K)
-  const auto copy_a = make_tiled_copy_A(load_a, mma).get_thread_slice(threadIdx.x);
-  auto tCsA = copy_a.partition_S(a);
-  auto tA = copy_a.retile_D(tCrA);
   constexpr int kSlices = decltype(size<2>(tCrA))::value;
-  copy(load_a, tCsA(_, _, 0), tA(_, _, 0));
+  load(0);
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    if (k + 1 < kSlices) copy(load_a, tCsA(_, _, k + 1), tA(_, _, k + 1));
+    if (k + 1 < kSlices) load(k + 1);
     gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
   }
+}
+
+// acc (M, N) += a (M, K) b (N, K)^T, both in shared memory.
+template <Operand kA, Operand kB, class Mma, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, const B& b) {
+  auto tCrA = a_fragment(mma, a);
+  auto tCrB = b_fragment(mma, b);
+  auto load_a = a_loader<kA>(mma, tCrA, a);
+  auto load_b = b_loader<kB>(mma, tCrB, b);
+  gemm_slices(mma, acc, tCrA, tCrB, [&](int k) {
+    load_a(k);
+    load_b(k);
+  });
+}
+
+// The same with a in registers, laid out as an A operand.
+template <Operand kB, class Mma, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A& tCrA, const B& b) {
+  auto tCrB = b_fragment(mma, b);
+  gemm_slices(mma, acc, tCrA, tCrB, b_loader<kB>(mma, tCrB, b));
+}
+
+// The same with b in registers, laid out as a B operand.
+template <Operand kA, class Mma, class Acc, class A, class B>
+__device__ __forceinline__ void gemm_b_registers(const Mma& mma, Acc& acc, const A& a, const B& tCrB) {
+  auto tCrA = a_fragment(mma, a);
+  gemm_slices(mma, acc, tCrA, tCrB, a_loader<kA>(mma, tCrA, a));
+}
+
+// A whole B operand (N, K) from shared memory into its registers.
+template <Operand kB, class Mma, class Fragment, class B>
+__device__ __forceinline__ void load_b(const Mma& mma, Fragment& tCrB, const B& b) {
+  auto load = b_loader<kB>(mma, tCrB, b);
+#pragma unroll
+  for (int k = 0; k < decltype(cute::size<2>(tCrB))::value; ++k) load(k);
 }
 
 }  // namespace sm80
