@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import faulthandler
 import itertools
 import json
@@ -164,20 +163,15 @@ def row(entry, facts, times, failed):
 
 
 def origin(torch, compiler):
-    from environment import describe_device, git_state
+    from environment import describe_run
 
-    commit, dirty = git_state()
-    return {
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": describe_device(torch.device("cuda")),
-        "versions": {
-            "nvcc": compiler.toolkit.full_version,
-            "CUTLASS": compiler.cutlass.version,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "git": {"commit": commit, "dirty": dirty},
+    versions = {
+        "nvcc": compiler.toolkit.full_version,
+        "CUTLASS": compiler.cutlass.version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
     }
+    return describe_run(torch.device("cuda"), versions)
 
 
 def draw(result, paths):

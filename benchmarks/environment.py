@@ -73,17 +73,23 @@ def describe_versions():
     return {**versions, **peer_versions()}, flash_attn.__build__
 
 
-def describe_origin(device):
-    """What every result begins with: when, on what device, which versions, of which build and commit."""
-    versions, build = describe_versions()
+def describe_run(device, versions):
+    """When, on what device, which versions, of which commit."""
     commit, dirty = git_state()
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": describe_device(device),
         "versions": versions,
-        "build": build,
-        "git": {"commit": commit or build.get("commit"), "dirty": dirty},
+        "git": {"commit": commit, "dirty": dirty},
     }
+
+
+def describe_origin(device):
+    """What every result of the package begins with: its build too, which knows the commit of a tree without history."""
+    versions, build = describe_versions()
+    run = describe_run(device, versions)
+    run["git"]["commit"] = run["git"]["commit"] or build.get("commit")
+    return {**run, "build": build}
 
 
 def peer_versions():

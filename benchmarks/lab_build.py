@@ -27,9 +27,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 from errors import BuildError
 from kernel_build import COMPILE_FLAGS
 from lab_designs import LAB, ctas_per_sm
-from lab_sass import disassemble, find_cuobjdump, inner_loop
+from lab_sass import inner_loop
 from machine import parallel_jobs
 from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
+from sass import find_cuobjdump, listing
 from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
@@ -128,7 +129,7 @@ class Compiler:
         loop = None
         if cuobjdump is not None:
             opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
-            loop = inner_loop(disassemble(cuobjdump, library), opcode, design.mma_per_step)
+            loop = inner_loop(listing(cuobjdump, library), opcode, design.mma_per_step)
         return {
             "registers": kernel["registers"],
             "spills": spill_bytes(kernel),

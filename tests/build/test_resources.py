@@ -3,10 +3,8 @@
 import fnmatch
 import json
 import re
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import compile_kernel
 import kernel_build
 import resources
+import sass
 
+CUOBJDUMP = sass.find_cuobjdump()
 BUDGET = resources.load_budget(ROOT / "tools" / "resource_budget.json")
 REPORTS = sorted((ROOT / "build" / "kernels").glob("*/build_report.json"))
 MAX_REGISTERS = 255  # what one thread can hold on every architecture so far
@@ -56,23 +56,11 @@ def test_every_kernel_file_holds_a_kernel_for_every_arch():
             assert {kernel["arch"] for kernel in record["kernels"]} == archs, record["file"]
 
 
-def cuobjdump():
-    """cuobjdump of PATH, else the one that comes with triton."""
-    on_path = shutil.which("cuobjdump")
-    if on_path:
-        return on_path
-    triton = find_spec("triton")
-    if triton is None:
-        return None
-    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return str(bundled) if bundled.is_file() else None
-
-
 def machine_code_of(archive):
     """{member: architectures of its machine code}, {member: of its PTX}; sm_90a counts as sm_90."""
     found = []
     for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx")):
-        done = subprocess.run([cuobjdump(), option, str(archive)], capture_output=True, text=True, check=True)
+        done = subprocess.run([str(CUOBJDUMP), option, str(archive)], capture_output=True, text=True, check=True)
         members, name = {}, None
         for line in done.stdout.splitlines():
             if header := re.match(r"member .*:(\S+)\.o:", line):
@@ -84,7 +72,7 @@ def machine_code_of(archive):
 
 
 @needs_build
-@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump (CUDA toolkit or triton)")
+@pytest.mark.skipif(CUOBJDUMP is None, reason="no cuobjdump (CUDA toolkit or triton)")
 def test_the_archive_holds_machine_code_of_every_arch_and_ptx_of_the_newest():
     """sm_80 machine code is what 8.6, 8.7 and 8.9 run (test_main.py); PTX is for GPUs newer than all."""
     for report in REPORTS:
@@ -129,28 +117,6 @@ def test_variants_are_named(tmp_path):
     assert not resources.is_kernel_of({"variant": "kDropout", "kernel": "heads_kernel<"}, name)
 
 
-def sass_functions(object_file, arch):
-    """Machine code of one object: {mangled kernel name: [(address, instruction text)]}."""
-    listing = subprocess.run(
-        [cuobjdump(), "-sass", "-arch", arch, str(object_file)], capture_output=True, text=True, check=True
-    ).stdout
-    functions = {}
-    for line in listing.splitlines():
-        if header := re.match(r"\s*Function : (\S+)", line):
-            code = functions.setdefault(header[1], [])
-        elif instruction := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", line):
-            code.append((int(instruction[1], 16), instruction[2]))
-    return functions
-
-
-def loops(code):
-    """Instructions of each loop, as lists of texts: the range from a backward branch's target to the branch."""
-    for address, text in code:
-        branch = re.search(r"\bBRA\S*\s.*?(0x[0-9a-f]+)", text)
-        if branch and int(branch[1], 16) < address:
-            yield [t for a, t in code if int(branch[1], 16) <= a <= address]
-
-
 def smallest_matrix_loop(code):
     """Instruction count of the shortest loop with tensor-core instructions: the interior loop; None without one.
 
@@ -159,12 +125,12 @@ def smallest_matrix_loop(code):
     """
     wgmma, mma = r"\b[HQ]GMMA\b", r"\bHMMA\b"
     product = wgmma if any(re.search(wgmma, text) for _, text in code) else mma
-    counts = [len(loop) for loop in loops(code) if any(re.search(product, text) for text in loop)]
+    counts = [len(loop) for loop in sass.loops(code) if any(re.search(product, text) for text in loop)]
     return min(counts, default=None)
 
 
 @needs_build
-@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump (CUDA toolkit or triton)")
+@pytest.mark.skipif(CUOBJDUMP is None, reason="no cuobjdump (CUDA toolkit or triton)")
 @pytest.mark.parametrize("rule", BUDGET["interior_loops"], ids=lambda rule: f"{rule['file']}-{rule['arch']}")
 def test_interior_loop_instructions(rule):
     objects = [report.parent / f"{rule['file']}.o" for report in REPORTS]
@@ -172,7 +138,7 @@ def test_interior_loop_instructions(rule):
     if not objects:
         pytest.skip(f"{rule['file']} was not built here for {rule['arch']}")
     for path in objects:
-        functions = sass_functions(path, rule["arch"])
+        functions = sass.functions(sass.listing(CUOBJDUMP, path, "-arch", rule["arch"]))
         variants = resources.variants_of(compile_kernel.dependencies(path.with_name(f"{path.name}.deps")))
         names = [resources.with_variant_names(name, variants) for name in compile_kernel.demangled(list(functions))]
         counts = {
