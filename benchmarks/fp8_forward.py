@@ -4,8 +4,7 @@ torch's e4m3 matrix product:
     python benchmarks/fp8_forward.py [--device cuda] [--head-dims 64 128 256] [--quick]
         [--out FILE.json]
 
-The kernels take turns, as graphs of several calls after the L2 cache was overwritten; a figure is the median. The e4m3
-forward is off by default: this program sets FLASH_ATTN_FAMILY=fp8, and says of a row which kernels ran.
+The kernels take turns, as graphs of several calls after the L2 cache was overwritten; a figure is the median.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 from contextlib import nullcontext
@@ -113,7 +111,6 @@ def main(arguments=None):
     parser.add_argument("--quick", action="store_true", help="two lengths only")
     parser.add_argument("--out", type=Path, help="write the result here, after every row")
     options = parser.parse_args(arguments)
-    os.environ["FLASH_ATTN_FAMILY"] = "fp8"
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     result = {**describe_origin(device), "rows": []}
     timer = make_timers(device)["graph" if options.device == "cuda" else "event"]

@@ -361,7 +361,7 @@ void define_fwd_fp8(py::module_& m, const char* name, Function* function, const 
   m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
-        py::arg("fast_exp"), py::call_guard<CallGuard>());
+        py::arg("fast_exp"), py::arg("batch_invariant"), py::call_guard<CallGuard>());
 }
 
 }  // namespace

@@ -90,6 +90,7 @@ def _forward_fp8(args: AttentionArgs, backend):
             _index("cu_seqlens_k", args.cu_seqlens_k), args.q_descale, args.k_descale, args.v_descale, args.sinks,
             args.softmax_scale, args.causal, args.window_left, args.window_right,
             result_dtype(args.q, args.v, args.out_dtype) is torch.float16, args.fast_exp,
+            args.batch_invariant,
         )
     )  # fmt: skip
 

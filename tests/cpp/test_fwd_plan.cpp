@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "plan/explain.h"
+#include "plan/fp8_fwd_plan.h"
 
 namespace {
 
@@ -246,6 +247,26 @@ void check_explained() {
   check::that(line.find(" smem_bytes=230400 ") != std::string::npos, "numbers", line);
 }
 
+// Who serves e4m3 q, k and v.
+void check_e4m3() {
+  const auto declines = [](const FwdProblem& problem, const char* forced = nullptr) {
+    return flash::plan::fp8_fwd_declines(problem, kH100, forced);
+  };
+  const FwdProblem decoded = changed(dense(64, 1, 32, 128), [](FwdProblem& p) { p.heads_k = 8, p.seqlen_k = 8192; });
+  check::that(!declines(dense(1, 16384, 16, 128)) && !declines(packed(8, 2048, 16, 64, kCausal)), "many rows");
+  check::that(!declines(dense(1, 128, 2, 256)), "few rows and keys");
+  check::that(declines(decoded), "few rows over many keys are decoded");
+  check::that(!declines(decoded, "wgmma") && declines(dense(1, 16384, 16, 128), "mma_sync"), "forced");
+  check::that(!declines(changed(decoded, [](FwdProblem& p) { p.batch_invariant = true; })), "batch-invariant");
+  const auto supports = [](auto change, const Device& device = kH100) {
+    return flash::plan::fp8_fwd_supports(changed(dense(2, 2048, 16, 128, kCausal), change), device);
+  };
+  check::that(supports([](FwdProblem&) {}) && supports([](FwdProblem& p) { p.heads_k = 4, p.is_varlen = true; }), "");
+  check::that(!supports([](FwdProblem&) {}, kA100) && !supports([](FwdProblem&) {}, kB200), "other GPUs");
+  check::that(!supports([](FwdProblem& p) { p.head_dim = p.head_dim_v = 96; }), "head dims");
+  check::that(!supports([](FwdProblem& p) { p.is_paged = true; }), "pages");
+}
+
 }  // namespace
 
 int main() {
@@ -256,5 +277,6 @@ int main() {
   check_rules();
   check_tensor_maps();
   check_explained();
+  check_e4m3();
   return check::report();
 }

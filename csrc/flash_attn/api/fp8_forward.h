@@ -91,7 +91,8 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
   plan::FwdProblem problem = fwd_problem(params, Dtype::kE4m3);
   problem.dtype = call.out_type == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
   const plan::Device device = device_of(params.device);
-  if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device, forced_family())) return {};
+  if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device)) return {};
+  if (plan::fp8_fwd_declines(problem, device, forced_family())) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
   params.exp_codes = params.exp_codes && plan::fp8_has_ones(plan::sm90_fp8_fwd_tile(problem.head_dim));
   return plan::plan_fp8_fwd(problem, device);
@@ -139,7 +140,7 @@ template <class Result>
 Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& cu_seqlens_q,
                    const OptionalTensor& cu_seqlens_k, const OptionalTensor& q_descale, const OptionalTensor& k_descale,
                    const OptionalTensor& v_descale, const OptionalTensor& sinks, double softmax_scale, bool is_causal,
-                   int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp) {
+                   int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp, bool batch_invariant) {
   const bool is_varlen = cu_seqlens_q.has_value();
   const char* axes = is_varlen ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
   const int64_t dims = is_varlen ? 3 : 4;
@@ -158,6 +159,7 @@ Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   sequences.varlen.cu_seqlens_q = int_or_null(cu_seqlens_q);
   sequences.varlen.cu_seqlens_k = int_or_null(cu_seqlens_k);
   sequences.exp_codes = fast_exp;
+  sequences.batch_invariant = batch_invariant;
   check_scores(scores, q, batch, 0.0);
   checks::descale("q_descale", q_descale, q, batch);
   checks::descale("k_descale", k_descale, q, batch);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "core/e4m3.h"
 #include "plan/fwd_plan.h"
@@ -49,15 +48,24 @@ constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {
   return storage.size(kSwizzleBytes);
 }
 
-// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O. `forced`: the
-// value of FLASH_ATTN_FAMILY: the kernels run only where it is "fp8", until a GPU has shown that they are right.
-inline bool fp8_fwd_supports(const FwdProblem& problem, const Device& device, const char* forced) {
+// Whether this family has a kernel for the call; `problem.dtype`: of O, fits_tensor_maps: of Q, K and O.
+constexpr bool fp8_fwd_supports(const FwdProblem& problem, const Device& device) {
   const Sm90FwdTile tile = sm90_fp8_fwd_tile(problem.head_dim);
-  if (forced == nullptr || std::strcmp(forced, "fp8") != 0) return false;
   return tile.head_dim > 0 && device.capability == kWgmmaCapability && has_wgmma_kernels(device, tile.head_dim) &&
          problem.head_dim_v == tile.head_dim && problem.heads_k > 0 && !problem.has_score_mod() &&
          !problem.has_dropout && !problem.returns_max_logit && !problem.is_paged && !problem.has_key_ranges &&
          problem.fits_tensor_maps;
+}
+
+// Whether the kernels of 16-bit queries serve the call better: those of the KV cache do with few rows over many keys.
+// `forced`: the value of FLASH_ATTN_FAMILY, or null (choose_family()).
+inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, const char* forced) {
+  FwdProblem over_codes = problem;
+  over_codes.kv_dtype = Dtype::kE4m3;
+  FamilyQuery query = family_query(over_codes, device);
+  query.pass_cost = 0;  // V is transposed, nothing dequantised
+  const Family family = choose_family(query, forced).family;
+  return family == Family::kDecode || (family == Family::kMmaSync && forced != nullptr);
 }
 
 // Keys of a row of V^T, and their blocks.
