@@ -6,6 +6,8 @@ the relative root mean square, for a largest error says little where P has three
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,18 @@ def lse_error(ours, expected):
     finite = expected.isfinite()
     assert torch.equal(ours.double()[~finite], expected.double()[~finite])
     return max((ours.double() - expected.double())[finite].abs().tolist(), default=0.0)
+
+
+def products_lse(q, k, scale):
+    """How far the tensor cores may put scores of e4m3 off, in nats; q and k dequantised (batch, seqlen, heads, d).
+
+    wgmma adds 32 products at a time to a sum, all cut to 13 bits below the largest of them: some in one direction.
+    """
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+    sums = torch.einsum("bqhd,bkhd->bqhk", q, k).abs().max().item()
+    products = (q.abs().amax((0, 1)) * k.abs().amax((0, 1))).max().item()
+    cut = 2.0 ** (math.floor(math.log2(max(sums, products))) - 13)
+    return 3 * q.shape[-1] / 32 * cut * scale
 
 
 def lse_bound(device):

@@ -381,7 +381,7 @@ def test_graph(device):
 def test_explain(device):
     x = quantized_qkv(device)
     plan = flash_attn.explain(x.q, x.k, x.v, k_descale=x.k_descale)
-    assert plan["forward"]["dtype"] == ("e4m3" if device == "cpu" else "bf16") and plan["backward"] is None
+    assert plan["forward"]["dtype"] == ("e4m3" if device == "cpu" else "fp16") and plan["backward"] is None
 
 
 @pytest.mark.parametrize("wide", (False, True))

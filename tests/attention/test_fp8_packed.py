@@ -71,7 +71,7 @@ def dequantized(x, descale, i, by_channel=False):
     return x * (descale if x.dim() == 4 else descale.transpose(1, 2)[:, :, :1].reshape(len(x), -1))[..., None]
 
 
-def check(problem, out, lse, descales, sequences=None):
+def check(problem, out, lse, descales, sequences=None, bound=WIDE_P):
     layout, options = problem.layout, problem.options
     for i, (start, n) in enumerate(zip(layout.starts_q, layout.lens_q)):
         if n == 0 or (sequences is not None and i not in sequences):
@@ -86,7 +86,7 @@ def check(problem, out, lse, descales, sequences=None):
         q = problem.q[start : start + n]
         expected = attention_varlen(q, k, v, one, block_table=table, **{**options, "alibi_slopes": slopes})
         if layout.lens_k[i] > 0:
-            assert relative_rmse(out[start : start + n], expected.out) <= WIDE_P
+            assert relative_rmse(out[start : start + n], expected.out) <= bound
         else:
             assert (out[start : start + n] == 0).all()
         assert lse_error(lse[:, start : start + n], expected.lse) <= 1e-3
@@ -107,6 +107,7 @@ def test_descales(device, family, stored, shape, page_size, lengths, dtype):
     check(problem, out, lse, descales)
 
 
+COPIED = 4e-3  # codes times descales in bf16: where a row may be a key of two sequences
 FEATURES = (
     {"window": (50, 20), "softcap": 12.0}, {"alibi": "batch", "causal": True}, {"sinks": True, "causal": True},
     {"kind": "seqused"}, {"kind": "leftpad", "causal": True}, {"head_dim": 128, "causal": True}, {"head_dim": 256},
@@ -121,7 +122,8 @@ def test_features(device, family, features, stored, shape, page_size):
     for lengths, dtype in ((MANY, "bfloat16"), (FEW, "float16")):
         problem, descales = problem_of(device, stored, shape, lengths, page_size=page_size, dtype=dtype, **features)
         out, lse, _ = run(problem, **descales)
-        check(problem, out, lse, descales)
+        is_copied = shape == "batch" and "seqused" in features.values() and page_size == 0
+        check(problem, out, lse, descales, bound=COPIED if is_copied else WIDE_P)
 
 
 @pytest.mark.parametrize("stored", FORMATS)

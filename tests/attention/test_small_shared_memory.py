@@ -87,7 +87,8 @@ def test_cache(device, monkeypatch, head_dim, seqlen_q):
     lengths = torch.tensor([40, 700, 1000], device=device, dtype=torch.int32)
     small = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
     monkeypatch.delenv("FLASH_ATTN_SMEM_LIMIT")
-    torch.testing.assert_close(small, flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True))
+    expected = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    torch.testing.assert_close(small, expected, atol=2e-3, rtol=2e-2)  # other kernels, or other splits
 
 
 @pytest.mark.parametrize("value", ("", "lots", "0", "-5", "99KB"))

@@ -15,6 +15,13 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
     const cudaError_t status = runs_sm90_code(flash_fwd_split_kernel<Config>, params.device, params.in_clusters);
     if (status != cudaSuccess) return status;
   }
+  // Calls may differ in their stages (FLASH_ATTN_SMEM_LIMIT): the kernel may take as much as the device has.
+  int most = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, params.device);
+  if (status == cudaSuccess) {
+    status = allow_shared_memory(flash_fwd_split_kernel<Config>, most, params.device, configured_devices);
+  }
+  if (status != cudaSuccess) return status;
   const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
   return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
                           params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
