@@ -18,6 +18,7 @@ namespace sm90 {
 
 struct Fp8FwdLaunch : FwdLaunch {
   Descale q_descale, k_descale, v_descale;
+  uint32_t code_shift;  // of Fp8Softmax
 };
 
 __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTile& tile) {
@@ -38,7 +39,7 @@ struct Fp8FwdConsumer {
   Mainloop mainloop;
 
   __device__ __forceinline__ Fp8FwdConsumer(const Fp8FwdLaunch& launch_, FwdStorage<Config>& storage_, int group)
-      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group) {}
+      : launch(launch_), storage(storage_), pipeline(storage_), mainloop(storage_, group, launch_.code_shift) {}
 
   // The slot of the next work tile, which stays as it is until that of the tile after it is released: the one before
   // may be overwritten from here on.

@@ -64,6 +64,7 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
   launch.q_descale = params.q_descale;
   launch.k_descale = params.k_descale;
   launch.v_descale = params.v_descale;
+  launch.code_shift = e4m3::twice(e4m3::kCodeShift);
   const cudaError_t status = make_fp8_tensor_maps<Config>(launch, params, kOut);
   if (status != cudaSuccess) return status;
   return launch_dependent(flash_fwd_fp8_kernel<Config>, plan.grid, Config::kThreads, plan.smem_bytes, launch,

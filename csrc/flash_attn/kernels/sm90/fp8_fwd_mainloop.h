@@ -28,8 +28,10 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   AccO acc_t;
   FragmentP tOrP[2];
   int halves_in_t = 0;
+  bool k_is_full = false, v_is_full = false;  // K of the next block and V of this one, as far as is known
 
-  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_) : Base(storage_, group_) {}
+  __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t code_shift)
+      : Base(storage_, group_, code_shift) {}
 
   template <Half kHalf>
   __device__ __forceinline__ void issue_qk(int q_stage) {
@@ -44,7 +46,6 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   template <Half kHalf>
   __device__ __forceinline__ void issue_pv() {
     using namespace cute;
-    if constexpr (kHalf == kUpper) this->wait_for_v();
     MmaPv mma;
     const auto thread = mma.get_slice(threadIdx.x % 128);
     auto vt =
@@ -55,10 +56,10 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     ++halves_in_t;
   }
 
-  template <Half kHalf, bool kFirst = false>
+  template <Half kHalf, bool kFirst = false, bool kMayMask = true>
   __device__ __forceinline__ int make_p(const Walk& at, float (&correction)[2]) {
-    return Base::template make_p<kFirst>(acc_s[kHalf], tOrP[kHalf], at,
-                                         at.n_block * Config::kBlockN + kHalf * Config::kStepKeys, correction);
+    return Base::template make_p<kFirst, kMayMask>(
+        acc_s[kHalf], tOrP[kHalf], at, at.n_block * Config::kBlockN + kHalf * Config::kStepKeys, correction);
   }
 
   // O += T, which the next P V sets.
@@ -88,35 +89,37 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     issue_qk<kLower>(q_stage);
     this->reset();
     halves_in_t = 0;
+    k_is_full = v_is_full = false;
     float correction[2];
     make_p<kUpper, true>(this->walk(slot), correction);
     wait_for<0>(acc_s[kLower]);
     this->release_k();
   }
 
-  // The result of rows that see no key.
-  __device__ __forceinline__ void set_fully_masked() {
-    softmax = decltype(softmax)();
-    cute::clear(acc_o);
-  }
-
   // P of the lower keys of a block; S of the upper keys of the next block, P V of this block's upper keys.
+  template <bool kMayMask>
   __device__ __forceinline__ void lower_step(const Walk& at, int q_stage) {
-    this->wait_for_k();
+    if (!(k_is_full && v_is_full)) {
+      this->wait_for_k();
+      this->wait_for_v();
+    }
     issue_qk<kUpper>(q_stage);
     issue_pv<kUpper>();
     float correction[2];
-    const int rescales = make_p<kLower>(at, correction);
+    const int rescales = make_p<kLower, false, kMayMask>(at, correction);
     wait_for_gemms<kUpper>();
     if (rescales) rescale(correction);
   }
 
   // P of the upper keys of a block; S of its lower keys, P V of the lower keys of the block before.
+  template <bool kMayMask>
   __device__ __forceinline__ void upper_step(const Walk& at, int q_stage) {
     issue_qk<kLower>(q_stage);
     issue_pv<kLower>();
+    k_is_full = this->next_is_full(storage.k_full, this->k_state);
+    v_is_full = this->next_is_full(storage.v_full, v_state);
     float correction[2];
-    const int rescales = make_p<kUpper>(at, correction);
+    const int rescales = make_p<kUpper, false, kMayMask>(at, correction);
     wait_for_gemms<kLower>();
     this->release_k();
     this->release_v();
@@ -124,15 +127,29 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
     if (halves_in_t == Config::kFlushSteps) flush();
   }
 
+  template <bool kMayMask>
+  __device__ __forceinline__ void step(Walk& at, int q_stage) {
+    lower_step<kMayMask>(at, q_stage);
+    --at.n_block;
+    upper_step<kMayMask>(at, q_stage);
+  }
+
   // All KV blocks of the tile after first_step(), but for P V of the last one's lower keys, which finish() awaits.
   __device__ __forceinline__ void run(int slot, int q_stage) {
     Walk at = this->walk(slot);
 #pragma unroll 1
     while (at.n_block > at.last) {
-      lower_step(at, q_stage);
-      --at.n_block;
-      upper_step(at, q_stage);
+      const int last_unmasked = Config::kHasUnmaskedLoop ? max(at.unmasked_begin, at.last) : at.n_block;
+      if (at.n_block >= at.unmasked_end || at.n_block <= last_unmasked) {
+        step<true>(at, q_stage);
+        continue;
+      }
+#pragma unroll 1
+      do {
+        step<false>(at, q_stage);
+      } while (at.n_block > last_unmasked);
     }
+    this->wait_for_v();
     issue_pv<kUpper>();
     float correction[2];
     const int rescales = make_p<kLower>(at, correction);

@@ -9,6 +9,7 @@
 #include "kernels/sm90/fp8_fwd_softmax.h"
 #include "kernels/sm90/fwd_storage.h"
 #include "kernels/sm90/gemm.h"
+#include "kernels/tma/mbarrier_test.h"
 
 namespace flash {
 namespace sm90 {
@@ -41,8 +42,8 @@ struct Fp8FwdMainloopBase {
   bool negates;      // S of this tile
   float scale_log2;  // what scores are multiplied by: descales, softmax_scale, log2(e)
 
-  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_)
-      : storage(storage_), group(group_), coords(threadIdx.x % 128) {}
+  __device__ __forceinline__ Fp8FwdMainloopBase(Storage& storage_, int group_, uint32_t code_shift)
+      : storage(storage_), group(group_), coords(threadIdx.x % 128), softmax(code_shift) {}
 
   // Of the work tile in a slot. What only some steps need stays in shared memory: registers are short.
   __device__ __forceinline__ const WorkTile& tile(int slot) const { return storage.tile[slot].value; }
@@ -52,6 +53,11 @@ struct Fp8FwdMainloopBase {
 
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
   __device__ __forceinline__ void wait_for_v() const { storage.v_full[v_state.stage].wait(v_state.phase); }
+  // Of the stage after that of `state`: asked ahead, so that the answer is there when it is needed.
+  __device__ __forceinline__ static bool next_is_full(const Barrier* full, KvState state) {
+    state.advance();
+    return tma::is_complete(full[state.stage], state.phase);
+  }
 
   // S = Q K^T of step `step` of the block at k_state: issued, not waited for.
   __device__ __forceinline__ void issue_qk(AccS& acc_s, int q_stage, int step) {
@@ -110,11 +116,11 @@ struct Fp8FwdMainloopBase {
   }
 
   // S of the kStepKeys keys from `key` on, of the block where the walk is, to P. Returns, warp-uniform, whether row_max
-  // was updated.
-  template <bool kFirst>
+  // was updated. kMayMask: whether some may be masked, or S negated.
+  template <bool kFirst, bool kMayMask = true>
   __device__ __forceinline__ int make_p(AccS& acc_s, FragmentP& p, const Walk& at, int key, float (&correction)[2]) {
     auto scores = row_col_view(acc_s);
-    if (at.n_block < at.unmasked_begin || at.n_block >= at.unmasked_end) {
+    if (kMayMask && (at.n_block < at.unmasked_begin || at.n_block >= at.unmasked_end)) {
       if (at.unmasked_begin == kNegates) negate(acc_s);
       const WorkTile& own = tile(at.slot);
       const int rows = min(64, own.seqlen_q - own.row_begin - 64 * group);
@@ -122,17 +128,16 @@ struct Fp8FwdMainloopBase {
     }
     auto words = cute::recast<uint32_t>(p);
     typename decltype(softmax)::Sums sums;
-    int updated = kFirst;
     if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);
-#pragma unroll 1
-    while (true) {  // row_max rarely has to be updated: what it is of is found out by exceeding it
-      const bool exceeds = softmax.exponentiate(acc_s, scale_log2, updated, words, sums);
-      if (updated || !__any_sync(0xffffffffu, exceeds)) break;
+    const bool exceeds = softmax.exponentiate(acc_s, scale_log2, kFirst, words, sums);
+    // row_max rarely has to be updated: what it is of is found out by exceeding it.
+    const bool updates = !kFirst && __any_sync(0xffffffffu, exceeds);
+    if (updates) {
       softmax.update_row_max(scores, scale_log2, correction);
-      updated = true;
+      softmax.exponentiate(acc_s, scale_log2, true, words, sums);
     }
     softmax.add(sums);
-    return updated;
+    return updates || kFirst;
   }
 
   // Descales of opposite signs: maxima are those of scores that a positive factor scales.
@@ -143,7 +148,7 @@ struct Fp8FwdMainloopBase {
 
   // Of rows that have seen no key.
   __device__ __forceinline__ void reset() {
-    softmax = decltype(softmax)();
+    softmax = decltype(softmax)(softmax.code_shift);
     cute::clear(acc_o);
   }
 };

@@ -27,7 +27,8 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   typename Base::template Accumulator<Config::kSliceCols> acc_t;
   FragmentP tOrP;
 
-  __device__ __forceinline__ Fp8FwdSlicedMainloop(Storage& storage_, int group_) : Base(storage_, group_) {}
+  __device__ __forceinline__ Fp8FwdSlicedMainloop(Storage& storage_, int group_, uint32_t code_shift)
+      : Base(storage_, group_, code_shift) {}
 
   __device__ __forceinline__ void issue_first_qk(int q_stage) { Base::issue_qk(acc_s, q_stage, 0); }
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }

@@ -36,9 +36,9 @@ __device__ __forceinline__ __half2 add_pairs(uint32_t word) {
 }
 
 // Two codes from the low 16 bits of floats, in 16 bits each: 0 below all codes, NaN above them and of NaN.
-__device__ __forceinline__ uint32_t clamp_codes(float a, float b) {
+__device__ __forceinline__ uint32_t clamp_codes(float a, float b, uint32_t shift) {
   const uint32_t pair = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
-  return __viaddmin_s16x2_relu(pair, e4m3::twice(e4m3::kCodeShift), e4m3::twice(e4m3::kNanCode));
+  return __viaddmin_s16x2_relu(pair, shift, e4m3::twice(e4m3::kNanCode));
 }
 
 // fmaxf and fminf drop NaN.
@@ -74,7 +74,10 @@ struct Fp8Softmax : Softmax<2, int> {
     __half2 rounded[kRows];
   };
 
+  uint32_t code_shift;  // e4m3::kCodeShift, twice; a kernel parameter, for ptxas would remake a constant at each use
   float rounded_sum[kHasOnes ? 1 : kRows] = {};  // over this thread's columns, of P as it was rounded
+
+  __device__ __forceinline__ explicit Fp8Softmax(uint32_t code_shift_) : code_shift(code_shift_) {}
 
   // For a block that may exceed row_max: makes it that of the scores, if that is greater. Then O has to be multiplied
   // by `correction`, row_sum already is. A NaN among the scores makes row_max NaN for good.
@@ -175,13 +178,13 @@ struct Fp8Softmax : Softmax<2, int> {
 
   // code_of(i): of element i of S, as a float. Returns whether some code is NaN.
   template <class Words, class CodeOf>
-  __device__ __forceinline__ static bool pack_codes(Words& words, const CodeOf& code_of) {
+  __device__ __forceinline__ bool pack_codes(Words& words, const CodeOf& code_of) const {
     constexpr int kWords = decltype(cute::size(words))::value;
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t low = clamp_codes(code_of(index(i, 0)), code_of(index(i, 1)));
-      const uint32_t high = clamp_codes(code_of(index(i, 2)), code_of(index(i, 3)));
+      const uint32_t low = clamp_codes(code_of(index(i, 0)), code_of(index(i, 1)), code_shift);
+      const uint32_t high = clamp_codes(code_of(index(i, 2)), code_of(index(i, 3)), code_shift);
       largest = __vimax3_s16x2(largest, low, high);
       words(i) = __byte_perm(low, high, 0x6420);
     }
