@@ -70,8 +70,9 @@ def flash_attn_cp_func(
         seed = torch.randint(0, 2**63 - 1, (1,)).item()  # on every rank, so that generators stay together
     seed = plan.compare("flash_attn_cp_func", "" if call is None else call.text(inputs), error, seed)
     plan.transport.connect(inputs[0].device)
-    state = torch.tensor([seed or 0, 0], dtype=torch.int64).to(inputs[0].device)
-    call.options = call.options._replace(rng_state=state)
+    if seed is not None or return_attn_probs:  # a copy from the host that other calls do without
+        state = torch.tensor([seed or 0, 0], dtype=torch.int64).to(inputs[0].device)
+        call.options = call.options._replace(rng_state=state)
     out, lse = _CpAttention.apply(call, *inputs)
     if call.padded_from:
         out = out[..., : call.padded_from].contiguous()

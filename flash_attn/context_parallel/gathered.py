@@ -66,8 +66,9 @@ def _overlapped(plan, tables, batch, tensors):
 def _rows(tensors, entries: int, start: int, stop: int):
     """Rows [start, stop) of every entry of every tensor of (entries * rows, ...)."""
     for x in tensors:
-        for part in x.unflatten(0, (entries, x.shape[0] // max(1, entries))):
-            yield part[start:stop]
+        rows = x.shape[0] // max(1, entries)
+        for first in range(0, entries * rows, max(1, rows)):
+            yield x[first + start : first + stop]
 
 
 class _Fetched:
