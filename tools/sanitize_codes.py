@@ -22,6 +22,13 @@ VARIANTS = (
     ("wgmma:1", 72, E4M3, "tensor", torch.bfloat16, {"causal": True, "softcap": 5.0}),
     ("split_kv", 128, INT8, "row", torch.bfloat16, {"causal": True}),
 )
+# Head dim, exponentials and mask of calls whose queries are codes too.
+E4M3_VARIANTS = (
+    (64, "fast", {"causal": True}),
+    (128, "exact", {"causal": True}),
+    (128, "fast", {"window_size": (60, 20)}),
+    (256, "exact", {}),
+)
 
 
 def check(cu_q, cu_k, head_dim, stored, rows, dtype, options, paged, device):
@@ -57,9 +64,29 @@ def check(cu_q, cu_k, head_dim, stored, rows, dtype, options, paged, device):
         assert lse_error(other_lse, lse) < 2e-3
 
 
+def check_e4m3(cu_q, cu_k, head_dim, exp, options, device):
+    q, k, v = (
+        torch.randn(rows, heads, head_dim).to(E4M3) for rows, heads in ((TOTAL_Q, 4), (TOTAL_K, 2), (TOTAL_K, 2))
+    )
+    cu_seqlens = [torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k)]
+    descales = {"q_descale": torch.rand(2) * 0.02, "k_descale": torch.rand(2) * 0.02, "v_descale": torch.rand(2)}
+
+    def run(place):
+        given = [x.to(place) for x in (q, k, v, *cu_seqlens)]
+        named = {name: x.to(place) for name, x in descales.items()}
+        return flash_attn_varlen_func(*given, TOTAL_Q, TOTAL_K, exp=exp, **named, **options)
+
+    expected = run("cpu").double()
+    error, size = torch.linalg.norm(run(device).cpu().double() - expected), torch.linalg.norm(expected)
+    assert error <= 4e-2 * size, f"out: {error / size:.1e}"
+
+
 def steps(device):
     """(name, forced family, check) of every case."""
     for name, (cu_q, cu_k) in CONTENTS.items():
+        for head_dim, exp, options in E4M3_VARIANTS:
+            run_check = functools.partial(check_e4m3, cu_q, cu_k, head_dim, exp, options, device)
+            yield f"codes {name}, e4m3 d{head_dim} {exp}", "wgmma", run_check
         for family, head_dim, stored, rows, dtype, options in VARIANTS:
             for paged in (False, True):
                 run_check = functools.partial(check, cu_q, cu_k, head_dim, stored, rows, dtype, options, paged, device)
