@@ -9,18 +9,11 @@
 #include "kernels/sm90/bwd_dq_warpgroup.h"
 #include "kernels/sm90/bwd_mainloop.h"
 #include "kernels/sm90/bwd_producer.h"
-#include "kernels/sm90/bwd_role_mainloop.h"
 
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp {
-  kLoadWarp = 0,
-  kStatisticsWarp = 1,
-  kDqSemaphoreWarp = 2,
-  kProxyFenceWarp = 3,
-  kFirstDqReduceWarp = 2
-};
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
 
 // dK or dV of the batch. map: for TMA stores of Elements; data, strides: of an fp32 matrix to add to.
 struct DkvMatrix {
@@ -97,32 +90,17 @@ struct BwdConsumer {
 
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
-    if constexpr (!Config::kSplitsRoles) {
-      compute<BwdMainloop<Config>, true, true>(tile);
-    } else if (group == 0) {
-      compute<BwdRoleMainloop<Config, BwdRole::kP>, false, true>(tile);
-    } else {
-      compute<BwdRoleMainloop<Config, BwdRole::kDs>, true, false>(tile);
-    }
-  }
-
-  template <class Mainloop, bool kHasDk, bool kHasDv>
-  __device__ __forceinline__ void compute(const BwdWorkTile& tile) {
-    Mainloop mainloop(launch, storage, tile, group, state, kv_state, ds_state);
+    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
     const Flash_bwd_params& params = launch.params;
-    if constexpr (kHasDv) {
-      store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
-                                 {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
-      __syncwarp();
-    }
-    if constexpr (kHasDk) {
-      store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, params.scale_softmax,
-                                 {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
-      __syncwarp();
-    }
+    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
+                               {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
+    __syncwarp();
+    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, params.scale_softmax,
+                               {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
+    __syncwarp();
     if constexpr (!Config::kReleaseKvEarly) {
       mainloop.wait_for_tma_stores();
       storage.kv_empty[0][0].arrive();
@@ -159,10 +137,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
       for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
         release_dq_semaphores<Config>(launch.params, storage, tile, state);
       });
-    }
-    if (Config::kSplitsRoles && warp == kProxyFenceWarp) {
-      for_each_work_tile(launch, storage,
-                         [&](const BwdWorkTile& tile) { fence_ds<Config>(launch.params, storage, tile, state); });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {

@@ -231,21 +231,6 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
   }
 }
 
-// The proxy fence warp (kSplitsRoles): orders the generic-proxy stores of dS before the wgmma that read it. The
-// consumer that stored it would wait at the fence for its additions to dQ as well.
-template <class Config>
-__device__ __forceinline__ void fence_ds(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                         const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
-  const int count = q_block_order<Config>(params, tile).count();
-  for (int i = 0; i < count; ++i) {
-    storage.ds_stored[state.stage].wait(state.phase);
-    fence_buffer();
-    if (threadIdx.x % 32 == 0) storage.ds_full[state.stage].arrive();
-    __syncwarp();
-    state.advance();
-  }
-}
-
 // The semaphore warp (deterministic mode, reductions from registers): releases the dQ semaphore of a tile when all
 // consumer warps have reduced into it. Waits for dq_added, arrives on dq_released.
 template <class Config>
