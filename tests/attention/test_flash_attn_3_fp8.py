@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from flash_attn_3_harness import OPS, fa3
-from fp8_harness import E4M3, decode
+from fp8_harness import E4M3, decode, relative_rmse
 
 import flash_attn
 from flash_attn.fp8 import quantize_qkv
@@ -55,7 +55,7 @@ def test_packed_with_rows_in_use(device):
         single = {name: x[i : i + 1] for name, x in descales.items()}
         tensors = q[i : i + 1, :n], k[i : i + 1, : n + 5], v[i : i + 1, : n + 5]
         expected = flash_attn.flash_attn_func(*tensors, causal=True, **single)
-        torch.testing.assert_close(ours[0][i * SQ : i * SQ + n], expected[0], rtol=2e-2, atol=2e-3)
+        assert relative_rmse(ours[0][i * SQ : i * SQ + n], expected[0]) <= 1e-2  # one by copies in bf16
         assert (ours[0][i * SQ + n : (i + 1) * SQ] == 0).all()
 
 
