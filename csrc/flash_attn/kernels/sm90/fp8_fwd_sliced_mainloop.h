@@ -1,6 +1,6 @@
 // Mainloop of the e4m3 forward where two accumulators of all columns of O do not fit: P V of kSliceCols columns at a
-// time goes to T and is added to O, in fp32, after each block. S of the next block is computed behind the last of them:
-// beside it, ptxas would keep two T and S. The other warpgroup's GEMMs fill the gaps.
+// time goes to T and is added to O, in fp32, after each block. S of the next block is issued behind the last of them,
+// awaited with it. The other warpgroup's GEMMs fill the gaps.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -33,8 +33,9 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   __device__ __forceinline__ void issue_first_qk(int q_stage) { Base::issue_qk(acc_s, q_stage, 0); }
   __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s); }
 
-  // O += P V of the block at v_state.
-  __device__ __forceinline__ void add_pv() {
+  // O += P V of the block at v_state; behind the last product issue_next() issues others, complete on return too.
+  template <class IssueNext>
+  __device__ __forceinline__ void add_pv(const IssueNext& issue_next) {
     using namespace cute;
     this->wait_for_v();
     using Mma = decltype(make_tiled_mma(Fp8PvAtom<Config::kSliceCols>{}));
@@ -45,6 +46,7 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
       auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<Config::kSliceCols>{});
       auto tOrV = mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{});
       start_gemm(mma, tOrP, tOrV, acc_t, true);
+      if (slice == kSlices - 1) issue_next();
       wait_for<0>(acc_t);
 #pragma unroll
       for (int i = 0; i < size(acc_t); ++i) acc_o(slice * Config::kSliceCols / 2 + i) += acc_t(i);
@@ -72,10 +74,11 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
 #pragma unroll 1
     while (at.n_block > at.last) {
       --at.n_block;
-      add_pv();
-      this->wait_for_k();
-      issue_first_qk(q_stage);
-      wait_for_scores();
+      add_pv([&] {
+        this->wait_for_k();
+        issue_first_qk(q_stage);
+      });
+      cute::warpgroup_fence_operand(acc_s);
       this->release_k();
       float correction[2];
       if (make_p<false>(at, correction)) {
@@ -84,7 +87,9 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
       }
     }
   }
-  __device__ __forceinline__ void issue_last_pv() { add_pv(); }
+  __device__ __forceinline__ void issue_last_pv() {
+    add_pv([] {});
+  }
   __device__ __forceinline__ void finish() {}
 };
 
