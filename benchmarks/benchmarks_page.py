@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import cp_page
+import fp8_page
 import theory_page
 import triton_ladder_page
 from markdown_tables import (
+    COLUMNS,
     decode_table,
     figures_block,
     loss_table,
@@ -19,6 +21,7 @@ from markdown_tables import (
     score_table,
     speed_block,
     steps_block,
+    wrapped,
 )
 from scores import OURS, environment_line, load, modes, overhead_lines, ratios, score_line
 
@@ -26,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks", "results")
 PAGE = Path("docs", "benchmarks.md")
 JOIN_UNNAMED = (*OURS, "sdpa_flash_deterministic")  # measured without being named as a peer
-COLUMNS = 118
 
 INTRODUCTION = """\
 Written by `python benchmarks/report.py --docs` from the results in `benchmarks/results`; a test holds this page to
@@ -94,13 +96,6 @@ SECTIONS = (
         plot="plots_fwd_bwd/bwd_d128.png",
     ),
 )
-
-
-def wrapped(text):
-    """A paragraph in lines; code spans stay whole."""
-    whole = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()))
-    lines = textwrap.wrap(whole, COLUMNS, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\0", " ") for line in lines]
 
 
 def stored(name):
@@ -206,8 +201,9 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page, the README's blocks, those of docs/theory.md and docs/tuning/triton.md; returns their paths."""
+    """Write the page, the README's blocks and those of other documents; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return PAGE, Path("README.md"), theory_page.write_page(ROOT), triton_ladder_page.write_page(ROOT)
+    others = (theory_page, triton_ladder_page, cp_page, fp8_page)
+    return PAGE, Path("README.md"), *(other.write_page(ROOT) for other in others)

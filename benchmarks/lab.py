@@ -113,7 +113,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "fp8_forward", "the e4m3 forward beside bf16",
-        "{python} benchmarks/fp8_forward.py --out {out}/{gpu}_fp8_forward.json", 80, "{gpu}_fp8_forward.json", "",
+        "{python} benchmarks/fp8_forward.py --out {out}/{gpu}_fp8_forward.json", 80, "{gpu}_fp8_forward.json",
+        "docs/fp8.md",
     ),
     Experiment(
         "sdpa_step", "training steps of a transformers model by SDPA",
@@ -126,9 +127,9 @@ EXPERIMENTS = (
         "docs/benchmarks.md", written="train_char_lm/train_char_lm.json",
     ),
     Experiment(
-        "context_parallel", "one sequence on several GPUs",
-        "{python} benchmarks/context_parallel.py --out {out}/{gpu}_context_parallel.json", 480,
-        "{gpu}_context_parallel.json", "docs/context_parallel.md", gpus=2,
+        "context_parallel", "one sequence on two GPUs",
+        "{python} benchmarks/context_parallel.py --ranks 2 --out {out}/{gpu}x2_context_parallel.json", 480,
+        "{gpu}x2_context_parallel.json", "docs/context_parallel.md", gpus=2,
     ),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from statistics import geometric_mean
 
@@ -23,6 +24,7 @@ from scores import (
 )
 
 README_PEERS = ("sdpa_flash", "sdpa_cudnn")
+COLUMNS = 118  # of prose
 
 
 def rewritten(text, name, block):
@@ -33,6 +35,13 @@ def rewritten(text, name, block):
     if not (found_begin and found_end):
         raise SystemExit(f"expected the markers {begin} and {end}")
     return "".join((before, begin, "\n", "\n".join(block), "\n", end, after))
+
+
+def wrapped(text):
+    """A paragraph in lines; code spans stay whole."""
+    whole = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()))
+    lines = textwrap.wrap(whole, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 def markdown_table(header, rows):

@@ -25,6 +25,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import check
 import fp8_forward
+import fp8_page
 import implementations
 import measure
 import plots
@@ -137,7 +138,9 @@ def test_a_dry_run_of_the_fp8_forward(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", "")  # the program sets it
     out = tmp_path / "result.json"
     assert fp8_forward.main(["--device", "cpu", "--quick", "--head-dims", "64", "--out", str(out)]) == 0
-    written = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    result = json.loads(out.read_text(encoding="utf-8"))
+    written = result["rows"]
+    assert [line.count("†") for line in fp8_page.block(result) if line.startswith("| 64 | 32/32 | ")] == [1, 1]
     assert len(written) == 2 and all(set(row["tflops"]) == {"bf16", "fp8", "fp8 fast"} for row in written)
     assert not any(row["has_kernels"] for row in written)
 

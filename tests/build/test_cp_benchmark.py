@@ -14,7 +14,9 @@ import flash_attn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import context_parallel
 import cp_model
+import cp_page
 
 MACHINE, SHAPE = cp_model.Machine(), cp_model.Shape()
 
@@ -49,6 +51,7 @@ def test_dry_run(tmp_path):
     refused = {row["name"] for row in result["rows"] if "forward" not in row}
     assert "torch_context_parallel" in refused
     assert picture.is_file() or "--plot" not in command
+    assert any(line.startswith("| packed | 192 | ") for line in cp_page.block(result))
     assert f"| causal | 96 | ring | {100 * measured['causal', 96, 'ring']['forward']['per_gpu']:.1f}% |" in done.stdout
 
 
@@ -79,3 +82,49 @@ def test_document_has_the_predictions():
     table = text.split("<!-- cp-predicted:begin -->\n")[1].split("\n<!-- cp-predicted:end -->")[0]
     sizes = [1 << n for n in (14, 15, 16, 17, 18, 20)]
     assert table == cp_model.predicted_table(MACHINE, SHAPE, sizes, (2, 8))
+
+
+def measured():
+    """A result of four GPUs: a peer fails at times, is the fastest at times, and another runs nowhere."""
+
+    def row(problem, tokens, name, forward, both):
+        modes = {"forward": forward, "both": both}
+        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x} for mode, x in modes.items()}
+        return {"problem": problem, "tokens": tokens, "name": name, "error": None, **speeds}
+
+    absent = [{"problem": "causal", "tokens": 8192, "name": "absent", "error": f"{x}Error: no"} for x in ("Type", "OS")]
+    rows = [
+        row("packed", 1000, "ring", 0.5, 0.6), row("causal", 16384, "all_gather", 0.8, 0.904),
+        row("causal", 16384, "peer", 0.7, 0.901), row("causal", 8192, "peer", 0.45, 0.5),
+        row("causal", 8192, "all_gather", 0.4, 0.6), row("causal", 8192, "ring", 0.3, 0.2),
+        {"problem": "packed", "tokens": 1000, "name": "peer", "error": "NotImplementedError: causal alone"}, *absent,
+    ]  # fmt: skip
+    device, bandwidth = {"name": "NVIDIA X", "driver": "1.2"}, {"bytes": 1 << 20, "messages": 20.4}
+    origin = {"ranks": 4, "device": device, "commit": "0123456789abcdef", "dirty": True, "torch": "2.0"}
+    return {**origin, "bandwidth": bandwidth, "rows": rows, "left_out": [["window", 8192]]}
+
+
+def test_the_table_shows_where_a_peer_is_faster():
+    lines = cp_page.block(measured())
+    assert [line for line in lines if line.startswith("| ")] == [
+        "| problem | tokens | one GPU, TFLOPS | `all_gather` | `ring` | `peer` |",
+        "| causal | 8k | 500 / 500 | 40 / **60** | 30 / 20 | **45** / 50 |",
+        "| causal | 16k | 500 / 500 | **80** / **90** | – | 70 / **90** |",
+        "| packed | 1000 | 500 / 500 | – | **50** / **60** | – |",
+    ]
+    text = " ".join(lines)
+    where = "faster than the best of our methods in"
+    assert f"Forward: a peer is {where} 1 of 2 rows with peers: causal 8k (`peer` 45.0, `all_gather` 40.0)." in text
+    assert f"Forward and backward: a peer is {where} 0 of 2 rows with peers." in text
+    assert "4 × NVIDIA X, driver 1.2, torch 2.0, commit 0123456789ab+changes." in text
+    assert "1 MiB at a time: 20 GB/s by messages of the group." in text
+    assert "Ran nowhere: `absent` (TypeError: no; OSError: no)." in text and "for time: window 8k." in text
+
+
+def test_document_has_what_was_measured():
+    text = (ROOT / cp_page.PAGE).read_text(encoding="utf-8")
+    assert cp_page.WINDOW == context_parallel.WINDOW and set(context_parallel.METHODS) == set(cp_model.METHODS)
+    assert cp_page.NOTHING in cp_page.page(text, None)
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("a source distribution has no results")
+    assert cp_page.page(text, cp_page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
