@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/e4m3.h"
 #include "plan/fwd_plan.h"
@@ -64,8 +65,8 @@ inline bool fp8_fwd_declines(const FwdProblem& problem, const Device& device, co
   over_codes.kv_dtype = Dtype::kE4m3;
   FamilyQuery query = family_query(over_codes, device);
   query.pass_cost = 0;  // V is transposed, nothing dequantised
-  const Family family = choose_family(query, forced).family;
-  return family == Family::kDecode || (family == Family::kMmaSync && forced != nullptr);
+  const bool forces_mma_sync = forced != nullptr && std::strcmp(forced, "mma_sync") == 0;
+  return forces_mma_sync || choose_family(query, forced).family == Family::kDecode;
 }
 
 // Keys of a row of V^T, and their blocks.
