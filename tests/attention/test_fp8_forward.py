@@ -28,6 +28,7 @@ from flash_attn import backends, explain, flash_attn_func, flash_attn_varlen_fun
 
 HEAD_DIMS = (64, 128, 256)
 D = 128  # where the head dim makes no difference
+FAST_ERROR = 1.2  # of the output, relative to that by exp2: 3.1e-2 where that has 2.6e-2
 FAST_LSE = 1e-1  # of one key: a code is linear between powers of two (3 %), and has 3 bits after the point (6 %)
 
 
@@ -59,6 +60,7 @@ def check(result, expected, exp="exact", bound=PLAIN, lse=0.0):
     out, ours, _ = result
     assert not out.isnan().any()
     error = relative_rmse(out, expected.out)
+    bound *= 1.0 if exp == "exact" else FAST_ERROR
     assert error <= bound, f"relative RMSE {error:.2e}, bound {bound:.1e}"
     assert lse_error(ours, expected.lse) <= (max(lse, few_keys_lse(out.shape[-1])) if exp == "exact" else FAST_LSE)
 
