@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+MASK_COLUMNS = 16  # CUDA kernels make so many columns at a time: a part of a mask begins at a multiple of them
 _WORD = 0xFFFFFFFF
 _PHILOX4_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX4_BUMPS = (0x9E3779B9, 0xBB67AE85)

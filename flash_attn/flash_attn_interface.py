@@ -10,7 +10,7 @@ dtypes       q, k, v of one dtype: float16 or bfloat16; on CPU tensors float32 a
              float32 (float64 for float64 inputs). Under torch.autocast float32 inputs become its dtype.
 8 bits       k and v may be float8_e4m3fn or int8, and q float8_e4m3fn where k is, without gradient and dropout: exact
              attention of code * descale. CUDA has kernels for float8_e4m3fn q, k and v of head_dim 128 on compute
-             capability 9.0 (docs/fp8.md), and converts others.
+             capability 9.0 (docs/fp8.md), decodes over codes of k and v, and converts what many queries see.
 heads        nheads divisible by nheads_k; query head i reads K/V head i // (nheads / nheads_k).
 head_dim     up to 256. On CUDA a head_dim that is no multiple of 8 costs a padded copy of the inputs.
 head_dim_v   of v and out, where a function names it: up to 256, head_dim or another. Where it differs, CUDA takes the
@@ -296,7 +296,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: int32 or int64 (batch + 1,), the same for k and v (lengths of keys, when paged).
         max_seqlen_q: int, or integer tensor of one element: an upper bound of the query lengths. It sizes S_dmask;
             no query is skipped if it is too small.
-        max_seqlen_k: the same for the key lengths.
+        max_seqlen_k: the same for the key lengths; no key is skipped either. Over 8-bit pages CUDA has memory for so
+            many keys of a sequence; a call of longer ones is computed twice.
         <options>
         block_table: int32 (batch, max_pages). The pages of each sequence in k and v. Forward only.
         seqused_q: int32 or int64 (batch,). How many of the first rows of each sequence of q are in use, at most its

@@ -64,9 +64,9 @@ def flash_attn_with_kvcache(
     sequence whose length does not fit into the cache, or that needs a page, cache row or rotary angle that does not
     exist; where the host sees such a length or entry (an int, CPU tensors), it is an error.
 
-    Caches of float8_e4m3fn and int8 (on CUDA with q of 16 bits): attention of code * descale. New k and v that are
-    wider are quantised when they are written, behind the rotation and rounded as a cache of their dtype would be
-    (`flash_attn.eight_bit` has the arithmetic).
+    Caches of float8_e4m3fn and int8: attention of code * descale. New k and v that are wider are quantised when they
+    are written, behind the rotation and rounded as a cache of their dtype would be (`flash_attn.eight_bit` has the
+    arithmetic).
 
     Arguments:
         q: (batch, seqlen_q, nheads, head_dim)

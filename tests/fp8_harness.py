@@ -29,7 +29,7 @@ def lse_error(ours, expected):
 
 
 def lse_bound(device):
-    """CUDA converts operands to 16 bits yet, and rounds queries times descales that are no powers of two."""
+    """CUDA converts queries of codes to bf16 ahead of some kernels: products with descales are rounded."""
     return LSE if device == "cpu" else 1e-2
 
 

@@ -27,6 +27,7 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
 
+import sanitize_codes
 import sanitize_kvcache
 import sanitize_varlen
 import torch
@@ -193,6 +194,7 @@ def checks(device):
         yield f"far-{family}-{case.id}", family, functools.partial(check, case, device, backward=False, grow=16.0)
     for name, family, problem, deterministic in sanitize_varlen.steps(device):
         yield name, family, lambda make=problem, d=deterministic: check_step(make(), d, True)
+    yield from sanitize_codes.steps(device)
     for name, run_check in sanitize_kvcache.checks(device):
         yield name, "", run_check
 

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 
 import torch
-from fp8_cache_harness import call, eight_bit_problem
-from fp8_harness import E4M3, INT8, LSE, lse_error, relative_rmse
+from fp8_cache_harness import call, eight_bit_problem, of_lse
+from fp8_harness import E4M3, INT8, LSE, PLAIN, lse_error, relative_rmse
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
 from flash_attn import flash_attn_combine
@@ -56,6 +56,17 @@ EIGHT_BIT_CASES = (
     (KvCase((1200, 31), 2, 2, 1300, head_dim=128, causal=True, sinks=True), INT8, "token", {"batch_invariant": True}),
     (KvCase((2500,), capacity=2560, nheads=8, head_dim=128, page_size=16), INT8, "expanded", {}),
     (KvCase((1200, 700), capacity=1300, nheads=2, head_dim=256, sinks=True), E4M3, "tensor", {}),
+    # Many rows: a pass dequantises keys for the families of the forward.
+    (KvCase((300, 0, -1, 64), 90, 90, 400, causal=True, head_dim=128, rotary_dim=32), E4M3, "batch", {}),
+    (KvCase((300, 0, -1, 64), 130, None, 400, page_size=16, leftpad=(7, 0, 0, 64), dtype="float16"), INT8, "token", {}),
+    (KvCase((300, 64), 90, 3, 400, page_size=7, window=(50, 0), head_dim=72, sinks=True), E4M3, "page", {}),
+    (KvCase((300, 64), 90, None, 400, layout="unaligned", causal=True, nheads_k=4), INT8, "inline", {}),
+)
+# Queries of codes: (case, out_dtype).
+CODE_QUERIES = (
+    (KvCase((300, 0, -1, 17), 2, None, 330, page_size=16, head_dim=128), None),
+    (KvCase((300, 64), 90, 90, 400, causal=True, head_dim=64), torch.float16),
+    (KvCase((40, 7), 3, 2, head_dim=37, layout="unaligned", causal=True), None),
 )
 
 
@@ -90,6 +101,31 @@ def check_eight_bit(case, stored, shape, options, device, planned):
         for ours, theirs in ((problem.k_cache, reference.k_cache), (problem.v_cache, reference.v_cache)):
             assert torch.equal(ours.view(torch.int8).cpu(), theirs.view(torch.int8))
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(descales, references))
+
+
+def check_code_queries(case, out_dtype, device):
+    problem, *descales = eight_bit_problem(case, device, E4M3, "head")
+    problem.q = problem.q.to(E4M3)
+    options = {"q_descale": torch.linspace(0.3, 0.9, case.nheads, device=device), "out_dtype": out_dtype}
+    reference, references = on_cpu(problem.clone()), [x.cpu() for x in descales]
+    on_host = {**options, "q_descale": options["q_descale"].cpu()}
+    expected, expected_lse = call(reference, "cpu", *references, **on_host)
+    out, lse = call(problem, device, *descales, **options)
+    assert relative_rmse(out.cpu(), expected) < PLAIN
+    assert lse_error(lse.cpu(), expected_lse) < of_lse(problem, device, options["q_descale"], descales[0])
+
+
+def check_eight_bit_misfits(page_size, device):
+    """Many rows over codes, on a GPU: a length, and a page or cache row, that do not exist."""
+    if device == "cpu":
+        return
+    case = KvCase((40, 90, 17, 0), 90, 2, 200, page_size=page_size, causal=True)
+    problem, *descales = eight_bit_problem(case, device, E4M3, "page")
+    problem.lengths[1] = 10**6
+    indices = problem.table if page_size else problem.rows
+    indices[2] = 10**6
+    out, lse = call(problem, device, *descales)
+    assert (out[1:3] == 0).all() and lse[1:3].isposinf().all() and not out.isnan().any()
 
 
 def check_misfits(page_size, device):
@@ -127,6 +163,10 @@ def checks(device):
     for index, (case, stored, shape, options) in enumerate(EIGHT_BIT_CASES):
         name = f"kvcache {str(stored)[6:]} {shape} {case} {options}" + ", planned" * (index % 2)
         yield name, functools.partial(check_eight_bit, case, stored, shape, options, device, index % 2 == 1)
+    for case, out_dtype in CODE_QUERIES:
+        yield f"kvcache queries of codes {case}", functools.partial(check_code_queries, case, out_dtype, device)
     for page_size in (0, 16):
+        name = f"kvcache misfits over codes, page size {page_size}"
+        yield name, functools.partial(check_eight_bit_misfits, page_size, device)
         yield f"kvcache misfits, page size {page_size}", functools.partial(check_misfits, page_size, device)
     yield "combine", functools.partial(check_combine, device)

@@ -31,5 +31,8 @@ inline cudaError_t set_dense_call(flash::Flash_fwd_params& params, const void* q
   if (causal) params.window.right = 0;
   params.scale_softmax = 1.0f / std::sqrt(static_cast<float>(head_dim));
   params.softmax_scale_log2 = params.scale_softmax * 1.44269504f;
-  return cudaGetDevice(&params.device);
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  params.device = static_cast<int16_t>(device);
+  return status;
 }

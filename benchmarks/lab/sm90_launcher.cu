@@ -36,7 +36,7 @@ struct Buffer {
   }
 };
 
-plan::FwdPlan make_plan(const flash::Flash_fwd_split_params& params) {
+plan::FwdPlan make_plan(const flash::Flash_fwd_split_params& params, const plan::Device& device) {
   plan::FwdProblem problem;
   problem.batch = params.b;
   problem.heads = problem.heads_k = params.h;
@@ -44,8 +44,6 @@ plan::FwdPlan make_plan(const flash::Flash_fwd_split_params& params) {
   problem.seqlen_q = params.seqlen_q;
   problem.seqlen_k = params.seqlen_k;
   problem.window = params.window;
-  plan::Device device;
-  device.multiprocessors = params.multiprocessors;
   plan::FwdPlan made;
   made.family = plan::Family::kWgmma;
   made.variant = Config::kVariant;
@@ -79,8 +77,9 @@ LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* ou
   params.rescale_threshold_log2 = rescale_threshold_log2;
   cudaError_t status =
       set_dense_call(params, q, k, v, out, batch, seqlen_q, seqlen_k, heads, LAB_HEAD_DIM, causal != 0);
+  plan::Device device;
   if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&params.multiprocessors, cudaDevAttrMultiProcessorCount, params.device);
+    status = cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, params.device);
   }
   static Buffer lse, small;
   if (status == cudaSuccess) status = lse.grow(sizeof(float) * batch * heads * seqlen_q);
@@ -89,7 +88,7 @@ LAB_EXPORT int lab_forward(const void* q, const void* k, const void* v, void* ou
   params.softmax_lse_ptr = static_cast<float*>(lse.memory);
   params.dropout.rng_state = static_cast<int64_t*>(small.memory);
   params.tile_count_semaphore = reinterpret_cast<int*>(params.dropout.rng_state + 2);
-  const plan::FwdPlan made = make_plan(params);
+  const plan::FwdPlan made = make_plan(params, device);
   if (made.is_dynamic) status = cudaMemsetAsync(params.tile_count_semaphore, 0, sizeof(int), stream);
   if (status != cudaSuccess) return status;
   return flash::sm90::run_flash_fwd<Config, flash::Dtype::kBf16>(params, made, stream);

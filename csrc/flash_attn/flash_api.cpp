@@ -16,9 +16,11 @@
 #include "api/environment.h"
 #include "api/forward.h"
 #include "api/fp8_forward.h"
+#include "api/gradients.h"
 #include "api/kvcache.h"
 #include "api/overlap.h"
 #include "api/set_params.h"
+#include "api/signatures.h"
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "plan/bwd_plan.h"
@@ -160,34 +162,51 @@ void set_named(const py::kwargs& named, Options&... options) {
   }
 }
 
-ScoreOptions with_named(ScoreOptions scores, const py::kwargs& named) {
-  set_named(named, scores);
-  return scores;
-}
-
 template <class Result>
 Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
                const OptionalTensor& alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                int64_t window_left, int64_t window_right, double softcap, bool return_softmax,
                const OptionalGenerator& gen, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
+  FwdOptions options;
+  KvDescales descales;
+  set_named(named, scores, options, descales);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
   const int64_t batch = q.size(0), seqlen_q = q.size(1), heads = q.size(2);
-  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes);
+  checks::key_value(k, v, q, {batch, -1, -1, q.size(3)}, axes, true);
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
-  overlap::check({{"out", out}},
-                 {{"q", q}, {"k", k}, {"v", v}, {"alibi_slopes", alibi_slopes}, {"sinks", scores.sinks}});
+  if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
+  overlap::check({{"out", out}}, {{"q", q},
+                                  {"k", k},
+                                  {"v", v},
+                                  {"alibi_slopes", alibi_slopes},
+                                  {"sinks", scores.sinks},
+                                  {"origins", scores.origins},
+                                  {"rng_state", options.rng_state},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}});
   auto sequences = dense_sequences<Flash_fwd_params>(batch, batch_invariant);
   sequences.p_rows = probability_rows(seqlen_q);
   sequences.p_cols = probability_rows(k.size(1));
-  return run_or_explain<Result>(FwdCall{
-      sequences, q, k, v, out, {batch, heads, seqlen_q}, scores, p_dropout, return_softmax, gen, return_max_logit});
+  return run_or_explain<Result>(FwdCall{sequences,
+                                        q,
+                                        k,
+                                        v,
+                                        out,
+                                        {batch, heads, seqlen_q},
+                                        scores,
+                                        p_dropout,
+                                        return_softmax,
+                                        gen,
+                                        return_max_logit,
+                                        options,
+                                        descales});
 }
 
 template <class Result>
@@ -199,17 +218,20 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       int64_t window_right, double softcap, bool return_softmax, const OptionalGenerator& gen,
                       int64_t /*num_splits*/, bool return_max_logit, bool batch_invariant, const py::kwargs& named) {
   const char* axes = "total, heads, head_dim";
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
+  FwdOptions options;
+  KvDescales descales;
+  set_named(named, scores, options, descales);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
   const int64_t batch = checks::cu_seqlens(cu_seqlens_q, cu_seqlens_k, q);
   if (block_table.has_value()) {
-    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim");
+    checks::key_value(k, v, q, {-1, -1, -1, q.size(2)}, "blocks, page_size, heads, head_dim", true);
   } else {
-    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes);
+    checks::key_value(k, v, q, {-1, -1, q.size(2)}, axes, true);
   }
+  checks::kv_descales(descales, k, v, q, batch, p_dropout);
   checks::output(out, q, checks::output_shape(q, v));
   checks::lengths("seqused_k", seqused_k, q, batch);
   checks::lengths("leftpad_k", leftpad_k, q, batch);
@@ -218,6 +240,7 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   checks::max_seqlen("max_seqlen_k", max_seqlen_k);
   check_scores(scores, q, batch, p_dropout);
   checks::generator(gen);
+  if (options.rng_state.has_value()) checks::rng_state(options.rng_state, p_dropout, q);
   const overlap::Operands read = {{"q", q},
                                   {"k", k},
                                   {"v", v},
@@ -227,7 +250,11 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                   {"leftpad_k", leftpad_k},
                                   {"block_table", block_table},
                                   {"alibi_slopes", alibi_slopes},
-                                  {"sinks", scores.sinks}};
+                                  {"sinks", scores.sinks},
+                                  {"origins", scores.origins},
+                                  {"rng_state", options.rng_state},
+                                  {"k_descale", descales.k},
+                                  {"v_descale", descales.v}};
   overlap::check({{"out", out}}, read);
   auto sequences = packed_sequences<Flash_fwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
   sequences.p_rows = probability_rows(max_seqlen_q);
@@ -235,34 +262,19 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   sequences.varlen.seqused_k = int_or_null(seqused_k);
   sequences.varlen.leftpad_k = int_or_null(leftpad_k);
   sequences.paged = set_params_pages(block_table, k);
-  return run_or_explain<Result>(FwdCall{
-      sequences, q, k, v, out, {q.size(1), q.size(0)}, scores, p_dropout, return_softmax, gen, return_max_logit});
-}
-
-void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
-  const at::DimVector out_shape = checks::output_shape(q, v);
-  checks::like("dout", gradients.dout, out_shape, q);
-  checks::like("out", out, out_shape, q);
-  if (gradients.dq.has_value()) checks::like("dq", *gradients.dq, q.sizes(), q);
-  if (gradients.dk.has_value()) checks::like("dk", *gradients.dk, k.sizes(), q);
-  if (gradients.dv.has_value()) checks::like("dv", *gradients.dv, v.sizes(), q);
-  checks::lse("softmax_lse", softmax_lse, q, lse_shape);
-  if (gradients.dlse.has_value()) checks::lse("dlse", *gradients.dlse, q, lse_shape);
-}
-
-void check_written(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& out, const at::Tensor& softmax_lse, const ScoreOptions& scores) {
-  const overlap::Operands read = {{"dout", gradients.dout},
-                                  {"q", q},
-                                  {"k", k},
-                                  {"v", v},
-                                  {"out", out},
-                                  {"softmax_lse", softmax_lse},
-                                  {"dlse", gradients.dlse},
-                                  {"alibi_slopes", scores.alibi_slopes},
-                                  {"sinks", scores.sinks}};
-  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}}, read);
+  return run_or_explain<Result>(FwdCall{sequences,
+                                        q,
+                                        k,
+                                        v,
+                                        out,
+                                        {q.size(1), q.size(0)},
+                                        scores,
+                                        p_dropout,
+                                        return_softmax,
+                                        gen,
+                                        return_max_logit,
+                                        options,
+                                        descales});
 }
 
 template <class Result>
@@ -273,9 +285,9 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
                bool batch_invariant, const py::kwargs& named) {
   const char* axes = "batch, seqlen, heads, head_dim";
-  const Gradients gradients{dout, dlse, dq, dk, dv};
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  Gradients gradients{dout, dlse, dq, dk, dv};
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
+  set_named(named, scores, gradients);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
@@ -300,9 +312,9 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
                       const OptionalGenerator& /*gen*/, const OptionalTensor& rng_state, const OptionalTensor& dlse,
                       bool batch_invariant, const py::kwargs& named) {
   const char* axes = "total, heads, head_dim";
-  const Gradients gradients{dout, dlse, dq, dk, dv};
-  const ScoreOptions scores =
-      with_named({softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}}, named);
+  Gradients gradients{dout, dlse, dq, dk, dv};
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
+  set_named(named, scores, gradients);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
@@ -329,7 +341,7 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
                        bool is_causal, int64_t window_left, int64_t window_right, double softcap,
                        bool rotary_interleaved, int64_t num_splits, const OptionalTensor& plan, bool batch_invariant,
                        const py::kwargs& named) {
-  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}};
+  ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   CacheDescales descales;
   set_named(named, scores, descales);
   const CallGuard guard;
@@ -345,58 +357,11 @@ std::string build_info() {
 }
 
 template <class Function>
-void define_fwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_varlen_fwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
-        py::arg("cu_seqlens_k"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"),
-        py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"),
-        py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("return_softmax"), py::arg("gen"),
-        py::arg("num_splits") = 0, py::arg("return_max_logit") = false, py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_bwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-        py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-        py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("gen"),
-        py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
-}
-
-template <class Function>
-void define_varlen_bwd(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-        py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("cu_seqlens_q"),
-        py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
-        py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
-        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"),
-        py::arg("gen"), py::arg("rng_state"), py::arg("dlse") = py::none(), py::arg("batch_invariant") = false);
-}
-
-template <class Function>
 void define_fwd_fp8(py::module_& m, const char* name, Function* function, const char* doc) {
   m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
         py::arg("fast_exp"), py::call_guard<CallGuard>());
-}
-
-template <class Function>
-void define_kvcache(py::module_& m, const char* name, Function* function, const char* doc) {
-  m.def(name, function, doc, py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
-        py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"), py::arg("cache_batch_idx"),
-        py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"),
-        py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-        py::arg("rotary_interleaved"), py::arg("num_splits"), py::arg("plan") = py::none(),
-        py::arg("batch_invariant") = false);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """One call of a backend on the rows of a table, and the exact sums of what several calls give.
 
-On CPU tensors every partial result and gradient is float32 or wider. The CUDA kernels round theirs to q's dtype once;
-sums are float32 in any case, in the order of the calls.
+On CPU tensors every partial result and gradient is float32 or wider. The CUDA kernels add dk and dv to float32 sums,
+and round out and dq to q's dtype once; sums are float32 in any case, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ def _wide(*tensors):
     return [x.to(sum_dtype(x.dtype)) if x.is_cpu else x for x in tensors]
 
 
-def _named(table: CallTable, options: Options, is_cuda: bool):
-    """(slopes, keyword arguments) of a call; what kernels have not yet is rejected before (see `function`)."""
+def _named(table: CallTable, options: Options):
+    """(slopes, keyword arguments) of a call."""
     slopes = options.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
-        slopes = slopes[table.documents]
+        slopes = slopes[table.origins[:, 0]]
     if options.dropout_p == 0 and (slopes is None or table.is_aligned):
         return slopes, {}
     origins = table.origins
     if options.first_head:
-        origins = origins + torch.tensor([0, options.first_head, 0, 0])
-    return slopes, {"origins": origins.to("cuda") if is_cuda else origins}
+        origins = origins.clone()
+        origins[:, 1] += options.first_head
+    return slopes, {"origins": origins}
 
 
 def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_partial=False):
@@ -63,7 +64,7 @@ def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_par
     q, k, v = q[table.q0 : table.q1], k[table.k0 : table.k1], v[table.k0 : table.k1]
     if is_partial:
         q, k, v = _wide(q, k, v)
-    slopes, named = _named(table, options, q.is_cuda)
+    slopes, named = _named(table, options)
     if options.dropout_p > 0:
         named["rng_state"] = options.rng_state
     if sinks is not None:
@@ -76,15 +77,22 @@ def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_par
     return out, lse
 
 
-def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options):
-    """dq of the table's query rows, dk and dv of its key rows, from the LSE and out of all keys."""
+def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums=None):
+    """dq of the table's query rows, dk and dv of its key rows, from the LSE and out of all keys.
+
+    sums: None, or dk and dv of all key rows in `sum_dtype`, to which the call adds and of which it returns its rows.
+    """
     rows, cols = slice(table.q0, table.q1), slice(table.k0, table.k1)
     dout, q, k, v, out = _wide(dout[rows], q[rows], k[cols], v[cols], out[rows])
-    slopes, named = _named(table, options, q.is_cuda)
+    slopes, named = _named(table, options)
+    dk = dv = None
+    if sums is not None:
+        dk, dv = (grad[cols] for grad in sums)
+        named["accumulate_dkv"] = True
     dlse = None if dlse is None else dlse[:, rows].contiguous()
     rng_state = options.rng_state if options.dropout_p > 0 else None
     dq, dk, dv, *_ = backends.of(q).varlen_bwd(
-        *map(rows_contiguous, (dout, q, k, v, out)), lse[:, rows].contiguous(), None, None, None, table.cu_seqlens_q,
+        *map(rows_contiguous, (dout, q, k, v, out)), lse[:, rows].contiguous(), None, dk, dv, table.cu_seqlens_q,
         table.cu_seqlens_k, slopes, table.max_seqlen_q, table.max_seqlen_k, options.dropout_p, options.softmax_scale,
         False, False, table.left, table.right, options.softcap, options.deterministic, None, rng_state, dlse,
         **named,

@@ -53,7 +53,7 @@ def flash_attn_cp_func(
         rng_state (with return_attn_probs, in the place of S_dmask): int64 (2,), the same on all ranks: what
             `flash_attn.dropout_mask` makes of it is the mask, with documents as the batch.
 
-    Raises RuntimeError, TypeError, ValueError or NotImplementedError; as far as the plan checks calls, on every rank if
+    Raises RuntimeError, TypeError or ValueError; as far as the plan checks calls, on every rank if
     on one.
     """
     call, inputs, error, seed = None, (q, k, v, sinks), None, None
@@ -70,7 +70,8 @@ def flash_attn_cp_func(
         seed = torch.randint(0, 2**63 - 1, (1,)).item()  # on every rank, so that generators stay together
     seed = plan.compare("flash_attn_cp_func", "" if call is None else call.text(inputs), error, seed)
     plan.transport.connect(inputs[0].device)
-    call.options = call.options._replace(rng_state=torch.tensor([seed or 0, 0], dtype=torch.int64))
+    state = torch.tensor([seed or 0, 0], dtype=torch.int64).to(inputs[0].device)
+    call.options = call.options._replace(rng_state=state)
     out, lse = _CpAttention.apply(call, *inputs)
     if call.padded_from:
         out = out[..., : call.padded_from].contiguous()
@@ -139,9 +140,7 @@ def _request(
     if q.shape[-1] % 8 and q.is_cuda:
         padded = v.shape[-1]
         inputs = tuple(torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in inputs)
-    call = _Call(plan, method, batch, options, padded)
-    _reject_missing(call, q)
-    return call, (*inputs, sinks)
+    return _Call(plan, method, batch, options, padded), (*inputs, sinks)
 
 
 def _check_shapes(plan: CpPlan, q, k, v):
@@ -193,9 +192,13 @@ def _check_options(plan: CpPlan, batch: int, q, options: Options):
 
 
 def _method(plan: CpPlan, batch: int, q, k, v, options: Options) -> str:
-    """The plan's, or by bytes: ulysses moves q and out too but not all K and V to all ranks. Equal on all ranks."""
+    """The plan's, or by bytes: ulysses moves q and out too but not all K and V to all ranks. Equal on all ranks.
+
+    CUDA kernels cannot begin at any column of a dropout mask: then all_gather, whose keys begin with a document's.
+    """
+    can_ring = not (q.is_cuda and options.dropout_p > 0) or plan.begins_at_mask_columns
     if plan.method != "auto":
-        return plan.method
+        return plan.method if can_ring or plan.method != "ring" else "all_gather"
     tokens, ranks, heads, heads_k = plan.cu_seqlens[-1] * batch, plan.size, q.shape[-2], k.shape[-2]
     dims = q.shape[-1] + v.shape[-1]
     gathered_bytes = tokens * heads_k * dims * q.element_size()
@@ -203,28 +206,7 @@ def _method(plan: CpPlan, batch: int, q, k, v, options: Options) -> str:
     is_even = heads % ranks == 0 and heads_k % ranks == 0
     if is_even and not is_windowed and (heads + heads_k) < heads_k * ranks:
         return "ulysses"
-    return "ring" if gathered_bytes > _MOST_GATHERED_BYTES and not is_windowed else "all_gather"
-
-
-def _reject_missing(call: _Call, q):
-    """What needs positions inside of the kernels, which those of CUDA do not take yet."""
-    if not q.is_cuda:
-        return
-    if call.options.dropout_p > 0:
-        raise NotImplementedError(
-            "dropout_p: expected 0 on CUDA, where kernels cannot begin in the middle of a dropout mask yet, got "
-            f"{call.options.dropout_p}"
-        )
-    if call.options.alibi_slopes is None or call.method == "ulysses":
-        return
-    # of any rank, so that all of them raise
-    plan = call.plan
-    aligned = call.method == "all_gather" and call.options.window[1] == 0
-    if not aligned and plan.size > 1:
-        raise NotImplementedError(
-            "alibi_slopes: expected None, method 'ulysses', or 'all_gather' with a causal mask on CUDA, where kernels "
-            f"take no other positions yet, got method '{call.method}' with the window {call.options.window}"
-        )
+    return "ring" if gathered_bytes > _MOST_GATHERED_BYTES and not is_windowed and can_ring else "all_gather"
 
 
 class _CpAttention(torch.autograd.Function):

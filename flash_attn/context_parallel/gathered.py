@@ -42,7 +42,8 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
             torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in (step_k, step_v)
         ]  # fmt: skip
         for call in step.backward:
-            _add(call, (dq, *grads), backward_call(call, dout, q, step_k, step_v, out, lse, dlse, options))
+            dq_part, *_ = backward_call(call, dout, q, step_k, step_v, out, lse, dlse, options, grads)
+            dq[call.q0 : call.q1] += dq_part
         del step_k, step_v
         if returning is not None:
             returning.finish()
@@ -50,12 +51,6 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
         del grads
     returning.finish()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _add(call, grads, parts) -> None:
-    rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
-    for grad, span, part in zip(grads, (rows, keys, keys), parts):
-        grad[span] += part
 
 
 def _overlapped(plan, tables, batch, tensors):

@@ -96,18 +96,29 @@ def segments(spans, cu: Sequence[int]) -> Iterator[Segment]:
             start, document = max(start, end), document + 1
 
 
-def visible_keys(segment: Segment, cu: Sequence[int], window: Window) -> Span:
-    """The keys that some query of a segment sees; its own are among them."""
+def visible_keys(segment: Segment, cu: Sequence[int], window: Window, multiple: int = 1) -> Span:
+    """The keys that some query of a segment sees; its own are among them. They begin at a multiple of `multiple` in the
+    document, with keys that none sees."""
     left, right = window
     first, last = cu[segment.document], cu[segment.document + 1]
-    lo = first if left is None else max(first, segment.start - left)
+    lo = first if left is None else max(first, rounded_down(segment.start - left, first, multiple))
     hi = last if right is None else min(last, segment.stop + right)
     return lo, hi
 
 
-def required_keys(spans, cu: Sequence[int], window: Window) -> tuple[Span, ...]:
-    """The keys that the queries in `spans` see."""
-    return joined(sorted(visible_keys(segment, cu, window) for segment in segments(spans, cu)))
+def required_keys(spans, cu: Sequence[int], window: Window, multiple: int = 1) -> tuple[Span, ...]:
+    """The keys that the queries in `spans` see, of each segment from a multiple of `multiple` in the document on."""
+    return joined(sorted(visible_keys(segment, cu, window, multiple) for segment in segments(spans, cu)))
+
+
+def rounded_down(token: int, first: int, multiple: int) -> int:
+    """The last token up to this one that is a multiple of `multiple` tokens from the first one of the document."""
+    return token - (token - first) % multiple
+
+
+def begin_at_multiples(spans, cu: Sequence[int], multiple: int) -> bool:
+    """Whether every segment of every rank begins at a multiple of `multiple` in its document."""
+    return all((s.start - cu[s.document]) % multiple == 0 for own in spans for s in segments(own, cu))
 
 
 def visible_pairs(start: int, stop: int, cu: Sequence[int], window: Window) -> int:

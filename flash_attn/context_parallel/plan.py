@@ -11,11 +11,19 @@ from torch import Tensor
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import schedule
 from flash_attn.context_parallel.agreement import Agreement
-from flash_attn.context_parallel.layouts import LAYOUTS, Window, imbalance, layout_spans, segments
+from flash_attn.context_parallel.layouts import (
+    LAYOUTS,
+    Window,
+    begin_at_multiples,
+    imbalance,
+    layout_spans,
+    segments,
+)
 from flash_attn.context_parallel.schedule import METHODS, Layout
 from flash_attn.context_parallel.tables import StepTables, step_tables, whole_table
 from flash_attn.context_parallel.transport import transport_of
 from flash_attn.context_parallel.unshard import unshard
+from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
 
 
@@ -191,6 +199,12 @@ class CpPlan:
         return tuple(
             step_tables(step, own_rows, batch, device) for step in self.steps(method, window, exact_positions)
         )  # fmt: skip
+
+    @property
+    def begins_at_mask_columns(self) -> bool:
+        """Whether every chunk begins at a multiple of MASK_COLUMNS in its document, as CUDA kernels need it for the
+        dropout mask of its keys."""
+        return begin_at_multiples(self.spans, self.cu_seqlens, MASK_COLUMNS)
 
     def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
         """Agree with all ranks on a call: see `Agreement.compare`."""

@@ -16,9 +16,11 @@ from flash_attn.context_parallel.layouts import (
     intersection,
     joined,
     required_keys,
+    rounded_down,
     segments,
     visible_keys,
 )
+from flash_attn.dropout import MASK_COLUMNS
 
 METHODS = ("all_gather", "ring", "ulysses")
 
@@ -91,15 +93,17 @@ class Layout(NamedTuple):
 def steps(layout: Layout, rank: int, method: str, window: Window, exact_positions: bool) -> tuple[Step, ...]:
     """all_gather: one step with the keys of all ranks. ring: one step for each distance, one's own keys first.
 
-    exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it; otherwise a pair may
-    join keys or rows that stand apart, where no mask falls between them.
+    exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it, whose keys begin at a
+    multiple of MASK_COLUMNS, or where those of a rank do; otherwise a pair may join keys or rows that stand apart,
+    where no mask falls between them.
     """
-    required = [required_keys(spans, layout.cu, window) for spans in layout.spans]
+    multiple = MASK_COLUMNS if exact_positions else 1
+    required = [required_keys(spans, layout.cu, window, multiple) for spans in layout.spans]
     distances = [[d] for d in range(layout.ranks)] if method == "ring" else [list(range(layout.ranks))]
-    return tuple(_step(layout, rank, required, group, window, exact_positions) for group in distances)
+    return tuple(_step(layout, rank, required, group, window, multiple) for group in distances)
 
 
-def _step(layout, rank, required, distances, window, exact_positions) -> Step:
+def _step(layout, rank, required, distances, window, multiple) -> Step:
     ranks = layout.ranks
     sources = [(rank - d) % ranks for d in distances]
     wanted = {source: intersection(required[rank], layout.spans[source]) for source in sources}
@@ -123,8 +127,8 @@ def _step(layout, rank, required, distances, window, exact_positions) -> Step:
     own = () if is_local else tuple(
         (own_rows.of(span)[0], key_rows.of(span)[0], span[1] - span[0]) for span in wanted.get(rank, ())
     )  # fmt: skip
-    pairs = _pairs(layout, rank, key_rows, window)
-    if not exact_positions:
+    pairs = _pairs(layout, rank, key_rows, window, multiple)
+    if multiple == 1:
         pairs = _joined(pairs)
     return Step(key_rows.count, is_local, tuple(sends), tuple(receives), own, tuple(rounds), tuple(pairs))
 
@@ -146,15 +150,18 @@ class _Rows:
         raise AssertionError(f"{span} is not in {self.spans}")
 
 
-def _pairs(layout: Layout, rank: int, key_rows: _Rows, window: Window) -> list[Pair]:
+def _pairs(layout: Layout, rank: int, key_rows: _Rows, window: Window, multiple: int) -> list[Pair]:
     pairs = []
     for segment in segments(layout.spans[rank], layout.cu):
-        for span in intersection([visible_keys(segment, layout.cu, window)], key_rows.spans):
-            pairs.append(_pair(segment, span, layout.cu[segment.document], key_rows, window))
+        first_visible, _ = visible_keys(segment, layout.cu, window)
+        for span in intersection([visible_keys(segment, layout.cu, window, multiple)], key_rows.spans):
+            if span[1] <= first_visible:
+                continue
+            pairs.append(_pair(segment, span, layout.cu[segment.document], key_rows, window, multiple))
     return pairs
 
 
-def _pair(segment: Segment, span: Span, first: int, key_rows: _Rows, window: Window) -> Pair:
+def _pair(segment: Segment, span: Span, first: int, key_rows: _Rows, window: Window, multiple: int) -> Pair:
     """The queries of a segment that see keys of a span, the keys that they see, and the window moved to the corner."""
     left, right = window
     (q0, q1), (k0, k1) = (segment.start, segment.stop), span
@@ -162,7 +169,7 @@ def _pair(segment: Segment, span: Span, first: int, key_rows: _Rows, window: Win
         q0 = max(q0, k0 - right)
     if left is not None:
         q1 = min(q1, k1 + left)
-        k0 = max(k0, q0 - left)
+        k0 = max(k0, rounded_down(q0 - left, first, multiple))
     if right is not None:
         k1 = min(k1, q1 + right)
     distance = q1 - k1

@@ -16,8 +16,8 @@ from flash_attn.context_parallel.schedule import Pair, Step, groups
 class CallTable(NamedTuple):
     """One call: query rows [q0, q1), key rows [k0, k1), and how they are divided into sequences.
 
-    seqused_k is given where keys of sequences overlap, which only a forward may do. documents int64 (sequences,);
-    origins int64 (sequences, 4), on the CPU: document, 0, row and column of the document where the scores begin.
+    seqused_k is given where keys of sequences overlap, which only a forward may do. origins int64 (sequences, 4):
+    document, 0, row and column of the document where the scores begin.
     """
 
     q0: int
@@ -31,7 +31,6 @@ class CallTable(NamedTuple):
     max_seqlen_k: int
     left: int
     right: int
-    documents: Tensor
     origins: Tensor
     is_aligned: bool
 
@@ -102,9 +101,8 @@ def _table(pairs: list[Pair], ascending_keys: bool, device) -> CallTable:
     def int32(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    origins = torch.tensor(owners, dtype=torch.int64)
     return CallTable(
         q0, q1, k0, k1, int32(cu_q), int32([*starts_k, k1 - k0]), None if ascending_keys else int32(used_k),
         max(pair.q1 - pair.q0 for pair in pairs), max(pair.k1 - pair.k0 for pair in pairs), pairs[0].left,
-        pairs[0].right, origins[:, 0].to(device), origins, all(pair.is_aligned for pair in pairs),
+        pairs[0].right, torch.tensor(owners, dtype=torch.int64, device=device), all(pair.is_aligned for pair in pairs),
     )  # fmt: skip

@@ -138,11 +138,11 @@ def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
             own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
             dq_part, dk_part, dv_part = backward_call(
                 table, full_dout[:, own], full_q[:, own], full_k[:, keys], full_v[:, keys], full_out[:, own],
-                full_lse[:, own].t(), full_dlse[:, own].t(),
-                _options_of(options, first, call),
+                full_lse[:, own].t(), full_dlse[:, own].t(), _options_of(options, first, call),
+                (dk[:, keys], dv[:, keys]) if shared else None,
             )  # fmt: skip
             dq[table.q0 : table.q1, own] = dq_part
-            for grad, part in ((dk, dk_part), (dv, dv_part)):
+            for grad, part in () if shared else ((dk, dk_part), (dv, dv_part)):
                 grad[table.k0 : table.k1, keys] = part
     dq = exchange.to_tokens(dq, heads.query, torch.zeros_like(q))
     dk, dv = (

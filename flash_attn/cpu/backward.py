@@ -9,15 +9,26 @@ import torch
 from . import checks
 from .entry import entry_point
 from .explain import Problem, explain_attention
-from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, round_up
+from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, dropout_of_state, part_of, round_up
 from .overlap import check_written
 from .scores import LOG2E, ScoreOptions, ScoreRule, compute_dtype
 from .tiles import blocks, head_ranges, tile_shape
 
 
-def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None:
-    """The dropout that the forward call of this rng_state applied."""
-    return None if p == 0.0 else Dropout(p, *rng_state.tolist())
+class Sums:
+    """dk and dv to which a call adds, and the parts that it computes for them."""
+
+    def __init__(self, dtype: torch.dtype, dk: torch.Tensor | None, dv: torch.Tensor | None):
+        self.dtype = compute_dtype(dtype)
+        self._given = (dk, dv)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        self._parts = [torch.empty(x.shape, dtype=self.dtype) for x in self._given]
+        return self._parts
+
+    def added(self) -> list[torch.Tensor]:
+        return [given.add_(part) for given, part in zip(self._given, self._parts)]
 
 
 def row_deltas(dout, out, lse, dlse, first_row: int) -> torch.Tensor:
@@ -139,6 +150,7 @@ def bwd(
     batch_invariant=False,
     *,
     explain=False,
+    accumulate_dkv=False,
     **named,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
@@ -152,6 +164,7 @@ def bwd(
         dlse: None, or the gradient of softmax_lse, like it; not read where softmax_lse is infinite.
         batch_invariant: as in the forward, of dq, dk and dv.
         explain: as in the forward.
+        accumulate_dkv: dk and dv are given, in the compute dtype, and the call adds to them.
         named: as in the forward, whose softmax_lse holds the sinks.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
@@ -162,7 +175,8 @@ def bwd(
     options = ScoreOptions(softmax_scale, softcap, is_causal, window_left, window_right, alibi_slopes, **named)
     checks.check_query(q, DENSE_Q_AXES)
     checks.check_key_value(q, k, v, DENSE_Q_AXES, batch=q.shape[0])
-    checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
+    sums = Sums(q.dtype, dk, dv) if accumulate_dkv else None
+    checks.check_gradients(dout, q, k, v, out, dq, dk, dv, None if sums is None else sums.dtype)
     batch, sq, heads, _ = q.shape
     checks.check_lse(softmax_lse, dlse, q, [batch, heads, sq])
     options.check(q, batch, p_dropout)
@@ -176,6 +190,8 @@ def bwd(
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         return explain_attention("backward", q, k, v, rule, problems)
+    if sums is not None:
+        dk, dv = sums.parts
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
     )
@@ -185,9 +201,11 @@ def bwd(
     )
     dropout = dropout_of_state(p_dropout, rng_state)
     arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
-    if batch_invariant:
+    if batch_invariant or options.origins is not None:
         for i, entry in enumerate(zip(*(x.split(1) for x in arguments))):
-            attend_backward(*entry, rule.for_batch(i), None if dropout is None else dropout.for_batch(i))
+            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]))
     else:
         attend_backward(*arguments, rule, dropout)
+    if sums is not None:
+        dk, dv = sums.added()
     return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]

@@ -159,13 +159,13 @@ def check_sinks(sinks, q: torch.Tensor) -> None:
     check_last_stride("sinks", sinks)
 
 
-def check_origins(origins, q: torch.Tensor, batch: int) -> None:
+def check_origins(origins, batch: int) -> None:
     if origins is None:
         return
-    require(q.dim() == 3, "origins", "None for a dense batch", "a tensor")
     check_on_cpu("origins", origins)
     check_dtype("origins", origins, torch.int64)
     check_shape("origins", origins, [batch, 4])
+    require(origins.is_contiguous(), "origins", "a contiguous tensor", f"strides {list(origins.stride())}")
 
 
 def check_lengths(name: str, lengths, shape) -> None:
@@ -210,13 +210,17 @@ def output_shape(q: torch.Tensor, v: torch.Tensor) -> tuple:
     return (*q.shape[:-1], v.shape[-1])
 
 
-def check_gradients(dout, q, k, v, out, dq, dk, dv) -> None:
-    """The backward's tensors: dout, the output, and the optional gradients."""
+def check_gradients(dout, q, k, v, out, dq, dk, dv, sums: torch.dtype | None = None) -> None:
+    """The backward's tensors: dout, the output, and the optional gradients. sums: the dtype of dk and dv where the call
+    adds to them."""
     of_output = output_shape(q, v)
     expected = {"dout": (dout, of_output), "out": (out, of_output), "dq": (dq, q.shape), "dk": (dk, k.shape)}
     for name, (tensor, shape) in {**expected, "dv": (dv, v.shape)}.items():
+        is_sum = sums is not None and name in ("dk", "dv")
+        if is_sum:
+            require(tensor is not None, name, "a tensor with accumulate_dkv", None)
         if tensor is not None or name in ("dout", "out"):
-            check_like_query(name, tensor, q, shape, any_stride=True)
+            check_like_query(name, tensor, q, shape, any_stride=True, dtype=sums if is_sum else None)
 
 
 def check_lse(lse: torch.Tensor, dlse, q: torch.Tensor, shape) -> None:

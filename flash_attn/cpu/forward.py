@@ -64,6 +64,16 @@ def new_dropout(p: float, generator: torch.Generator | None) -> Dropout | None:
     return Dropout(p, seed, 0)
 
 
+def dropout_of_state(p: float, rng_state: torch.Tensor | None) -> Dropout | None:
+    """The dropout that the forward call of this rng_state applied."""
+    return None if p == 0.0 else Dropout(p, *rng_state.tolist())
+
+
+def dropout_of_call(p: float, generator: torch.Generator | None, rng_state: torch.Tensor | None) -> Dropout | None:
+    """A new one, or that of a given state."""
+    return new_dropout(p, generator) if rng_state is None else dropout_of_state(p, rng_state)
+
+
 def rng_state_of(dropout: Dropout | None) -> torch.Tensor:
     state = [0, 0] if dropout is None else [dropout.seed, dropout.offset]
     return torch.tensor(state, dtype=torch.int64)
@@ -134,10 +144,17 @@ def fill_fully_masked_lse(lse, sinks) -> None:
     lse[:] = math.inf if sinks is None else sinks.masked_fill(sinks == -math.inf, math.inf)[:, None]
 
 
-def _attend_each(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
+def part_of(index: int, options: ScoreOptions, rule: ScoreRule, dropout: Dropout | None, sq: int, sk: int):
+    """(rule, dropout) of one batch entry, which begins at its origin."""
+    origin = options.origin(index)
+    dropout = None if dropout is None else dropout.for_batch(index).at(origin)
+    return rule.for_batch(index).at(origin, sq, sk), dropout
+
+
+def _attend_each(q, k, v, out, lse, options, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
     """`attend`, one batch entry after the other: the bits of products and sums depend on the shapes of operands."""
     for i, entry in enumerate(zip(*(x.split(1) for x in (q, k, v, out, lse)))):
-        attend(*entry, rule.for_batch(i), None if dropout is None else dropout.for_batch(i), sinks, max_logit)
+        attend(*entry, *part_of(i, options, rule, dropout, q.shape[1], k.shape[1]), sinks, max_logit)
 
 
 class _RowState:
@@ -282,6 +299,7 @@ def fwd(
     v_descale=None,
     v_per_channel=False,
     out_dtype=None,
+    rng_state=None,
     **named,
 ):
     """Forward attention of equally long sequences.
@@ -300,8 +318,10 @@ def fwd(
             `eight_bit.check_descales`; v_per_channel says that v's is (h_k, d_v) or (b, h_k, d_v).
         out_dtype: None, or float16 or bfloat16 where q has 8 bits.
         explain: check the arguments and return the plan alone, a dict (see `explain.explain_attention`).
+        rng_state: None, or int64 (2,): the dropout of that [seed, offset] instead of a new one.
         named: the options of ScoreOptions that have a default.
             sinks: None or float32 (h), float64 too for float64 inputs: a logit of each head that joins every softmax.
+            origins: None or int64 (b, 4): see scores.Origin. On CUDA with dropout columns are multiples of 16.
 
     Returns [out, lse, S_dmask, rng_state]: out (b, sq, h, d_v); lse (b, h, sq), natural log, float32 (float64 for
         float64 inputs), for a fully masked row the sink, or +inf without one; S_dmask empty or (b, h, sq, sk)
@@ -320,6 +340,8 @@ def fwd(
     batch, sq, heads, _ = q.shape
     options.check(q, batch, p_dropout)
     checks.check_generator(gen)
+    if rng_state is not None:
+        checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     check_written({"out": out}, {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks})
     rule = ScoreRule.create(options, batch, q.dtype)
@@ -327,7 +349,7 @@ def fwd(
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, problems, is_plain)
-    dropout = new_dropout(p_dropout, gen)
+    dropout = dropout_of_call(p_dropout, gen, rng_state)
     if out is None:
         out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     scaling = scaling_of(q, k, v, call)
@@ -336,13 +358,14 @@ def fwd(
     result = result_like(out, scaling)
     lse = torch.empty(batch, heads, sq, dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
-    if batch_invariant:
-        _attend_each(q, k, v, result, lse, rule, dropout, sinks, max_logit)
+    if batch_invariant or options.origins is not None:
+        _attend_each(q, k, v, result, lse, options, rule, dropout, sinks, max_logit)
     else:
         attend(q, k, v, result, lse, rule, dropout, sinks, max_logit)
     if scaling is not None:
         scaling.store(out, result)
     s_dmask = new_s_dmask(out, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():
-        write_s_dmask(q, k, lse, rule, dropout, s_dmask)
+        for i, entry in enumerate(zip(*(x.split(1) for x in (q, k, lse)))):
+            write_s_dmask(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]), s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]

@@ -242,6 +242,7 @@ def _check_tensors(q, kcache, vcache, seqlens_k, block_table, options, out, plan
     if kcache.shape[2] > 0:
         checks.check_at_most("q", q.shape[1] * (q.shape[2] // kcache.shape[2]), "rows for each K/V head")
     options.check(q, q.shape[0], 0.0)
+    checks.require(options.origins is None, "origins", "None over a KV cache", "a tensor")
     check_descales(q, kcache, vcache, call, q.shape[0])
     if out is not None:
         checks.check_like_query("out", out, q, q.shape, dtype=output_dtype(q, vcache, call))

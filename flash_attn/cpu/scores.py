@@ -69,7 +69,11 @@ class ScoreOptions(NamedTuple):
         checks.check_numbers(p_dropout, self.softmax_scale, self.softcap, compute_dtype(q.dtype))
         checks.check_alibi(self.alibi_slopes, batch, q.shape[-2])
         checks.check_sinks(self.sinks, q)
-        checks.check_origins(self.origins, q, batch)
+        checks.check_origins(self.origins, batch)
+
+    def origin(self, index: int) -> Origin | None:
+        """That of a sequence, or None where the scores are the whole matrix."""
+        return None if self.origins is None else Origin(*self.origins[index].tolist())
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 
 from ..eight_bit import E4M3, Descales
 from . import checks
-from .backward import attend_backward, dropout_of_state, row_deltas, sink_gradient
+from .backward import Sums, attend_backward, row_deltas, sink_gradient
 from .entry import entry_point
 from .explain import Problem, explain_attention
-from .forward import attend, new_dropout, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
+from .forward import attend, dropout_of_call, dropout_of_state, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
 from .overlap import check_written
 from .scaling import EightBit, check_descales, check_operands, output_dtype, result_like, scaling_of
-from .scores import Origin, ScoreOptions, ScoreRule, compute_dtype
+from .scores import ScoreOptions, ScoreRule, compute_dtype
 
 PACKED_AXES = "total, heads, head_dim"
 PAGED_AXES = "blocks, page_size, heads, head_dim"
@@ -154,8 +154,6 @@ def varlen_fwd(
         max_seqlen_q, max_seqlen_k: size S_dmask and nothing else; too small a value skips no row.
         zero_tensors, num_splits, batch_invariant: accepted and without effect (padding rows are always written; there
             are no splits; each sequence is computed by itself).
-        rng_state: None, or int64 (2,): the dropout of that [seed, offset] instead of a new one.
-        named: beside those of `fwd` origins: None, or int64 (b, 4): see scores.Origin.
 
     Returns [out, lse, S_dmask, rng_state]: out (total_q, h, d_v), lse (h, total_q), S_dmask as in `fwd` with b
         sequences of max_seqlen_q x max_seqlen_k. Rows that belong to no sequence: out 0, lse +inf.
@@ -191,7 +189,7 @@ def varlen_fwd(
     if explain:
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, _problems(layout), is_plain)
-    dropout = new_dropout(p_dropout, gen) if rng_state is None else dropout_of_state(p_dropout, rng_state)
+    dropout = dropout_of_call(p_dropout, gen, rng_state)
     if out is None:
         out = torch.empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     out.zero_()
@@ -210,7 +208,7 @@ def varlen_fwd(
             keys = scaling.scaled(keys, _sequence_keys(scaling.k_rows, block_table, sequence))
             values = scaling.scaled(values, _sequence_keys(scaling.v_rows, block_table, sequence))
         result = result_like(rows_out, scaling)
-        origin = _origin(options, i)
+        origin = options.origin(i)
         rule_i = rule.for_batch(i).at(origin, len(queries[0]), len(keys[0]))
         dropout_i = None if dropout is None else dropout.for_batch(i).at(origin)
         attend(queries, keys, values, result, row_lse, rule_i, dropout_i, sinks, max_logit)
@@ -219,10 +217,6 @@ def varlen_fwd(
         if s_dmask.numel():
             write_s_dmask(queries, keys, row_lse, rule_i, dropout_i, s_dmask[i : i + 1])
     return [out, lse, s_dmask, rng_state_of(dropout), *([max_logit] if return_max_logit else [])]
-
-
-def _origin(options: ScoreOptions, index: int):
-    return None if options.origins is None else Origin(*options.origins[index].tolist())
 
 
 def _check_packed(cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k) -> int:
@@ -264,6 +258,7 @@ def varlen_bwd(
     batch_invariant=False,
     *,
     explain=False,
+    accumulate_dkv=False,
     **named,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
@@ -275,7 +270,8 @@ def varlen_bwd(
     check_operands(q, k, v, PACKED_AXES, PACKED_AXES, None)
     batch = _check_packed(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     total_q, heads, _ = q.shape
-    checks.check_gradients(dout, q, k, v, out, dq, dk, dv)
+    sums = Sums(q.dtype, dk, dv) if accumulate_dkv else None
+    checks.check_gradients(dout, q, k, v, out, dq, dk, dv, None if sums is None else sums.dtype)
     checks.check_lse(softmax_lse, dlse, q, [heads, total_q])
     options.check(q, batch, p_dropout)
     checks.check_rng_state(rng_state, p_dropout)
@@ -289,6 +285,8 @@ def varlen_bwd(
     if explain:
         return explain_attention("backward", q, k, v, rule, _problems(layout))
     dropout = dropout_of_state(p_dropout, rng_state)
+    if sums is not None:
+        dk, dv = sums.parts
     grads = [
         torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dq, q), (dk, k), (dv, v))
     ]
@@ -300,7 +298,7 @@ def varlen_bwd(
         row_lse = softmax_lse[:, rows].unsqueeze(0)
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
-        sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, _origin(options, i)
+        sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, options.origin(i)
         first_row = rule.first_unmasked_row(sq, sk)
         delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
         if sinks is not None:
@@ -314,4 +312,6 @@ def varlen_bwd(
             rule.for_batch(i).at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
         )
+    if sums is not None:
+        grads[1:] = sums.added()
     return [*grads, softmax_d, *dsinks]

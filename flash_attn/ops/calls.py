@@ -51,14 +51,19 @@ def _to_int32(name, x):
 
 def forward(args: AttentionArgs, backend=None):
     """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
-    backend, scaling = backend or backends.of(args.q), {}
-    if args.is_scaled():
-        if not args.q.is_cpu:
-            return scaled.forward(
-                args, lambda: _forward_fp8(args, backend), lambda converted: forward(converted, backend)
-            )
-        scaled.check_unpacked(args)
-        scaling = args.scaling()
+    backend = backend or backends.of(args.q)
+    if not args.is_scaled():
+        return _forward(args, backend, {})
+    if not args.q.is_cpu:
+        return scaled.forward(
+            args, lambda: _forward_fp8(args, backend), lambda operands, scaling: _forward(operands, backend, scaling)
+        )
+    scaled.check_unpacked(args)
+    return _forward(args, backend, args.scaling())
+
+
+def _forward(args: AttentionArgs, backend, scaling):
+    """scaling: what calls with 8-bit tensors have beside the others, by name."""
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(

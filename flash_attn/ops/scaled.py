@@ -1,7 +1,7 @@
-"""Calls with 8-bit tensors beside those of the CPU: by kernels of 8 bits, or attention of operands in 16 bits.
+"""Calls with 8-bit tensors on CUDA: by kernels of 8 bits, or over codes of K and V, else by operands made here.
 
-Codes are exact in 16 bits. Descales of heads go into the queries before and into the output after, those of rows and
-pages into copies of K and V. The cost is these copies, of whole caches too.
+The kernels take 16-bit queries. Where they serve no call, all operands have 16 bits, in which codes are exact: descales
+of heads go into the queries before and into the output after, those of rows and pages into copies of K and V.
 """
 
 import torch
@@ -30,8 +30,26 @@ def may_have_kernels(args: AttentionArgs) -> bool:
     )
 
 
+def reads_codes(args: AttentionArgs) -> bool:
+    """Whether kernels of 16-bit queries take K and V as codes in such a call."""
+    q, k, v = args.q, args.k, args.v
+    by_sequence = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (args.k_descale, args.v_descale))
+    by_sequence = by_sequence or (args.v_per_channel and args.v_descale.dim() == 3)
+    overlap = args.seqused_k is not None and args.block_table is None  # a row may be a key of two sequences
+    return (
+        k.dtype in eight_bit.EIGHT_BIT
+        and v.dtype is k.dtype
+        and v.shape[-1] == q.shape[-1]
+        and q.shape[-1] % 8 == 0
+        and not (overlap and by_sequence)
+    )
+
+
 def forward(args: AttentionArgs, attend_fp8, attend):
-    """The result of a call: of `attend_fp8`, which may be empty, or what `attend` makes of operands in 16 bits."""
+    """The result of a call: of `attend_fp8`, which may be empty, or attend(args, scaling), of 16-bit queries.
+
+    scaling: what codes of K and V have beside them, by name; empty where these have 16 bits too.
+    """
     check_unpacked(args)
     q, k, v = args.q, args.k, args.v
     _check_shapes(args)
@@ -43,28 +61,52 @@ def forward(args: AttentionArgs, attend_fp8, attend):
         if result:
             return result
     dtype = eight_bit.result_dtype(q, v, args.out_dtype)
-    scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
+    over_codes = reads_codes(args)
+    if over_codes and q.dtype not in eight_bit.EIGHT_BIT:
+        return attend(args.without_scaling(q, k, v), _of_codes(args))
     sequence = _sequence_of_rows(args.cu_seqlens_q, q.shape[0]) if varlen else None
+    if over_codes:
+        of_codes = _of_codes(args)
+        if eight_bit.can_join(args.q_descale, args.k_descale, k.shape[-2]):
+            of_codes["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
+            queries = q.to(dtype)  # exact
+        else:
+            own = eight_bit.Scaling.of(q, k, v, eight_bit.Descales(q=args.q_descale), dtype)
+            queries = own.queries(q, sequence)
+        return attend(args.without_scaling(queries, k, v), of_codes)
+    scaling = eight_bit.Scaling.of(q, k, v, args.descales(), dtype)
     operands = scaling.queries(q, sequence), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     operands = tuple(x.to(dtype) for x in operands)
     if q.shape[-1] % 8 != 0 and q.shape[-1] < 256:
         operands = arguments.padded(operands, q.shape[-1])
-    result, *others = attend(args.without_scaling(*operands))
+    result, *others = attend(args.without_scaling(*operands), {})
     out = result.new_empty((*q.shape[:-1], v.shape[-1]))
     scaling.store(out, result[..., : v.shape[-1]], sequence)
     return (out, *others)
 
 
+def _of_codes(args: AttentionArgs):
+    return {"k_descale": args.k_descale, "v_descale": args.v_descale, "v_per_channel": args.v_per_channel}
+
+
 def kvcache_arguments(args: KvCacheArgs):
-    """What kernels over an 8-bit cache take by name: queries have 16 bits there, and results their dtype."""
+    """What CUDA's kernels over an 8-bit cache take by name."""
     q, k_cache, v_cache = args.q, args.k_cache, args.v_cache
     eight_bit.check_dtypes(q, k_cache, v_cache, args.out_dtype, names=("k_cache", "v_cache"))
-    if q.dtype in eight_bit.EIGHT_BIT:
+    if v_cache.dtype is not k_cache.dtype:
         raise NotImplementedError(
-            f"q: expected float16 or bfloat16 on {q.device.type}, got {eight_bit.named(q.dtype)}: decoding has no "
-            "kernels for 8 bits of q there yet"
+            f"v_cache: expected the dtype of k_cache ({eight_bit.named(k_cache.dtype)}) on {q.device.type}, got "
+            f"{eight_bit.named(v_cache.dtype)}: decoding has no kernels for 8 bits of keys alone there"
         )
-    return {name: value for name, value in args.scaling().items() if name != "out_dtype"}
+    result = {name: value for name, value in args.scaling().items() if name != "out_dtype"}
+    if q.dtype in eight_bit.EIGHT_BIT:
+        result["fp16_out"] = args.out_dtype is torch.float16
+        # New rows are quantised by k_descale, those of rows stand elsewhere.
+        reads_only = args.k is None and args.k_token_descale is None
+        if reads_only and eight_bit.can_join(args.q_descale, args.k_descale, k_cache.shape[-2]):
+            result["k_descale"] = eight_bit.joined(args.q_descale, args.k_descale)
+            result["q_descale"] = None
+    return result
 
 
 def _check_shapes(args: AttentionArgs):

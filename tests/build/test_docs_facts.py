@@ -163,9 +163,9 @@ def backward_bound(d, m, n):
     if n == 128:  # each of two consumers has 64 keys; one warpgroup has all of dQ, which is staged
         products, scores = 10, 2 * 2 * (64 * d + m * d) * 2
         rest = 2 * 2 * m * d * 2 + 2 * m * n + (m * n * 2 + n * d * 2) + 2 * 4 * m * d
-    else:  # both have all 64 keys and half of the columns; a slice of dQ reads dS again
-        products, scores = 14, 2 * 2 * (64 * d + m * d) * 2
-        rest = 2 * 2 * m * d // 2 * 2 + 2 * 2 * m * n + 2 * (2 * m * n * 2 + n * d // 2 * 2)
+    else:  # by role: S and dP once, P passes in fp32, dS in 16 bits; each of four slices of dQ reads dS
+        products, scores = 10, 2 * (64 * d + m * d) * 2
+        rest = 2 * m * d * 2 + 2 * 4 * m * n + m * n * 2 + 2 * (2 * m * n * 2 + n * d // 2 * 2)
     copies = 2 * m * d * 2
     return [products * m * n * d / 4096, (scores + rest + copies) / 128, m * n / 16, 4 * m * d / 16]
 

@@ -143,6 +143,7 @@ def test_environment_is_read_under_the_gil():
     assert not re.search(r"call_guard<\s*py::gil_scoped_release", binding)
     guard = re.search(r"struct CallGuard \{(.*?)\};", binding, re.DOTALL).group(1)
     assert guard.index("CallEnvironment") < guard.index("py::gil_scoped_release")
+    binding += (CSRC / "api" / "signatures.h").read_text(encoding="utf-8")
     guarded = binding.count("py::call_guard<CallGuard>()") + binding.count("const CallGuard guard;")
     assert guarded == binding.count("m.def(") - 1  # build_info needs none
 

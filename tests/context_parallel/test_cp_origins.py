@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flash_attn.cpu as backend
+from flash_attn.dropout import dropout_streams, dropout_threshold, keep_mask
 
 HEADS, ROWS, P = 3, 20, 0.4
 STATE = torch.tensor([12345, 6], dtype=torch.int64)
@@ -92,9 +93,19 @@ def test_bad_origins(origins, message):
         forward(q, k, v, slopes, origins)
 
 
-def test_dense_batches_have_none():
-    q = torch.randn(1, 4, 1, 8)
-    with pytest.raises(RuntimeError, match="origins: expected None for a dense batch"):
-        backend.fwd(
-            q, q, q, None, None, 0.0, 1.0, False, -1, -1, 0.0, False, None, origins=origin(0, 0, 0, 0)
-        )  # fmt: skip
+def test_dense_batches_are_as_packed_ones():
+    q, k, v, dout, slopes = inputs()
+    here, rest = origin(5, 1, 7, 4), (P, 0.3, False, -1, 3, 0.0)
+    dense = [x.unsqueeze(0) for x in (q, k, v)]
+    out, lse, s_dmask, _ = backend.fwd(*dense, None, slopes, *rest, True, None, origins=here, rng_state=STATE)
+    packed_out, packed_lse, *_ = forward(q, k, v, slopes, here, right=3)
+    assert torch.equal(out[0], packed_out) and torch.equal(lse[0], packed_lse)
+    streams = dropout_streams(*STATE.tolist(), [5], range(1, 1 + HEADS))
+    kept = keep_mask(streams, 7, 7 + ROWS, 4, 4 + ROWS, dropout_threshold(P))
+    assert torch.equal(s_dmask[:, :, :ROWS, :ROWS].signbit(), ~kept)
+    grads = backend.bwd(
+        dout[None], *dense, out, lse, None, None, None, slopes, *rest, True, None, STATE, origins=here
+    )  # fmt: skip
+    expected = backward(dout, q, k, v, packed_out, packed_lse, slopes, here, right=3)
+    for ours, theirs in zip(grads[:3], expected):
+        assert torch.equal(ours[0], theirs)

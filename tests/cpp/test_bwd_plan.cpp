@@ -57,6 +57,9 @@ std::vector<Row> table() {
   constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
   using V = BwdVariant;
   const auto dropout = [](BwdProblem& problem) { problem.has_dropout = true; };
+  const auto sums = [](BwdProblem& problem) { problem.accumulates_dkv = true; };
+  const auto dropout_sums = [](BwdProblem& problem) { problem.has_dropout = problem.accumulates_dkv = true; };
+  const auto origins = [](BwdProblem& problem) { problem.has_origins = true; };
   const auto modified = [](BwdProblem& problem) { problem.modifiers = flash::Modifiers::kAny; };
   const auto wide = [](BwdProblem& problem) { problem.head_dim = 192; };
   const BwdProblem long_64 = dense(2, 8192, 32, 64), long_128 = dense(2, 8192, 16, 128);
@@ -65,13 +68,22 @@ std::vector<Row> table() {
       {"d 64, dropout", changed(long_64, dropout), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132, true},
       {"d 64, dQ in shared memory", dense(32, 512, 32, 64), kH100, kWgmma, V::kPlain, 64, 128, 2, 512, 231424, 132,
        false},
+      {"d 64, sums", changed(dense(32, 512, 32, 64), sums), kH100, kWgmma, V::kAccumulate, 64, 128, 3, 512, 215040, 132,
+       true},
+      {"d 64, dropout, sums", changed(long_64, dropout_sums), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132,
+       true},
       {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
       {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
-      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 190464, 132, true},
-      {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 216064, 64, false},
+      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 206848, 132, true},
+      {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 231424, 64, false},
       {"d 32", dense(2, 8192, 16, 32), kH100, kMma, V::kPlain, 32, 64, 2, 128, 40960, 4096, false},
       {"d 128 on A100", long_128, kA100, kMma, V::kPlain, 128, 64, 2, 128, 114688, 4096, false},
       {"d 128 on L40", long_128, kL40, kMma, V::kPlain, 128, 64, 1, 128, 81920, 4096, false},
+      {"d 128, sums, on A100", changed(long_128, sums), kA100, kMma, V::kAccumulate, 128, 64, 2, 128, 114688, 4096,
+       false},
+      {"d 64, dropout, sums, on L40", changed(long_64, dropout_sums), kL40, kMma, V::kAccumulate, 64, 64, 2, 128, 65536,
+       8192, false},
+      {"d 64, origins, on L40", changed(long_64, origins), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 32, 1, 256, 69632, 128, false},
       {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 32, 1, 256,

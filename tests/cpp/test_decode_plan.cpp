@@ -124,6 +124,9 @@ flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
   forward.seqlen_k = problem.capacity;
   forward.window = problem.options.window;
   forward.has_key_ranges = true;
+  forward.kv_dtype = problem.kv_dtype;
+  forward.gathers_keys = forward.converts_queries = flash::is_eight_bit(problem.kv_dtype);
+  if (forward.converts_queries) forward.dtype = Dtype::kFp16;
   return forward;
 }
 
@@ -164,7 +167,7 @@ void check_chunks() {
   stays("16 packed rows");
 }
 
-// Caches of codes: tiles of 32 keys a step, two of them a block of 16 bits at head dim 128; no other family reads them.
+// Caches of codes: tiles of 32 keys a step, two of them a block of 16 bits at head dim 128.
 void check_eight_bit() {
   constexpr DecodeKernel kSplit = DecodeKernel::kSplitKv;
   const auto of_codes = [](DecodeProblem problem) {
@@ -186,9 +189,6 @@ void check_eight_bit() {
   const DecodePlan wide = flash::plan::plan_decode(decoding(16, 32, 8, 128, 8192), kH200);
   check::that(codes.stages == wide.stages && codes.min_blocks_per_cta == wide.min_blocks_per_cta, "bytes in flight",
               codes.stages, codes.min_blocks_per_cta);
-  DecodeProblem chunk = of_codes({1, 2048, 32, 8, 128, 16384});
-  chunk.options.forward = forward_of(chunk);
-  check::that(flash::plan::plan_decode(chunk, kH200).kernel == kSplit, "chunks of prompts too");
   DecodeProblem other = problem;
   const auto is_plain = [&] { return flash::plan::plan_decode(other, kH200).is_plain; };
   other.options.page_size = 16;
@@ -200,6 +200,65 @@ void check_eight_bit() {
   check::that(!is_plain(), "a descale for each column of V");
   const auto fields = flash::plan::explain(problem, codes);
   check::that(flash::plan::one_line(fields).find("kv_dtype=e4m3") != std::string::npos, "explained");
+}
+
+// Many query rows over codes: by the forward, which reads what a pass makes of them.
+void check_dequantized() {
+  DecodeProblem problem{1, 2048, 32, 8, 128, 16384};
+  problem.kv_dtype = Dtype::kInt8;
+  const auto plan_of = [&](const Device& device) {
+    problem.options.forward = forward_of(problem);
+    return flash::plan::plan_decode(problem, device);
+  };
+  const auto stays = [&](const char* name) {
+    const DecodePlan plan = plan_of(kH200);
+    check::that(plan.kernel == DecodeKernel::kSplitKv && plan.dequantized_bytes == 0, "over codes", name);
+  };
+  for (const Device& device : {kH200, kA100}) {
+    const DecodePlan plan = plan_of(device);
+    check::that(plan.kernel == DecodeKernel::kForward && plan.dequantized_bytes == int64_t{2} * 16384 * 8 * 128 * 2,
+                "a chunk", plan.dequantized_bytes);
+    const std::string fields = flash::plan::one_line(flash::plan::explain(problem, plan));
+    check::that(plan.forward.dtype == Dtype::kFp16, "in fp16");
+    check::that(fields.find("kv_dtype=int8") != std::string::npos, "explained");
+    check::that(fields.find("dequantized_bytes=67108864") != std::string::npos, "explained", fields);
+  }
+  problem.seqlen_q = 4;
+  stays("16 packed rows");
+  problem.seqlen_q = 2048;
+  problem.batch = 33;
+  stays("more than 2 GiB");
+  problem.batch = 32;
+  check::that(plan_of(kH200).dequantized_bytes == flash::plan::kMaxGatheredBytes, "2 GiB");
+  problem.batch = 1;
+  problem.num_splits = 2;
+  stays("given splits");
+  problem.num_splits = 0;
+  problem.batch_invariant = true;
+  stays("batch invariant");
+  problem.batch_invariant = false;
+  problem.head_dim = 100;
+  stays("head dim");
+  problem.head_dim = 128;
+  problem.options.forced_family = "split_kv";
+  stays("forced");
+}
+
+// Where tiles of rows are hardly faster, the pass costs more than they save; the longer the cache, the more rows.
+void check_rows_that_pay() {
+  const auto least_rows = [](Dtype kv_dtype, int capacity) {
+    for (int seqlen_q = 1; seqlen_q < 1024; ++seqlen_q) {
+      DecodeProblem problem{1, seqlen_q, 32, 8, 128, capacity};
+      problem.kv_dtype = kv_dtype;
+      problem.options.forward = forward_of(problem);
+      if (flash::plan::plan_decode(problem, kH200).kernel == DecodeKernel::kForward) return seqlen_q;
+    }
+    return 1024;
+  };
+  for (int capacity : {2048, 8192, 65536}) {
+    const int of_codes = least_rows(Dtype::kE4m3, capacity), of_numbers = least_rows(Dtype::kBf16, capacity);
+    check::that(of_numbers <= of_codes && of_codes <= 128, "rows", capacity, of_numbers, of_codes);
+  }
 }
 
 // Options may choose kernels, but must not move the split points of a schedule that was made without them.
@@ -402,6 +461,8 @@ int main() {
   check_variant();
   check_chunks();
   check_eight_bit();
+  check_dequantized();
+  check_rows_that_pay();
   check_schedule_does_not_depend_on_options();
   check_empty();
   check_explanation();

@@ -71,6 +71,7 @@ std::vector<Row> table() {
   constexpr Family kMma = Family::kMmaSync, kWgmma = Family::kWgmma;
   using V = FwdVariant;
   const auto dropout = [](FwdProblem& problem) { problem.has_dropout = true; };
+  const auto origins = [](FwdProblem& problem) { problem.has_origins = true; };
   const auto softcap = [](FwdProblem& problem) { problem.modifiers = Modifiers::kSoftcap; };
   const auto alibi = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAlibi; };
   const auto both = [](FwdProblem& problem) { problem.modifiers = Modifiers::kAny; };
@@ -98,6 +99,8 @@ std::vector<Row> table() {
       {"d 64 on A100", long_64, kA100, kMma, V::kPlain, 128, 128, 128, 49152, 4096, 1, false, true},
       {"d 128, short, on A100", dense(1, 512, 8, 128), kA100, kMma, V::kShort, 64, 64, 128, 49152, 64, 1, false, true},
       {"d 256 on L40", dense(2, 8192, 8, 256), kL40, kMma, V::kPlain, 64, 64, 128, 98304, 2048, 1, false, true},
+      {"d 128, origins, on L40", changed(long_128, origins), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
+       false, true},
       {"d 128, dropout, on L40", changed(long_128, dropout), kL40, kMma, V::kDropout, 128, 32, 128, 49152, 2048, 1,
        false, true},
   };
@@ -132,6 +135,9 @@ void check_splits() {
   check::that(plan_of(problem, kH100).family == Family::kDecode, "one row");
   problem.returns_max_logit = true;
   check::that(plan_of(problem, kH100).family != Family::kDecode, "max_logit");
+  problem.returns_max_logit = false;
+  problem.has_origins = true;
+  check::that(plan_of(problem, kH100).family != Family::kDecode, "origins");
 }
 
 // What a family cannot run another one does; where that one knows one head dim, the call is padded.

@@ -45,8 +45,9 @@ def test_splits(device, stored, shape, num_splits, sinks):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("seqlen_q,nheads", ((1, 2), (2, 16), (5, 8), (9, 16), (70, 4)))
-def test_packed_rows(device, stored, head_dim, seqlen_q, nheads):
+def test_packed_rows(device, stored, head_dim, seqlen_q, nheads, monkeypatch):
     """1 to 140 rows of a K/V head: every tile, and several of them."""
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "split_kv")
     problem, *descales = problem_of(
         device, stored, lengths=(300, 70, -1), capacity=320, head_dim=head_dim, seqlen_q=seqlen_q, nheads=nheads,
         window=(150, 0),
@@ -238,5 +239,8 @@ def test_explained(device, stored, name):
 
     plan = plan_of(problem.q)
     assert (plan["kernel"], plan["kv_dtype"], plan["variant"], plan["block_n"]) == ("split_kv", name, "plain", 128)
+    few = plan_of(problem.q.repeat(1, 8, 1, 1))
+    assert (few["kernel"], few["kv_dtype"], few["block_m"]) == ("split_kv", name, 16)
     chunk = plan_of(problem.q.repeat(1, 500, 1, 1))
-    assert (chunk["kernel"], chunk["block_m"]) == ("split_kv", 32)
+    assert chunk["kernel"] != "split_kv" and chunk["kv_dtype"] == name
+    assert chunk["dequantized_bytes"] == 2 * 2 * len(LENGTHS) * MOST * 2 * 128  # K and V of all that there may be

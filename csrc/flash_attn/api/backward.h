@@ -7,6 +7,7 @@
 
 #include "api/allocate.h"
 #include "api/call_device.h"
+#include "api/gradients.h"
 #include "api/launch_check.h"
 #include "api/pad.h"
 #include "api/prepare.h"
@@ -18,14 +19,6 @@ namespace flash {
 
 // The instantiation that the plan names (flash_api.cpp).
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream);
-
-struct Gradients {
-  const at::Tensor& dout;
-  const OptionalTensor& dlse;
-  const OptionalTensor& dq;
-  const OptionalTensor& dk;
-  const OptionalTensor& dv;
-};
 
 // A call whose arguments have passed the checks.
 struct BwdCall {
@@ -42,19 +35,13 @@ struct BwdCall {
   const OptionalTensor& rng_state;
 };
 
-// Strides of the gradient of `forward`, given or allocated.
-inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Tensor& forward) {
-  return given.has_value() && is_aligned(*given) ? matrix_strides(*given)
-                                                 : contiguous_strides(forward, forward.size(-1));
-}
-
 inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v, const at::Tensor& dout) {
   params = call.sequences;
   params.device = call.q.device().index();
-  params.multiprocessors = multiprocessor_count(params.device);
   set_params_fprop(params, q, k, v, call.scores, call.p_dropout);
   params.do_strides = matrix_strides(dout);
+  params.accumulates_dkv = call.gradients.accumulate_dkv;
   params.dq_strides = gradient_strides(call.gradients.dq, call.q);
   params.dk_strides = gradient_strides(call.gradients.dk, call.k);
   params.dv_strides = gradient_strides(call.gradients.dv, call.v);
@@ -120,8 +107,8 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
   const at::Tensor lse = call.lse.contiguous();
   const at::Tensor dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
   Output dq(gradients.dq, call.q, call.q.sizes(), pad);
-  Output dk(gradients.dk, call.k, call.k.sizes(), pad);
-  Output dv(gradients.dv, call.v, call.v.sizes(), pad);
+  Output dk(gradients.dk, call.k, call.k.sizes(), pad, gradients.accumulate_dkv);
+  Output dv(gradients.dv, call.v, call.v.sizes(), pad, gradients.accumulate_dkv);
   set_params_out(params, out, lse);
   set_params_dgrad(params, dout, dq.computed, dk.computed, dv.computed);
   if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();

@@ -117,6 +117,15 @@ inline void dtype(const char* name, const at::Tensor& tensor, at::ScalarType exp
   }
 }
 
+inline bool has_codes(const at::Tensor& tensor) { return tensor.defined() && is_eight_bit(dtype_of(tensor)); }
+
+inline void same_dtype(const char* name, const at::Tensor& tensor, const char* like_name, const at::Tensor& like) {
+  if (tensor.scalar_type() != like.scalar_type()) {
+    fail(name, "expected the dtype of ", like_name, " (", dtype_name(like.scalar_type()), "), got ",
+         dtype_name(tensor.scalar_type()));
+  }
+}
+
 // Sizes that a kernel keeps as an int; expanded tensors may exceed them without the memory.
 inline void at_most(const char* name, int64_t value, const char* what) {
   if (value > kMaxLength) fail(name, "expected at most ", int64_t{kMaxLength}, " ", what, ", got ", value);
@@ -165,13 +174,14 @@ inline void value(const at::Tensor& v, const at::Tensor& k) {
   if (head_dim < 1 || head_dim > 256) fail("v", "expected a head dim from 1 to 256, got ", head_dim);
 }
 
-// `expected`: the shape of k, with -1 on axes that k itself decides.
+// `expected`: the shape of k, with -1 on axes that k itself decides. takes_codes: they may be codes, of one head dim.
 inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor& q, at::IntArrayRef expected_,
-                      const char* axes) {
+                      const char* axes, bool takes_codes = false) {
   at::DimVector expected(expected_.begin(), expected_.end());
+  const bool are_codes = takes_codes && has_codes(k);
   device("k", k, q);
   device("v", v, q);
-  dtype_of_q("k", k, q);
+  if (!are_codes) dtype_of_q("k", k, q);
   rank("k", k, static_cast<int64_t>(expected.size()), axes);
   for (size_t i = 0; i < expected.size(); ++i) {
     if (expected[i] < 0) expected[i] = k.size(static_cast<int64_t>(i));
@@ -179,7 +189,12 @@ inline void key_value(const at::Tensor& k, const at::Tensor& v, const at::Tensor
   shape("k", k, expected);
   last_stride("k", k);
   sizes("k", k, "pages");
-  dtype_of_q("v", v, q);
+  if (are_codes) {
+    same_dtype("v", v, "k", k);
+    shape("v", v, k.sizes());
+  } else {
+    dtype_of_q("v", v, q);
+  }
   if (v.sizes() != k.sizes()) value(v, k);
   last_stride("v", v);
   head_counts(q, k);
@@ -237,6 +252,15 @@ inline void sinks(const std::optional<at::Tensor>& tensor, const at::Tensor& q) 
   last_stride("sinks", *tensor);
 }
 
+// Where the scores of each sequence begin: document, head, row, column.
+inline void origins(const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t batch) {
+  if (!tensor.has_value()) return;
+  device("origins", *tensor, q);
+  dtype("origins", *tensor, at::kLong);
+  shape("origins", *tensor, {batch, 4});
+  if (!tensor->is_contiguous()) fail("origins", "expected a contiguous tensor, got strides ", tensor->strides());
+}
+
 // An int32 vector of lengths or offsets.
 inline void lengths(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& q, int64_t size) {
   if (!tensor.has_value()) return;
@@ -281,6 +305,14 @@ inline void like(const char* name, const at::Tensor& tensor, at::IntArrayRef exp
   device(name, tensor, q);
   dtype_of_q(name, tensor, q);
   shape(name, tensor, expected);
+}
+
+// A gradient of `forward` that a call adds to.
+inline void accumulated(const char* name, const std::optional<at::Tensor>& tensor, const at::Tensor& forward) {
+  if (!tensor.has_value()) fail(name, "expected a tensor with accumulate_dkv, got None");
+  device(name, *tensor, forward);
+  dtype(name, *tensor, at::kFloat);
+  shape(name, *tensor, forward.sizes());
 }
 
 // The LSE or its gradient.

@@ -8,11 +8,22 @@
 #include <vector>
 
 #include "api/call_device.h"
+#include "api/codes_forward.h"
 #include "api/kvcache.h"
 #include "api/pad.h"
 #include "api/run_fwd.h"
 
 namespace flash {
+
+// What the module's functions take by name beside ScoreOptions.
+struct FwdOptions {
+  OptionalTensor rng_state;  // the dropout of this [seed, offset] instead of a new one
+
+  template <class Visitor>
+  void visit_named(Visitor&& visit) {
+    visit("rng_state", rng_state, "a Tensor");
+  }
+};
 
 // A call whose arguments have passed the checks.
 struct FwdCall {
@@ -27,21 +38,30 @@ struct FwdCall {
   bool return_softmax;
   const OptionalGenerator& gen;
   bool return_max_logit;
+  const FwdOptions& options;
+  const KvDescales& descales;
+
+  bool has_codes() const { return is_eight_bit(dtype_of(k)); }
 };
+
+// k and v as kernels take them: codes are read as they lie.
+inline at::Tensor aligned_keys(const at::Tensor& tensor) {
+  return is_eight_bit(dtype_of(tensor)) ? tensor : aligned(tensor);
+}
 
 // Fills params; strides of an allocated output are those it will have.
 inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v) {
   params = call.sequences;
   params.device = call.q.device().index();
-  params.multiprocessors = multiprocessor_count(params.device);
   set_params_fprop(params, q, k, v, call.scores, call.p_dropout);
   if (call.out.has_value() && is_aligned(*call.out)) {
     params.o_strides = matrix_strides(*call.out);
   } else {
     params.o_strides = contiguous_strides(call.q, params.d_v);
   }
-  plan::FwdProblem problem = fwd_problem(params, dtype_of(call.q));
+  set_params_gathered(params, !call.has_codes() || !call.return_max_logit);
+  plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
   problem.returns_max_logit = call.return_max_logit;
   return plan_forward(problem, params.device);
 }
@@ -74,11 +94,22 @@ inline at::Tensor allocate_max_logit(Flash_fwd_params& params, const at::TensorO
   return max_logit;
 }
 
+// Behind a forward that has gathered the keys of pages, as many as max_seqlen_k promises: where some sequence has more,
+// the whole call once more by the decode kernels. Only the device knows; without such a sequence they leave at once.
+inline void run_longer_sequences(const Flash_fwd_params& params, const FwdCall& call, const at::Tensor& q,
+                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
+  if (!params.is_paged() || dequantized_rows(params) >= split_capacity(params)) return;
+  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
+  const plan::DecodePlan plan = checked_decode_plan(problem, params.device);
+  check_launch(run_decode_forward(params, problem, plan, q, out, call.descales, dequantized_rows(params)),
+               "flash_fwd_split_kernel", q, problem.kv_dtype);
+}
+
 inline std::vector<at::Tensor> forward(const FwdCall& call) {
   const CallDevice guard(call.q.device());
   check_device_supported(call.q);
   const bool launches = call.q.numel() > 0;
-  at::Tensor q = aligned(call.q), k = aligned(call.k), v = aligned(call.v);
+  at::Tensor q = aligned(call.q), k = aligned_keys(call.k), v = aligned_keys(call.v);
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
   const int pad = launches ? plan.pad_head_dim : 0;
@@ -97,12 +128,22 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
   if (call.return_max_logit) max_logit = allocate_max_logit(params, lse.options());
   if (launches) {
     params.dropout.rng_state = dropout.rng_state.mutable_data_ptr<int64_t>();
-    if (params.has_dropout) draw_philox_state(params, call.gen);
+    if (params.has_dropout && call.options.rng_state.has_value()) {
+      reuse_philox_state(params, *call.options.rng_state);
+    } else if (params.has_dropout) {
+      draw_philox_state(params, call.gen);
+    }
     if (plan.family == plan::Family::kDecode) {
-      const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+      const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
       const plan::DecodePlan decode = checked_decode_plan(problem, params.device);
       trace(plan, problem, decode);
-      check_launch(run_decode_forward(params, problem, decode, q, out.computed), "flash_fwd_split_kernel", q);
+      check_launch(run_decode_forward(params, problem, decode, q, out.computed, call.descales),
+                   "flash_fwd_split_kernel", q, problem.kv_dtype);
+    } else if (call.has_codes()) {
+      trace(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
+      const Flash_fwd_params over_codes = params;
+      launch_forward_over_codes(params, plan, q, k, v, call.descales);
+      run_longer_sequences(over_codes, call, q, k, v, out.computed);
     } else {
       trace(plan);
       launch_forward(params, plan, q);
@@ -116,17 +157,21 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
 // The plan alone: no launch, no memory.
 inline plan::Explanation explain(const FwdCall& call) {
   check_device_supported(call.q);
-  at::Tensor q = aligned_layout(call.q), k = aligned_layout(call.k), v = aligned_layout(call.v);
+  at::Tensor q = aligned_layout(call.q), k = call.k, v = call.v;
+  if (!call.has_codes()) {
+    k = aligned_layout(k);
+    v = aligned_layout(v);
+  }
   Flash_fwd_params params;
   const plan::FwdPlan plan = plan_call(call, params, q, k, v);
-  plan::Explanation result = plan::explain(plan);
+  plan::Explanation result = plan::explain(plan, forward_problem(params, dtype_of(q), dtype_of(k)));
   if (call.q.numel() == 0) result["kernel"] = std::string("none");
   if (call.q.numel() == 0 || plan.family != plan::Family::kDecode) return result;
   q = padded_layout(q, plan.pad_head_dim);
   k = padded_layout(k, plan.pad_head_dim);
   v = padded_layout(v, plan.pad_head_dim);
   set_params_qkv(params, q, k, v);
-  const plan::DecodeProblem problem = decode_problem(params, q, k, v);
+  const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
   return plan::explain(plan, problem, checked_decode_plan(problem, params.device));
 }
 

@@ -83,7 +83,6 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
                                    const at::Tensor& k, const at::Tensor& v) {
   params = call.sequences;
   params.device = q.device().index();
-  params.multiprocessors = multiprocessor_count(params.device);
   set_params_fprop(params, q, k, v, call.scores, 0.0);
   params.o_strides = contiguous_strides(q, params.d_v);
   params.q_descale = descale_of(call.q_descale, params.h);

@@ -10,6 +10,7 @@
 
 #include "api/allocate.h"
 #include "api/call_device.h"
+#include "api/dequantize.h"
 #include "api/kvcache_call.h"
 #include "api/kvcache_checks.h"
 #include "api/kvcache_params.h"
@@ -54,7 +55,22 @@ inline void set_params_partials(Flash_kvcache_params& params, const plan::Decode
   }
 }
 
-inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
+// The call with queries of 16 bits: q is memory for what dequantize_query() makes of codes.
+template <class Function>
+auto with_wide_query(const KvCacheCall& call, const Function& function) {
+  if (!call.q.defined() || !call.q.is_cuda() || !checks::has_codes(call.q)) return function(call);
+  checks::strided("q", call.q);
+  checks::rank("q", call.q, 4, "batch, seqlen, heads, head_dim");
+  checks::last_stride("q", call.q);
+  const CallDevice guard(call.q.device());
+  const at::Tensor wide = new_empty(call.q, call.q.sizes(), call.descales.fp16_out ? at::kHalf : at::kBFloat16);
+  return function(KvCacheCall{wide, call.k_cache, call.v_cache, call.k, call.v, call.seqlens, call.rotary_cos,
+                              call.rotary_sin, call.cache_batch_idx, call.leftpad, call.block_table, call.out,
+                              call.scores, call.rotary_interleaved, call.num_splits, call.plan, call.batch_invariant,
+                              call.descales, &call.q});
+}
+
+inline std::vector<at::Tensor> run_kvcache_call(const KvCacheCall& call) {
   const at::Tensor& q = call.q;
   checks::kvcache(call);
   const CallDevice guard(q.device());
@@ -69,28 +85,42 @@ inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
   Flash_kvcache_params params = set_params_kvcache(call, problem, plan, out, lse);
   set_params_partials(params, plan, call, workspace);
   trace(problem, plan);
-  run_kvcache(plan, params, q);
+  const RescaledRows queries = query_rows(params, call);
+  const bool converts = plan.kernel == plan::DecodeKernel::kForward && converts_queries(params);
+  if (call.q_codes != nullptr && plan.kernel != plan::DecodeKernel::kNone && !converts) {
+    dequantize_query(params, queries, q);
+  }
+  run_kvcache(plan, params, queries, q);
   return {out, lse};
+}
+
+inline std::vector<at::Tensor> mha_fwd_kvcache(const KvCacheCall& call) {
+  return with_wide_query(call, run_kvcache_call);
 }
 
 // The plan of mha_fwd_kvcache(): nothing is launched.
 inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
-  checks::kvcache(call);
-  check_device_supported(call.q);
-  const plan::DecodeProblem problem = decode_problem(call);
-  return plan::explain(problem, checked_decode_plan(problem, call.q.device().index()));
+  return with_wide_query(call, [](const KvCacheCall& wide) {
+    checks::kvcache(wide);
+    check_device_supported(wide.q);
+    const plan::DecodeProblem problem = decode_problem(wide);
+    return plan::explain(problem, checked_decode_plan(problem, wide.q.device().index()));
+  });
 }
 
 // ---- a forward by the decode kernels ----
 
 // q and out are those of `forward`.
 inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const plan::DecodeProblem& problem,
-                                      const plan::DecodePlan& plan, const at::Tensor& q, const at::Tensor& out) {
+                                      const plan::DecodePlan& plan, const at::Tensor& q, const at::Tensor& out,
+                                      const KvDescales& descales, int skip_up_to_keys = -1) {
   Flash_kvcache_params params;
   static_cast<Flash_fwd_params&>(params) = forward;
   set_params_sizes(params, problem, forward.device);
   set_params_plan(params, plan);
+  set_params_forward_descales(params, descales, dtype_of(q));
   params.cache_batch = forward.b;
+  params.skip_up_to_keys = skip_up_to_keys;
   params.o_vectors = vector_bytes(out) == 16;
   const int64_t schedule_words = forward.is_varlen() ? plan.schedule_words : 0;
   const int64_t workspace_words = plan.combines ? plan.workspace_words : 0;

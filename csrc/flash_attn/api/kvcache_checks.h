@@ -19,15 +19,6 @@ inline void packed_rows(const char* name, int64_t seqlen_q, int64_t heads, int64
   if (heads_k > 0) at_most(name, seqlen_q * (heads / heads_k), "rows for each K/V head");
 }
 
-inline bool has_codes(const at::Tensor& tensor) { return tensor.defined() && is_eight_bit(dtype_of(tensor)); }
-
-inline void same_dtype(const char* name, const at::Tensor& tensor, const char* like_name, const at::Tensor& like) {
-  if (tensor.scalar_type() != like.scalar_type()) {
-    fail(name, "expected the dtype of ", like_name, " (", dtype_name(like.scalar_type()), "), got ",
-         dtype_name(tensor.scalar_type()));
-  }
-}
-
 // A tensor with q's device and dtype; -1 in `expected`: any size. any_dtype: it has been checked.
 inline void like_query(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::vector<int64_t> expected,
                        const char* axes, bool any_dtype = false) {
@@ -51,9 +42,9 @@ inline void caches(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   packed_rows("q", q.size(1), q.size(2), k.size(2));
 }
 
-// New rows need lengths that say where they are appended.
+// New rows need lengths that say where they are appended. any_wide: those of 16 bits need not have q's dtype.
 inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const OptionalTensor& k, const OptionalTensor& v,
-                     const OptionalTensor& seqlens) {
+                     const OptionalTensor& seqlens, bool any_wide) {
   lengths("cache_seqlens", seqlens, q, q.size(0));
   if (!k.has_value()) {
     if (v.has_value()) fail("v", "expected None when k is None, got a tensor");
@@ -65,9 +56,10 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
   const bool quantizes = has_codes(k_cache);
   if (quantizes) {
     device("k", *k, q);
-    if (k->scalar_type() != q.scalar_type() && k->scalar_type() != k_cache.scalar_type()) {
-      fail("k", "expected dtype ", dtype_name(q.scalar_type()), " or ", dtype_name(k_cache.scalar_type()), ", got ",
-           dtype_name(k->scalar_type()));
+    const bool is_wide = any_wide ? is_supported(k->scalar_type()) : k->scalar_type() == q.scalar_type();
+    if (!is_wide && k->scalar_type() != k_cache.scalar_type()) {
+      fail("k", "expected dtype ", any_wide ? "float16, bfloat16" : dtype_name(q.scalar_type()), " or ",
+           dtype_name(k_cache.scalar_type()), ", got ", dtype_name(k->scalar_type()));
     }
     dtype("v", *v, k->scalar_type());
   }
@@ -78,7 +70,7 @@ inline void new_rows(const at::Tensor& q, const at::Tensor& k_cache, const Optio
 
 // ---- descales of 8-bit caches: flash_attn/eight_bit.py is the twin ----
 
-// fp32 on q's device, of a cache of codes.
+// fp32 on q's device, of codes.
 inline void descale_of(const char* name, const at::Tensor& descale, const at::Tensor& cache, const at::Tensor& q) {
   if (!has_codes(cache)) {
     fail(name, "expected None for ", std::string(1, name[0]), " of ", dtype_name(cache.scalar_type()),
@@ -100,16 +92,17 @@ inline void descale_shape(const char* name, const at::Tensor& descale, bool one_
   fail(name, "expected ", expected, ", got ", descale.sizes());
 }
 
+// cache: K or V of any call; packed rows have descales of a page of one row.
 inline void given_descale(const char* name, const OptionalTensor& descale, const at::Tensor& cache, const at::Tensor& q,
-                          bool per_channel) {
+                          int64_t batch, bool per_channel) {
   if (!descale.has_value()) {
     if (per_channel) fail(name, "expected a tensor with v_descale_axis, got None");
     return;
   }
   descale_of(name, *descale, cache, q);
-  const int64_t batch = q.size(0), heads_k = cache.size(2), head_dim = cache.size(3);
+  const int64_t heads_k = cache.size(-2), head_dim = cache.size(-1);
   if (per_channel) return descale_shape(name, *descale, false, {{heads_k, head_dim}, {batch, heads_k, head_dim}});
-  const int64_t sequences = cache.size(0), rows = cache.size(1);
+  const int64_t sequences = cache.size(0), rows = cache.dim() == 4 ? cache.size(1) : 1;
   descale_shape(name, *descale, true,
                 {{heads_k}, {batch, heads_k}, {sequences, rows, heads_k}, {sequences, 1, heads_k}});
 }
@@ -128,16 +121,34 @@ inline void token_descale(const char* name, const OptionalTensor& descale, const
   }
 }
 
-inline void descales(const KvCacheCall& call) {
-  if (call.descales.q.has_value()) {
+inline void query_descale(const KvCacheCall& call) {
+  if (!call.descales.q.has_value()) return;
+  const at::Tensor& descale = *call.descales.q;
+  if (call.q_codes == nullptr) {
     fail("q_descale", "expected None for q of ", dtype_name(call.q.scalar_type()), ", got a tensor");
   }
-  given_descale("k_descale", call.descales.k, call.k_cache, call.q, false);
-  given_descale("v_descale", call.descales.v, call.v_cache, call.q, call.descales.v_per_channel);
+  descale_of("q_descale", descale, *call.q_codes, call.q);
+  const int64_t batch = call.q.size(0), heads = call.q.size(2), heads_k = call.k_cache.size(2);
+  descale_shape("q_descale", descale, true, {{heads_k}, {batch, heads_k}, {heads}, {batch, heads}});
+}
+
+inline void kv_descales(const KvDescales& descales, const at::Tensor& k, const at::Tensor& v, const at::Tensor& q,
+                        int64_t batch, double p_dropout = 0.0) {
+  if (has_codes(k) && p_dropout > 0.0) fail("dropout_p", "expected 0 with 8-bit tensors, got ", p_dropout);
+  given_descale("k_descale", descales.k, k, q, batch, false);
+  given_descale("v_descale", descales.v, v, q, batch, descales.v_per_channel);
+}
+
+inline void descales(const KvCacheCall& call) {
+  query_descale(call);
+  kv_descales(call.descales, call.k_cache, call.v_cache, call.q, call.q.size(0));
   token_descale("k_descale", call.descales.k_token, call.descales.k, call.k_cache, call.k, call.q);
   token_descale("v_descale", call.descales.v_token, call.descales.v, call.v_cache, call.v, call.q);
   if (call.rotary_cos.has_value() && call.k.has_value() && has_codes(*call.k)) {
     fail("rotary_cos", "expected None with k of 8 bits, got a tensor");
+  }
+  if (call.rotary_cos.has_value() && call.q_codes != nullptr) {
+    fail("rotary_cos", "expected None with q of 8 bits, got a tensor");
   }
 }
 
@@ -214,7 +225,7 @@ inline void kvcache_overlap(const KvCacheCall& call) {
   const bool is_one_cache = appends && !call.rotary_cos.has_value() && overlap::same_view(call.k_cache, call.v_cache) &&
                             overlap::same_view(*call.k, *call.v) && quantizes_alike(call);
   const OptionalTensor none, k = call.k_cache, v = call.v_cache;
-  const overlap::Operands read = {{"q", call.q},
+  const overlap::Operands read = {{"q", call.q_codes != nullptr ? *call.q_codes : call.q},
                                   {"k_cache", appends ? none : k},
                                   {"v_cache", appends ? none : v},
                                   {"k", call.k},
@@ -227,6 +238,7 @@ inline void kvcache_overlap(const KvCacheCall& call) {
                                   {"block_table", call.block_table},
                                   {"alibi_slopes", call.scores.alibi_slopes},
                                   {"sinks", call.scores.sinks},
+                                  {"q_descale", call.descales.q},
                                   {"k_descale", call.descales.k},
                                   {"v_descale", call.descales.v}};
   overlap::check({{"out", call.out},
@@ -244,9 +256,10 @@ inline void kvcache(const KvCacheCall& call) {
   query(q, 4, "batch, seqlen, heads, head_dim");
   caches(q, call.k_cache, call.v_cache, call.is_paged());
   check_scores(call.scores, q, q.size(0), 0.0);
+  if (call.scores.origins.has_value()) fail("origins", "expected None over a KV cache, got a Tensor");
   num_splits(call.num_splits);
   output(call.out, q, q.sizes());
-  new_rows(q, call.k_cache, call.k, call.v, call.seqlens);
+  new_rows(q, call.k_cache, call.k, call.v, call.seqlens, call.q_codes != nullptr);
   cache_location(q, call.k_cache, call.cache_batch_idx, call.leftpad, call.block_table);
   descales(call);
   if (call.plan.has_value()) strided("plan", *call.plan);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "api/environment.h"
 #include "api/kvcache_call.h"
@@ -65,20 +66,41 @@ inline PagedKv cache_pages(const KvCacheCall& call) {
   return paged;
 }
 
+// Of rows that a pass writes in the place of codes, so many of a sequence.
+inline MatrixStrides dequantized_strides(int64_t heads_k, int64_t head_dim, int64_t rows) {
+  return {rows * heads_k * head_dim, heads_k * head_dim, head_dim};
+}
+
 // The call as a forward over packed keys or pages, whose lengths only the device knows.
 inline plan::FwdProblem forward_problem(const KvCacheCall& call) {
   Flash_fwd_params params;
   set_params_qkv(params, call.q, call.k_cache, call.v_cache);
   params.b = static_cast<int>(call.q.size(0));
   params.seqlen_k = static_cast<int>(call.capacity());
-  params.k_strides = cache_strides(call.k_cache);
-  params.v_strides = cache_strides(call.v_cache);
+  const bool dequantizes = call.is_eight_bit();
+  const MatrixStrides dequantized = dequantized_strides(params.h_k, params.d, params.seqlen_k);
+  params.k_strides = dequantizes ? dequantized : cache_strides(call.k_cache);
+  params.v_strides = dequantizes ? dequantized : cache_strides(call.v_cache);
   const MatrixStrides contiguous = contiguous_strides(call.q, params.d);
-  params.q_strides = call.rotary_cos.has_value() ? contiguous : cache_strides(call.q);
+  const bool converts_queries = dequantizes && dtype_of(call.q) == Dtype::kBf16;
+  params.q_strides = call.rotary_cos.has_value() || converts_queries ? contiguous : cache_strides(call.q);
   params.o_strides = call.out.has_value() ? cache_strides(*call.out) : contiguous;
   set_params_scores(params, call.scores);
-  params.paged = cache_pages(call);
-  return fwd_problem(params, dtype_of(call.q), true);
+  if (!dequantizes) params.paged = cache_pages(call);
+  plan::FwdProblem problem = fwd_problem(params, dequantizes ? Dtype::kFp16 : dtype_of(call.q), true);
+  problem.converts_queries = converts_queries;
+  problem.kv_dtype = dtype_of(call.k_cache);
+  problem.gathers_keys = dequantizes;
+  return problem;
+}
+
+// Whether the forward's kernels can read q and the cache, or what a pass makes of its codes, and write out.
+inline bool forward_reads(const KvCacheCall& call) {
+  if (!is_aligned(call.q) || (call.out.has_value() && !is_aligned(*call.out))) return false;
+  if (!call.is_eight_bit()) return is_aligned(call.k_cache) && is_aligned(call.v_cache) && is_packed_cache(call);
+  // Units of columns and rows are ints in the pass.
+  return call.capacity() > 0 && call.q.size(0) * call.capacity() <= kMaxLength &&
+         call.k_cache.size(2) * call.k_cache.size(3) <= kMaxLength;
 }
 
 inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
@@ -104,10 +126,7 @@ inline plan::DecodeProblem decode_problem(const KvCacheCall& call) {
   options.q_vectors = vector_bytes(call.q) == 16;
   options.kv_vector_bytes = std::min(vector_bytes(call.k_cache), vector_bytes(call.v_cache));
   options.v_per_channel = call.descales.v_per_channel;
-  const bool forward_reads = !call.is_eight_bit() && is_aligned(call.q) && is_aligned(call.k_cache) &&
-                             is_aligned(call.v_cache) && (!call.out.has_value() || is_aligned(*call.out)) &&
-                             is_packed_cache(call);
-  if (forward_reads) options.forward = forward_problem(call);
+  if (forward_reads(call)) options.forward = forward_problem(call);
   options.forced_family = forced_family();
   return problem;
 }
@@ -122,7 +141,7 @@ inline int split_capacity(const Flash_fwd_params& forward) {
 
 // A dense batch is a full cache; for a packed one the schedule kernel linearises the work.
 inline plan::DecodeProblem decode_problem(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
-                                          const at::Tensor& v) {
+                                          const at::Tensor& v, const KvDescales& descales) {
   plan::DecodeProblem problem;
   problem.batch = forward.b;
   problem.seqlen_q = forward.seqlen_q;
@@ -132,12 +151,14 @@ inline plan::DecodeProblem decode_problem(const Flash_fwd_params& forward, const
   problem.capacity = split_capacity(forward);
   problem.is_packed = forward.is_varlen();
   problem.packed_keys = clamped_int(fwd_problem(forward, dtype_of(q)).keys());
+  problem.kv_dtype = dtype_of(k);
   plan::DecodeOptions& options = problem.options;
   options.window = forward.window;
   options.has_score_mod = forward.has_score_mod;
   options.page_size = forward.is_paged() ? forward.paged.page_size.divisor : 0;
   options.q_vectors = vector_bytes(q) == 16;
   options.kv_vector_bytes = std::min(vector_bytes(k), vector_bytes(v));
+  options.v_per_channel = descales.v_per_channel;
   return problem;
 }
 
@@ -158,8 +179,7 @@ inline void set_params_sizes(Flash_kvcache_params& params, const plan::DecodePro
   params.q_vectors = problem.options.q_vectors;
   params.kv_vector_bytes = problem.options.kv_vector_bytes;
   params.kv_dtype = problem.kv_dtype;
-  params.device = device;
-  params.multiprocessors = multiprocessor_count(device);
+  params.device = static_cast<int16_t>(device);
 }
 
 inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan& plan) {
@@ -212,7 +232,7 @@ inline void set_params_new_rows(Flash_kvcache_params& params, const KvCacheCall&
 }
 
 // Of a shape that checks::descales() has passed.
-inline KvDescale kv_descale(const at::Tensor& descale, bool per_channel) {
+inline KvDescale kv_descale(const at::Tensor& descale, bool per_channel, bool packed = false) {
   KvDescale result;
   result.ptr = descale.const_data_ptr<float>();
   if (descale.numel() == 1) return result;
@@ -222,6 +242,7 @@ inline KvDescale kv_descale(const at::Tensor& descale, bool per_channel) {
   if (result.by_row && descale.size(1) > 1) result.row = descale.stride(1);
   result.head = descale.stride(per_channel ? -2 : -1);
   if (dims > (per_channel ? 2 : 1)) result.batch = descale.stride(0);
+  if (packed && result.by_row) std::swap(result.batch, result.row);  // (total, 1, h_k): rows of one sequence
   return result;
 }
 
@@ -234,6 +255,14 @@ inline KvDescale kv_token_descale(const at::Tensor& descale) {
   result.row = descale.stride(1);
   result.head = descale.stride(2);
   return result;
+}
+
+// Of a forward.
+inline void set_params_forward_descales(Flash_kvcache_params& params, const KvDescales& descales, Dtype q_dtype) {
+  params.q_dtype = q_dtype;
+  const bool packed = params.is_varlen() && !params.is_paged();
+  if (descales.k.has_value()) params.k_descale = kv_descale(*descales.k, false, packed);
+  if (descales.v.has_value()) params.v_descale = kv_descale(*descales.v, descales.v_per_channel, packed);
 }
 
 inline void set_params_descales(Flash_kvcache_params& params, const KvCacheCall& call) {

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "api/allocate.h"
+#include "api/dequantize.h"
 #include "api/kvcache_params.h"
 #include "api/launch_check.h"
 #include "api/run_fwd.h"
@@ -14,27 +15,37 @@
 
 namespace flash {
 
-// Many query rows: by the forward's kernels, with the cache as packed sequences or pages.
+// Many query rows: by the forward's kernels, with the cache as packed sequences or pages. queries: as a pass reads
+// them.
 inline void run_forward_over_cache(const plan::DecodePlan& plan, const Flash_kvcache_params& params,
-                                   const at::Tensor& q) {
+                                   RescaledRows queries, const at::Tensor& q) {
   Flash_fwd_params forward = params;
   forward.seqlen_k = params.capacity;
-  const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
   at::Tensor scratch = new_empty(q, {params.b + 1, 2}, at::kLong);  // rng_state, unused; cached_keys
   forward.dropout.rng_state = scratch.mutable_data_ptr<int64_t>();
   int* const cached_keys = reinterpret_cast<int*>(forward.dropout.rng_state + 2);
   forward.varlen.key_ranges = cached_keys;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
-  at::Tensor rotated;
+  at::Tensor rotated, dequantized;
+  if (plan.dequantized_bytes > 0) {
+    dequantized = dequantize_kv(params, params.capacity, plan.dequantized_bytes, q, forward);
+  } else {
+    const int64_t rows = params.paged.block_table != nullptr ? 0 : rows_per_sequence(params.k_strides);
+    check_launch(run_kvcache_keys(params, static_cast<int>(rows), cached_keys, stream), "kvcache_keys_kernel", q);
+  }
   if (plan.rotates) {
     rotated = new_empty(q, q.sizes(), q.scalar_type());
     forward.q_ptr = rotated.const_data_ptr();
     forward.q_strides = matrix_strides(rotated);
+    queries.from_ptr = forward.q_ptr;
+    queries.from_strides = forward.q_strides;
     check_launch(run_kvcache_rotate(params, dtype_of(q), rotated.mutable_data_ptr(), stream), "kvcache_rotate_kernel",
                  q);
   }
-  launch_forward(forward, plan.forward, q);
+  const bool is_over_codes = plan.dequantized_bytes > 0;
+  const at::Tensor half = is_over_codes ? half_query(params, queries, q, forward) : q;
+  launch_forward(forward, plan.forward, half);
+  if (is_over_codes) rescale_results(params, q);
   if (params.sinks_ptr != nullptr) check_launch(run_kvcache_lse(params, stream), "kvcache_lse_kernel", q);
 }
 
@@ -49,7 +60,8 @@ inline cudaError_t run_mha_fwd_split(const Flash_kvcache_params& params, const a
   });
 }
 
-inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const at::Tensor& q) {
+inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params& params, const RescaledRows& queries,
+                        const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   if (plan.appends) {
     const bool quantizes = is_eight_bit(params.kv_dtype);
@@ -59,7 +71,7 @@ inline void run_kvcache(const plan::DecodePlan& plan, const Flash_kvcache_params
   }
   switch (plan.kernel) {
     case plan::DecodeKernel::kNone: return;
-    case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, q);
+    case plan::DecodeKernel::kForward: return run_forward_over_cache(plan, params, queries, q);
     case plan::DecodeKernel::kSplitKv:
       check_launch(run_mha_fwd_split(params, q, stream), "flash_fwd_split_kernel", q, params.kv_dtype);
   }

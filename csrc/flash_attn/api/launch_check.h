@@ -44,7 +44,6 @@ inline const DeviceFacts& device_facts(int device) {
 }
 
 inline int compute_capability(int device) { return device_facts(device).capability; }
-inline int multiprocessor_count(int device) { return device_facts(device).multiprocessors; }
 
 // The head dims of plan::kFwdTiles whose wgmma kernels kernel_build_info() lists.
 inline uint32_t built_wgmma_head_dims() {

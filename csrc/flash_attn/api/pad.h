@@ -40,8 +40,10 @@ inline at::Tensor padded_layout(const at::Tensor& tensor, int64_t head_dim) {
 class Output {
  public:
   // pad: columns that the kernels write; 0: as many as the result has. `like`: of the result's dtype and device.
-  Output(const OptionalTensor& given, const at::Tensor& like, at::IntArrayRef shape, int64_t pad)
-      : given_(given), head_dim_(shape.back()) {
+  // accumulates: the kernels add to the given fp32 tensor, or to zeros that finish() adds to it.
+  Output(const OptionalTensor& given, const at::Tensor& like, at::IntArrayRef shape, int64_t pad,
+         bool accumulates = false)
+      : given_(given), head_dim_(shape.back()), accumulates_(accumulates) {
     const int64_t computed_dim = pad == 0 ? head_dim_ : pad;
     const bool direct = given.has_value() && head_dim_ == computed_dim && is_aligned(*given);
     if (direct) {
@@ -50,7 +52,8 @@ class Output {
     }
     at::DimVector computed_shape(shape.begin(), shape.end());
     computed_shape.back() = computed_dim;
-    computed = new_empty(like, computed_shape, like.scalar_type());
+    computed =
+        accumulates ? new_zeros(like, computed_shape, at::kFloat) : new_empty(like, computed_shape, like.scalar_type());
   }
 
   at::Tensor finish() const {
@@ -58,7 +61,11 @@ class Output {
     const bool is_padded = computed.size(-1) != head_dim_;
     const at::Tensor columns = is_padded ? computed.narrow(-1, 0, head_dim_) : computed;
     if (!given_.has_value()) return is_padded ? columns.contiguous() : columns;
-    given_->copy_(columns);
+    if (accumulates_) {
+      given_->add_(columns);
+    } else {
+      given_->copy_(columns);
+    }
     return *given_;
   }
 
@@ -67,6 +74,7 @@ class Output {
  private:
   const OptionalTensor& given_;
   int64_t head_dim_;
+  bool accumulates_;
 };
 
 }  // namespace flash

@@ -30,6 +30,7 @@ inline void set_problem(plan::Problem& problem, const Flash_fwd_params& params, 
   problem.window = params.window;
   problem.modifiers = params.modifiers();
   problem.has_dropout = params.has_dropout;
+  problem.has_origins = params.origins_ptr != nullptr;
   problem.batch_invariant = params.batch_invariant;
 }
 
@@ -65,6 +66,7 @@ inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype,
   plan::BwdProblem problem;
   set_problem(problem, params, dtype);
   problem.deterministic = deterministic;
+  problem.accumulates_dkv = params.accumulates_dkv;
   problem.fits_tensor_maps = true;
   for (const MatrixStrides* strides : {&params.q_strides, &params.do_strides, &params.dq_strides}) {
     problem.fits_tensor_maps &= plan::tensor_map_holds(matrix_shape(params, *strides, true, params.is_varlen()), dtype);

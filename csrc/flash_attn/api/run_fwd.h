@@ -70,10 +70,10 @@ inline Flash_combine_params set_params_combine(const Flash_fwd_split_params& par
   return combine;
 }
 
-inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, const at::Tensor& q) {
+// Behind prepare().
+inline void launch_prepared(const Flash_fwd_params& params, const plan::FwdPlan& plan, const at::Tensor& q) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-  at::Tensor workspace, partials;
-  check_launch(prepare(params, plan.is_dynamic, q, workspace), "prepare_kernel", q);
+  at::Tensor partials;
   const Flash_fwd_split_params split = set_params_splits(params, plan, q, partials);
   check_launch(run_mha_fwd(split, plan, stream), "flash_fwd_kernel", q);
   if (plan.num_splits > 1) {
@@ -82,6 +82,12 @@ inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, 
   if (params.p_ptr != nullptr) {
     check_launch(run_dropout_probs(params, plan.dtype, stream), "dropout_probs_kernel", q);
   }
+}
+
+inline void launch_forward(Flash_fwd_params& params, const plan::FwdPlan& plan, const at::Tensor& q) {
+  at::Tensor workspace;
+  check_launch(prepare(params, plan.is_dynamic, q, workspace), "prepare_kernel", q);
+  launch_prepared(params, plan, q);
 }
 
 }  // namespace flash

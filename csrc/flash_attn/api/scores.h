@@ -22,10 +22,12 @@ struct ScoreOptions {
   const OptionalTensor& alibi_slopes;
   // FlashAttention-2 has no others: the module's functions take these by name.
   OptionalTensor sinks;
+  OptionalTensor origins;  // int64 (b, kOriginWords)
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
     visit("sinks", sinks, "a Tensor");
+    visit("origins", origins, "a Tensor");
   }
 };
 
@@ -33,6 +35,7 @@ inline void check_scores(const ScoreOptions& scores, const at::Tensor& q, int64_
   checks::numbers(p_dropout, scores.softmax_scale, scores.softcap);
   checks::alibi(scores.alibi_slopes, q, batch);
   checks::sinks(scores.sinks, q);
+  checks::origins(scores.origins, q, batch);
 }
 
 inline Window make_window(const ScoreOptions& scores) {
@@ -53,6 +56,14 @@ inline float normal_float(double value) {
 inline bool has_score_mod(const ScoreOptions& scores) {
   return static_cast<float>(scores.softcap) > 0.0f || scores.alibi_slopes.has_value() ||
          !(normal_float(scores.softmax_scale) > 0.0f);
+}
+
+// Where nothing counts positions the origins change nothing.
+inline void set_params_origins(Flash_fwd_params& params, const ScoreOptions& scores) {
+  const bool counts_positions = params.has_dropout || params.alibi_slopes_ptr != nullptr;
+  if (scores.origins.has_value() && counts_positions) {
+    params.origins_ptr = scores.origins->const_data_ptr<int64_t>();
+  }
 }
 
 inline void set_params_scores(Flash_fwd_params& params, const ScoreOptions& scores) {

@@ -101,6 +101,7 @@ inline void set_params_fprop(Flash_fwd_params& params, const at::Tensor& q, cons
   set_params_qkv(params, q, k, v);
   set_params_scores(params, scores);
   set_params_dropout(params, p_dropout);
+  set_params_origins(params, scores);
 }
 
 inline void set_params_out(Flash_fwd_params& params, const at::Tensor& out, const at::Tensor& lse) {

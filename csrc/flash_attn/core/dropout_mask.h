@@ -45,6 +45,9 @@ FLASH_HOST_DEVICE uint32_t murmur3_finalizer(uint32_t word) {
   return word ^ (word >> 16);
 }
 
+// Kernels make the bits of so many columns at a time: a part of a mask begins at a multiple of them.
+constexpr int kDropoutColumns = 16;
+
 // Random bits of a row, or of a pair of columns. Within 16 columns, two pairs that are four apart share coarse bits.
 struct alignas(8) RandomBits {
   uint32_t fine;

@@ -23,6 +23,9 @@ struct BwdPlan;  // plan/bwd_plan.h
 // are as exact as those up to 1.
 constexpr float kRescaleThresholdLog2 = 8.0f;
 
+// Of an origin: document, first head, first row, first column.
+constexpr int kOriginWords = 4;
+
 // Strides count elements and are 64 bits wide: tensors may hold more than 2^31 elements.
 struct MatrixStrides {
   int64_t batch = 0;  // unused for packed variable-length tensors; of a page for a paged K/V
@@ -93,6 +96,7 @@ struct Flash_fwd_params : Qkv_params {
   // Softcap, ALiBi or a scale that is not positive: scores pass through ScoreMod before the softmax, which takes maxima
   // of raw scores otherwise.
   bool has_score_mod = false;
+  bool accumulates_dkv = false;     // of a backward: dk and dv are fp32, and the call adds to them
   float softmax_scale_log2 = 0.0f;  // what the softmax multiplies scores by: scale log2(e), or 1 after a ScoreMod
   float rescale_threshold_log2 = kRescaleThresholdLog2;  // 0 where max_logit is wanted: the row max then never lags
   const float* __restrict__ alibi_slopes_ptr = nullptr;  // (h) or (b, h)
@@ -103,13 +107,15 @@ struct Flash_fwd_params : Qkv_params {
   PagedKv paged;
   bool has_dropout = false;
   bool batch_invariant = false;  // kernels are chosen by options and head dims alone
-  int d_v = 0;                   // head dim of V and O; in padding, so that no other parameter's offset changes
+  int16_t device = 0;            // it, d_v and accumulates_dkv stand in padding: no other parameter's offset changes
+  int d_v = 0;                   // head dim of V and O
   Dropout dropout;
 
   int* tile_count_semaphore = nullptr;  // work tiles handed out so far, cleared ahead of the launch; null: none
 
-  int device = 0;
-  int multiprocessors = 0;
+  // (b, kOriginWords): where the scores of each sequence begin in a larger matrix of which they are a part. ALiBi and
+  // dropout count from there, the window does not (kernels/common/origin.h). Null: they are the whole matrix.
+  const int64_t* __restrict__ origins_ptr = nullptr;
 
   FLASH_HOST_DEVICE int max_head_dim() const { return d > d_v ? d : d_v; }
   FLASH_HOST_DEVICE bool is_varlen() const { return varlen.cu_seqlens_q != nullptr; }

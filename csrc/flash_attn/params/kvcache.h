@@ -79,6 +79,31 @@ struct Flash_kvcache_params : Flash_fwd_params {
   KvDescale k_descale, v_descale;
   float* k_token_descale_ptr = nullptr;  // where the append writes the descales of new rows, in k_descale's layout;
   float* v_token_descale_ptr = nullptr;  // null: it quantises by k_descale and v_descale
+
+  // The schedule of a packed batch is empty unless some sequence has more keys than this; -1: it never is.
+  int skip_up_to_keys = -1;
+};
+
+// Where the codes of K and V go as fp16, for kernels that read no codes.
+struct DequantizedKv {
+  void* k_ptr = nullptr;  // (rows, h_k, d), contiguous
+  void* v_ptr = nullptr;
+  int rows_per_sequence = 0;  // row 0 of sequence i is row i * rows_per_sequence, and is its key 0; 0: packed rows,
+                              // which lie where their codes do
+  int* key_ranges = nullptr;  // (b, 2), written: Varlen::key_ranges of these rows; null: not wanted
+  int multiprocessors = 0;    // of the device
+};
+
+// Queries or results, (b, seqlen_q, h, d) or packed, that are multiplied by descales and change their type: e4m3 to
+// fp16 or bf16, bf16 to fp16, fp16 to bf16. Those of 16 bits may be one tensor, and then have rows of 16-byte vectors.
+struct RescaledRows {
+  const void* from_ptr = nullptr;
+  void* to_ptr = nullptr;
+  MatrixStrides from_strides, to_strides;
+  Dtype from_dtype = Dtype::kBf16, to_dtype = Dtype::kFp16;
+  bool from_vectors = true;  // rows of codes may be read in 8-byte vectors
+  KvDescale descales[2];     // by row: none
+  bool of_kv_heads[2] = {true, true};
 };
 
 // One explicit specialisation per file flash_fwd_split_*.cu, kDtype being that of the cache; the rules of run_mha_fwd_
@@ -105,6 +130,13 @@ cudaError_t run_kvcache_lse(const Flash_kvcache_params& params, cudaStream_t str
 
 // Writes the rotated queries to `rotated` (b, seqlen_q, h, d), contiguous; not those of invalid requests.
 cudaError_t run_kvcache_rotate(const Flash_kvcache_params& params, Dtype dtype, void* rotated, cudaStream_t stream);
+
+// Dequantises the keys and values that some query sees; those of packed rows all. Of a sequence that has more keys than
+// rows_per_sequence it takes the first ones. Finite values beyond the range of fp16 become its largest.
+cudaError_t run_dequantize_kv(const Flash_kvcache_params& params, const DequantizedKv& to, cudaStream_t stream);
+
+// Finite values beyond the range of fp16 become its largest there; zeros stay zeros whatever the descale.
+cudaError_t run_rescale_rows(const Flash_kvcache_params& params, const RescaledRows& rows, cudaStream_t stream);
 
 // Fills `schedule` (header and entries).
 cudaError_t run_kvcache_plan(const Flash_kvcache_params& params, SchedHeader* schedule, cudaStream_t stream);

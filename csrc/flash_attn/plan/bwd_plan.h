@@ -9,14 +9,16 @@
 namespace flash {
 namespace plan {
 
-// kDropout: of the mma.sync family, which has score modifiers in both of its kernels. kGeneral: of the wgmma family,
-// dropout and score modifiers.
-enum class BwdVariant { kPlain, kDropout, kGeneral };
+// kDropout: of the mma.sync family, which has score modifiers in all of its kernels; origins too. kGeneral: of the
+// wgmma family, dropout and score modifiers. kAccumulate: dK and dV are added to fp32 tensors, in the mma.sync family
+// with or without dropout, in the wgmma family by plain calls; there kGeneral adds for the others.
+enum class BwdVariant { kPlain, kDropout, kAccumulate, kGeneral };
 
 constexpr const char* variant_name(BwdVariant variant) {
   switch (variant) {
     case BwdVariant::kPlain: return "plain";
     case BwdVariant::kDropout: return "dropout";
+    case BwdVariant::kAccumulate: return "accumulate";
     case BwdVariant::kGeneral: return "general";
   }
   return "";
@@ -76,7 +78,9 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.small_tile = has_small_bwd_tile(problem.head_dim) &&
                     bwd_smem_bytes(bwd_tile(problem.head_dim), 1, problem.dtype) > device.smem_per_block;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
-  plan.variant = problem.has_dropout ? BwdVariant::kDropout : BwdVariant::kPlain;
+  plan.variant = problem.accumulates_dkv                      ? BwdVariant::kAccumulate
+                 : problem.has_dropout || problem.has_origins ? BwdVariant::kDropout
+                                                              : BwdVariant::kPlain;
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
@@ -86,7 +90,8 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = bwd_smem_bytes(tile, plan.stages, problem.dtype);
   plan.running_n_blocks = kRunningNBlocks;
-  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * bwd_blocks_per_sm(tile, problem.has_dropout);
+  const int64_t resident =
+      static_cast<int64_t>(device.multiprocessors) * bwd_blocks_per_sm(tile, plan.variant != BwdVariant::kPlain);
   plan.order = n_block_grid(problem, tile.block_n, resident, plan.running_n_blocks);
   plan.grid = plan.order.blocks;
   set_dq_accumulator(plan, problem);
@@ -104,7 +109,9 @@ inline void set_dq_in_smem(BwdPlan& plan, const BwdProblem& problem, const Devic
 inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
-  plan.variant = problem.is_plain() ? BwdVariant::kPlain : BwdVariant::kGeneral;
+  plan.variant = !problem.is_plain()       ? BwdVariant::kGeneral
+                 : problem.accumulates_dkv ? BwdVariant::kAccumulate
+                                           : BwdVariant::kPlain;
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
   const Sm90BwdTile tile = dq_in_smem ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
   plan.head_dim = tile.head_dim;

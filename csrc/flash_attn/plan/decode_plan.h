@@ -44,7 +44,8 @@ struct DecodeOptions {
   int page_size = 0;         // 0: the cache is not paged
   bool q_vectors = true;     // rows of q may be read in 16-byte vectors
   int kv_vector_bytes = 16;  // bytes of the vectors in which k and v may be read
-  // The call as the forward's kernels see it; none: they cannot read q and the cache, or write out, where these lie.
+  // The call as the forward's kernels see it, over codes as they see what a pass makes of them; none: they cannot read
+  // q and the cache, or write out, where these lie.
   std::optional<FwdProblem> forward;
   const char* forced_family = nullptr;  // FLASH_ATTN_FAMILY
   bool v_per_channel = false;           // V has a descale for each column
@@ -103,11 +104,12 @@ struct DecodePlan {
 
   // ---- the launches: by the options too ----
   DecodeKernel kernel;
-  FwdPlan forward;   // kForward
-  bool appends;      // a pass writes the new rows into the cache
-  bool rotates;      // kForward: a pass rotates the queries
-  bool is_plain;     // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
-  bool in_clusters;  // kSplitKv: CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
+  FwdPlan forward;            // kForward
+  bool appends;               // a pass writes the new rows into the cache
+  bool rotates;               // kForward: a pass rotates the queries
+  int64_t dequantized_bytes;  // kForward: of the keys and values that a pass makes of codes; 0: there is none
+  bool is_plain;              // kSplitKv: the kernel without what decoding rarely needs (kernels/decode/config.h)
+  bool in_clusters;           // kSplitKv: CTAs are launched as clusters of two (kernels/decode/cluster_pair.h)
 };
 
 // A CTA should have this many bytes of K and V to read, else the combine costs more than the split saves; half as many
@@ -237,10 +239,9 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
 }
 
 // The plan of a forward over the cache. The decode kernels are made for tiles of 16 packed rows; with more they are
-// taken only where m_blocks would leave multiprocessors idle, or over 8 bits, which no other family reads.
+// taken only where m_blocks would leave multiprocessors idle.
 inline FwdPlan plan_over_cache(const DecodeProblem& problem, const Device& device) {
-  const bool may_choose =
-      problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed && !is_eight_bit(problem.kv_dtype);
+  const bool may_choose = problem.num_splits == 0 && !problem.batch_invariant && !problem.is_packed;
   const bool has_many_rows = problem.rows() > kv_tile(problem.head_dim, 0).rows();
   if (may_choose && has_many_rows && problem.options.forward.has_value() && problem.head_dim % 8 == 0) {
     return plan_fwd(*problem.options.forward, device, problem.options.forced_family);
@@ -260,6 +261,7 @@ inline void plan_launches(const DecodeProblem& problem, const Device& device, De
   if (has_queries) plan.forward = plan_over_cache(problem, device);
   if (plan.forward.family != Family::kDecode) plan.kernel = DecodeKernel::kForward;
   plan.rotates = plan.kernel == DecodeKernel::kForward && options.has_rotary;
+  if (plan.kernel == DecodeKernel::kForward) plan.dequantized_bytes = options.forward->dequantized_bytes();
   plan.is_plain = kv_is_plain(problem, plan);
   const bool has_clusters = device.capability >= 90;
   plan.in_clusters = plan.in_clusters && plan.combines && has_clusters && kv_may_cluster(plan.is_plain, plan.tile_size);

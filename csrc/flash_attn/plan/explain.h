@@ -99,6 +99,20 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   if (plan.combines) result["combine_grid"] = plan.combine_blocks;
 }
 
+// A forward over codes, of which a pass makes K and V.
+inline void explain_dequantized(Dtype kv_dtype, int64_t bytes, Explanation& result) {
+  if (!is_eight_bit(kv_dtype)) return;
+  result["kv_dtype"] = std::string(dtype_name(kv_dtype));
+  result["dequantized_bytes"] = bytes;
+}
+
+// A forward whose K and V may be codes.
+inline Explanation explain(const FwdPlan& plan, const FwdProblem& problem) {
+  Explanation result = explain(plan);
+  if (plan.family != Family::kDecode) explain_dequantized(problem.kv_dtype, problem.dequantized_bytes(), result);
+  return result;
+}
+
 // A call without queries names the kernel "none".
 inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan) {
   Explanation result;
@@ -109,7 +123,10 @@ inline Explanation explain(const DecodeProblem& problem, const DecodePlan& plan)
   result["schedule_bytes"] = 4 * plan.schedule_words;
   result["workspace_bytes"] = 4 * plan.workspace_words;
   if (plan.kernel == DecodeKernel::kSplitKv) explain_split(problem, plan, result);
-  if (plan.kernel == DecodeKernel::kForward) explain_launch(plan.forward, result);
+  if (plan.kernel == DecodeKernel::kForward) {
+    explain_launch(plan.forward, result);
+    explain_dequantized(problem.kv_dtype, plan.dequantized_bytes, result);
+  }
   return result;
 }
 

@@ -35,7 +35,7 @@ struct FamilyQuery {
   int head_dim;
   int64_t row_tiles;  // m_blocks of 128 rows, of all heads
   int multiprocessors;
-  bool may_use_decode;           // without dropout and max_logit
+  bool may_use_decode;           // without dropout, max_logit and origins
   int64_t decode_rows;           // packed rows of a K/V head
   int64_t decode_tiles;          // tiles of these, of all sequences and K/V heads: kv_row_tiles()
   int64_t seen_keys;             // of an m_block, at most
@@ -43,6 +43,9 @@ struct FamilyQuery {
   int64_t split_kv_tiles = 0;    // m_blocks of 128 rows, at mean length, whose keys wgmma may split
   int64_t split_kv_rows = 0;     // of all heads
   bool batch_invariant = false;  // only options and head dims may choose
+  Dtype kv_dtype = Dtype::kBf16;
+  int64_t pass_cost = 0;       // of what only the decode kernels do without: dequantize_cost()
+  bool is_pass_large = false;  // needs too much memory for it
 };
 
 // The kernels of this head dim run smaller ones too: missing columns are never read or written.
@@ -50,10 +53,11 @@ constexpr int kLeastWgmmaHeadDim = kSm90FwdTiles[0][0].head_dim;
 
 constexpr int wgmma_head_dim(int head_dim) { return head_dim < kLeastWgmmaHeadDim ? kLeastWgmmaHeadDim : head_dim; }
 
-// The decode kernels have no dropout and no max_logit, and count packed rows in 32 bits.
+// The decode kernels have no dropout, no max_logit and no origins, and count packed rows in 32 bits.
 constexpr bool may_use_decode_kernels(const FwdProblem& problem) {
   const int64_t rows = product(problem.is_varlen ? 1 : problem.batch, problem.seqlen_q);
-  return !problem.has_dropout && !problem.returns_max_logit && product(rows, problem.group()) <= kMaxLength;
+  const bool is_plain = !problem.has_dropout && !problem.returns_max_logit && !problem.has_origins;
+  return is_plain && product(rows, problem.group()) <= kMaxLength;
 }
 
 // KV splits: not with dropout, nor where the kernel cannot read pages.
@@ -63,6 +67,23 @@ constexpr bool may_split_kv(const FwdProblem& problem) {
   const bool reads_keys = !problem.is_paged || sm90_reads_pages(tile, variant);
   return !problem.has_dropout && reads_keys && problem.all_rows() <= kMaxLength;
 }
+
+// Time of the passes around a forward over codes, in picoseconds on an H200: three bytes of memory for a code, of the
+// keys that some query sees, and where queries and results are converted four for each number. An estimate: no measured
+// one yet.
+constexpr int64_t dequantize_cost(const FwdProblem& problem, int64_t seen_keys) {
+  constexpr int64_t kCall = 3000000, kBytesPerMicrosecond = 3600000;
+  if (!is_eight_bit(problem.kv_dtype)) return 0;
+  const int head_dims = problem.head_dim + problem.head_dim_v;
+  const int64_t codes = product(problem.batch, seen_keys, problem.heads_k, head_dims);
+  const int64_t numbers =
+      problem.converts_queries ? product(problem.batch, problem.rows(), problem.heads, head_dims) : 0;
+  const int64_t bytes = product(codes, 3) + product(numbers, 4);
+  return (problem.converts_queries ? 3 : 1) * kCall + bytes / (kBytesPerMicrosecond / 1000) * 1000;
+}
+
+// Above this, gathered keys leave too little of the GPU's memory to the cache that they come from.
+constexpr int64_t kMaxGatheredBytes = int64_t{2} << 30;
 
 constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& device) {
   const int rows = static_cast<int>(problem.rows()), last = rows > 0 ? rows - 1 : 0;
@@ -76,7 +97,9 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
   query.multiprocessors = device.multiprocessors;
   query.may_use_decode = may_use_decode_kernels(problem);
   query.decode_rows = problem.heads_k > 0 ? product(rows, problem.group()) : 0;
-  query.decode_tiles = product(problem.batch, problem.heads_k, kv_row_tiles(query.head_dim, query.decode_rows));
+  query.kv_dtype = problem.kv_dtype;
+  const int64_t decode_tiles = kv_row_tiles(query.head_dim, query.decode_rows, problem.kv_dtype);
+  query.decode_tiles = product(problem.batch, problem.heads_k, decode_tiles);
   query.seen_keys = sequence.key_end(last) - sequence.key_begin(last > 127 ? last - 127 : 0);
   const int first_keys = sequence.key_end(last < 127 ? last : 127) - sequence.key_begin(0);
   query.mean_keys = ((first_keys > 0 ? first_keys : 0) + query.seen_keys) / 2;
@@ -85,6 +108,9 @@ constexpr FamilyQuery family_query(const FwdProblem& problem, const Device& devi
     query.split_kv_rows = problem.all_rows();
   }
   query.batch_invariant = problem.batch_invariant;
+  const int sequence_keys = sequence.key_end(last) - sequence.key_begin(0);
+  query.pass_cost = dequantize_cost(problem, sequence_keys > 0 ? sequence_keys : 0);
+  query.is_pass_large = problem.gathers_keys && problem.dequantized_bytes() > kMaxGatheredBytes;
   return query;
 }
 
@@ -177,7 +203,8 @@ constexpr SplitsCost best_num_splits(const FamilyQuery& query) {
 constexpr int64_t decode_cost(const FamilyQuery& query) {
   const auto& costs = family_costs(query);
   const auto& cost = costs.decode;
-  const int rows = kv_tile(query.head_dim, kv_tile_size(query.head_dim, query.decode_rows)).rows();
+  const int size = kv_tile_size(query.head_dim, query.decode_rows, query.kv_dtype);
+  const int rows = kv_tile(query.head_dim, size, query.kv_dtype).rows();
   const int64_t work = product(query.seen_keys, query.decode_tiles, costs.head_dim) / query.multiprocessors;
   return rows <= 16 ? cost.call_16 + cost.work_16 * work : cost.call + (rows <= 32 ? cost.work_32 : cost.work) * work;
 }
@@ -195,7 +222,7 @@ constexpr FamilyChoice fastest_family(const FamilyQuery& query) {
   const SplitsCost best = best_num_splits(query);
   const bool wgmma = is_wgmma_device(query) && (!in_one_wave || best.cost < mma_sync_cost(query));
   const int64_t forward_cost = wgmma ? best.cost : mma_sync_cost(query);
-  if (query.may_use_decode && decode_cost(query) < forward_cost) return {Family::kDecode};
+  if (query.may_use_decode && decode_cost(query) < forward_cost + query.pass_cost) return {Family::kDecode};
   return wgmma ? FamilyChoice{Family::kWgmma, best.splits, in_one_wave} : FamilyChoice{Family::kMmaSync};
 }
 
@@ -222,6 +249,7 @@ inline FamilyChoice choose_family(const FamilyQuery& query, const char* forced) 
   const int requested = forced_num_splits(forced);
   if (is_forced("mma_sync")) return {Family::kMmaSync};
   if (query.batch_invariant) return invariant_family(query);
+  if (query.is_pass_large && query.may_use_decode) return {Family::kDecode};
   if (requested > 0 && is_wgmma_device(query)) {
     return {Family::kWgmma, query.split_kv_tiles == 0 ? 1 : requested, std::strchr(forced, ':') != nullptr};
   }

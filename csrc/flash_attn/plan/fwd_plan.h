@@ -157,7 +157,7 @@ inline FwdPlan plan_fwd_mma_sync(const FwdProblem& problem, const Device& device
   FwdPlan plan;
   plan.dtype = problem.dtype;
   const FwdTile plain = fwd_tile(problem.head_dim, FwdVariant::kPlain);
-  if (problem.has_dropout) {
+  if (problem.has_dropout || problem.has_origins) {
     plan.variant = FwdVariant::kDropout;
   } else if (mma_sync_has_short(problem.head_dim) && takes_short_tile(problem, device, plain.block_m)) {
     plan.variant = FwdVariant::kShort;

@@ -30,6 +30,7 @@ struct Problem {
   Window window;
   Modifiers modifiers = Modifiers::kNone;
   bool has_dropout = false;
+  bool has_origins = false;      // ALiBi and dropout count from other positions than those of the sequence
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
@@ -49,6 +50,16 @@ struct FwdProblem : Problem {
   bool fits_tensor_maps = true;  // strides of Q, O and of keys that are not paged (tensor_map_holds())
   bool fits_page_maps = true;    // of K and V in pages
 
+  // Of K and V. Codes are what the decode kernels read; ahead of the other families a pass makes fp16 of them, which is
+  // then `dtype`, and the strides and lengths here are those of what it writes.
+  Dtype kv_dtype = Dtype::kBf16;
+  bool converts_queries = false;  // passes make fp16 of Q ahead, and O's own dtype of fp16 afterwards
+  bool gathers_keys = false;  // it gathers them from pages or a cache: room for the longest sequence that there may be
+
+  constexpr int64_t dequantized_bytes() const {
+    if (!is_eight_bit(kv_dtype)) return 0;
+    return product(is_varlen ? 1 : batch, seqlen_k, heads_k, dtype_bytes(dtype) * (head_dim + head_dim_v));
+  }
   constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
@@ -79,6 +90,7 @@ struct FwdProblem : Problem {
 
 struct BwdProblem : Problem {
   bool deterministic = false;
+  bool accumulates_dkv = false;  // dK and dV are added to fp32 tensors
   bool fits_tensor_maps = true;  // strides of all inputs and gradients
 
   constexpr bool is_plain() const { return !has_dropout && !has_score_mod(); }

@@ -65,20 +65,23 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
   const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 6 * tile.stages + 2 * 2 + 1;
+  const int empty_alignment = tile.splits_roles ? 16 : kSwizzleBytes;
   SmemLayout storage;
   storage.add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
       .add(element * kv_stages * n * tile.value_dim(), kSwizzleBytes)
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
       .add(element * 2 * m * n, kSwizzleBytes)
-      .add(4 * (dq_floats > 0 ? dq_floats : 1), kSwizzleBytes)
-      .add(element * gradients, kSwizzleBytes)
+      .add(4 * (dq_floats > 0 ? dq_floats : 1), dq_floats > 0 ? kSwizzleBytes : empty_alignment)
+      .add(element * gradients, gradients > 1 ? kSwizzleBytes : empty_alignment)
       .add(4 * tile.stages * m, 16)
       .add(4 * tile.stages * m, 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
-      .add(2 * 4, 4);
+      .add(2 * 4, 4)
+      .add(kBarrierBytes * 4, kBarrierBytes)
+      .add(4 * (tile.splits_roles ? m * n : 1), 16);
   return storage.size(kSwizzleBytes);
 }
 

@@ -258,9 +258,12 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
 struct Sm90BwdTile {
   int head_dim;
   int block_m;         // query rows per step
-  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64, and half of the columns for each
+  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64 for both
   int stages;          // of Q and of dO
   int head_dim_v = 0;  // of V and O; 0: head_dim
+  // Of 64 keys. True: one consumer computes S, P and dV, the other dP, dS and dK. False: both compute all of S and dP
+  // and half of the columns of dK and dV.
+  bool splits_roles = false;
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -278,7 +281,7 @@ constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {64, 64, 128, 3},
     {128, 64, 128, 2},
-    {256, 64, 64, 2},
+    {256, 64, 64, 2, 0, true},
 };
 
 // Short dense batches of this head dim: a CTA takes whole heads and accumulates dQ of all rows in shared memory
@@ -286,7 +289,7 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
-constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128};
+constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128, true};
 
 // Whether the one pair of tiles with its own value dim is for these head dims.
 constexpr bool is_value_dim_pair(int head_dim, int value_dim) {

@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/dropout_mask.h"
+#include "kernels/common/origin.h"
 #include "params/flash.h"
 
 namespace flash {
@@ -26,15 +27,27 @@ __device__ __forceinline__ void store_rng_state(const Dropout& dropout) {
   dropout.rng_state[1] = static_cast<int64_t>(state.offset);
 }
 
+// Of the scores of a sequence and head, which begin at its origin.
 struct DropoutMask {
   DropoutStream stream;
   uint32_t threshold;
+  int first_row, first_col;
 
   DropoutMask() = default;
 
-  __device__ __forceinline__ DropoutMask(const Dropout& dropout, int batch, int head) : threshold(dropout.threshold) {
-    const PhiloxSeed state(dropout.state);
-    stream = dropout_stream(state.seed, state.offset, batch, head);
+  __device__ __forceinline__ DropoutMask(const Flash_fwd_params& params, int batch, int head)
+      : threshold(params.dropout.threshold) {
+    const PhiloxSeed state(params.dropout.state);
+    const Origin origin = origin_of(params, batch);
+    stream = dropout_stream(state.seed, state.offset, origin.document, origin.head + head);
+    first_row = origin.row;
+    first_col = origin.col;
+  }
+
+  // Of a row, or of the pair of columns that begins at the even column `col`, of the sequence.
+  __device__ __forceinline__ RandomBits row(int row) const { return dropout_row(stream, first_row + row); }
+  __device__ __forceinline__ RandomBits column_pair(int col) const {
+    return dropout_column_pair(stream, (first_col + col) >> 1);
   }
 };
 
@@ -43,7 +56,13 @@ template <class Coords>
 struct TileBits {
   const DropoutStream& stream;
   const Coords& coords;
-  int row_begin, col_begin;
+  int row_begin, col_begin;  // in the whole matrix
+
+  __device__ __forceinline__ TileBits(const DropoutMask& mask, const Coords& coords_, int row_begin_, int col_begin_)
+      : stream(mask.stream),
+        coords(coords_),
+        row_begin(mask.first_row + row_begin_),
+        col_begin(mask.first_col + col_begin_) {}
 
   __device__ __forceinline__ RandomBits row(int mi) const { return dropout_row(stream, row_begin + coords.row(mi)); }
   __device__ __forceinline__ RandomBits column_pair(int ni) const {
@@ -77,7 +96,7 @@ __device__ __forceinline__ void apply_dropout(const DropoutMask& mask, Probabili
                                               const Coords& coords, int row_begin, int col_begin) {
   using namespace cute;
   constexpr int kRows = decltype(size<0>(probabilities))::value, kCols = decltype(size<1>(probabilities))::value;
-  const TileBits<Coords> bits{mask.stream, coords, row_begin, col_begin};
+  const TileBits<Coords> bits(mask, coords, row_begin, col_begin);
   for_each_random_bits<kRows, kCols>(mask.threshold, bits, coords, [&](int mi, int ni, bool keep_mask) {
     probabilities(mi, ni) = keep_mask ? probabilities(mi, ni) : 0.0f;
   });
@@ -95,7 +114,7 @@ struct RowBits {
       : rare_is_kept(dropout_rare_is_kept(mask.threshold)) {
 #pragma unroll
     for (int mi = 0; mi < 2; ++mi) {
-      rows[mi] = dropout_row(mask.stream, first_row + 8 * mi);
+      rows[mi] = mask.row(first_row + 8 * mi);
       limits[mi] = dropout_limit(rows[mi], mask.threshold) * 0x10001u;
     }
   }

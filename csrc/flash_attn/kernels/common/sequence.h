@@ -177,6 +177,12 @@ __device__ __forceinline__ int64_t matrix_offset(const MatrixStrides& strides, b
   return (is_varlen ? 0 : batch * strides.batch) + row * strides.row + head * strides.head;
 }
 
+// Distance of the dQ tiles of consecutive heads.
+__device__ __forceinline__ int dq_tile_head_stride(const Flash_fwd_params& params, int block_m) {
+  return params.is_varlen() ? varlen_slot_count(params.seqlen_q, params.b, block_m)
+                            : (params.seqlen_q + block_m - 1) / block_m;
+}
+
 // Index of the first fp32 dQ tile of (sequence, head): with packed sequences m_blocks are numbered by varlen slots.
 __device__ __forceinline__ int64_t first_dq_tile(const Flash_fwd_params& params, int batch, int head, int q_begin,
                                                  int q_segment, int block_m) {

@@ -19,16 +19,6 @@ struct KeysArguments {
   int* cached_keys;
 };
 
-// Whether the request and all pages that it needs are valid. All threads together.
-__device__ bool takes_part(const Flash_kvcache_params& params, const KvRequest& request) {
-  bool invalid = !request.is_valid();
-  if (params.paged.block_table != nullptr && !invalid) {
-    const KvRows needed = kv_required_rows(params, request);
-    invalid = KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, kThreads);
-  }
-  return !__syncthreads_or(invalid);
-}
-
 __global__ void __launch_bounds__(kThreads) kvcache_keys_kernel(const __grid_constant__ KeysArguments arguments) {
   const Flash_kvcache_params& params = arguments.params;
   const KvRequest request = kv_request(params, blockIdx.x);

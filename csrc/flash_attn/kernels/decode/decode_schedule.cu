@@ -78,12 +78,22 @@ __device__ SchedEntry entry_at(const Flash_kvcache_params& params, const int64_t
   return entry;
 }
 
+// Whether a packed batch has what the call is for. All threads together.
+__device__ bool has_work(const Flash_kvcache_params& params) {
+  if (!params.is_varlen() || params.skip_up_to_keys < 0) return true;
+  bool is_longer = false;
+  for (int i = threadIdx.x; i < params.b; i += kThreads) {
+    is_longer |= params.varlen.key_ranges[2 * i + 1] > params.skip_up_to_keys;
+  }
+  return __syncthreads_or(is_longer);
+}
+
 __global__ void __launch_bounds__(kThreads) kvcache_plan_kernel(const __grid_constant__ PlanArguments arguments) {
   extern __shared__ __align__(16) char smem[];
   const Flash_kvcache_params& params = arguments.params;
   int64_t* const ends = reinterpret_cast<int64_t*>(smem);  // of each thread's units
   if (params.is_varlen()) prepare_varlen(params);
-  const WorkItemRange own(units(params), threadIdx.x, kThreads);
+  const WorkItemRange own(has_work(params) ? units(params) : 0, threadIdx.x, kThreads);
   int64_t work = 0;
   for (int unit = own.begin; unit < own.end; ++unit) work += unit_work(params, unit);
   int64_t total = 0;

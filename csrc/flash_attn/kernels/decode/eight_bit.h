@@ -1,6 +1,7 @@
 // Conversion of codes in registers to fp16, two at a time, and of numbers to codes.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/eight_bit.h"
@@ -78,6 +79,12 @@ __device__ __forceinline__ void decode_values(uint32_t word, uint32_t& even, uin
     even = decode_int8<eight_bit::kInt8EvenCols>(word);
     odd = decode_int8<eight_bit::kInt8OddCols>(word);
   }
+}
+
+// Finite numbers beyond the range of fp16 become its largest.
+__device__ __forceinline__ float in_half_range(float value) {
+  constexpr float kLargestHalf = 65504.0f;
+  return fabsf(value) > kLargestHalf && fabsf(value) < INFINITY ? copysignf(kLargestHalf, value) : value;
 }
 
 // ---- quantising: flash_attn/eight_bit.py has the arithmetic; none of it may flush denormals, as fast math would ----

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/decode/config.h"
+#include "kernels/decode/eight_bit.h"
 #include "kernels/decode/packed_rows.h"
 #include "kernels/decode/rotary.h"
 #include "kernels/decode/work_iterator.h"
@@ -101,11 +102,6 @@ struct KvQuery {
     if (params.q_dtype != Dtype::kBf16) return pair;
     return pack_pair(in_half_range(__uint_as_float(pair << 16)), in_half_range(__uint_as_float(pair & 0xffff0000u)),
                      Element{});
-  }
-
-  __device__ __forceinline__ static float in_half_range(float value) {
-    constexpr float kLargestHalf = 65504.0f;
-    return fabsf(value) > kLargestHalf && fabsf(value) < INFINITY ? copysignf(kLargestHalf, value) : value;
   }
 
   template <class RowElement>

@@ -186,5 +186,15 @@ __device__ __forceinline__ KvRows kv_required_rows(const Flash_kvcache_params& p
   return rows;
 }
 
+// Whether the request and all pages that it needs are valid. All threads of the block together.
+__device__ __forceinline__ bool takes_part(const Flash_kvcache_params& params, const KvRequest& request) {
+  bool invalid = !request.is_valid();
+  if (params.paged.block_table != nullptr && !invalid) {
+    const KvRows needed = kv_required_rows(params, request);
+    invalid = KvPages(params, request.index).has_invalid_page(needed.begin, needed.end, threadIdx.x, blockDim.x);
+  }
+  return !__syncthreads_or(invalid);
+}
+
 }  // namespace decode
 }  // namespace flash

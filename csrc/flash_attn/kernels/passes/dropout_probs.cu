@@ -9,6 +9,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/paged_kv.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
   }
 
   const ScoreMod score_mod(params, tile.batch, tile.head);
-  const DropoutMask mask(params.dropout, tile.batch, tile.head);
+  const DropoutMask mask(params, tile.batch, tile.head);
   const Visibility visibility{tile.seqlen_q, tile.seqlen_k, params.window};
   const float* lse = params.softmax_lse_ptr + lse_offset(tile, params);
   const int col = col0 + lane;
@@ -103,8 +104,9 @@ __global__ void __launch_bounds__(kThreads) dropout_probs_kernel(const __grid_co
     if (row < tile.seqlen_q && col < tile.seqlen_k) {
       const bool visible = col >= visibility.key_begin(row) && col < visibility.key_end(row);
       const float log2_sum = lse[row] * ScoreMod::kLog2e;
-      if (visible) from_float(exp2f(score_mod.modified(score[i], visibility.diagonal(row), col) - log2_sum), result);
-      if (!dropout_keeps(mask.stream, row, col, mask.threshold)) make_dropped(result);
+      const int diagonal = alibi_diagonal(params, tile.batch, visibility, row);
+      if (visible) from_float(exp2f(score_mod.modified(score[i], diagonal, col) - log2_sum), result);
+      if (!dropout_keeps(mask.stream, mask.first_row + row, mask.first_col + col, mask.threshold)) make_dropped(result);
     }
     static_cast<Element*>(
         params.p_ptr)[(static_cast<int64_t>(batch_head) * params.p_rows + row) * params.p_cols + col] = result;

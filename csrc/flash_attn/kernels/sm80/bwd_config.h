@@ -12,19 +12,22 @@
 namespace flash {
 namespace sm80 {
 
-enum class BwdVariant { kPlain, kDropout };
+// kAccumulate: with or without dropout; dK and dV are added to fp32 matrices. A branch in the others would make them
+// spill.
+enum class BwdVariant { kPlain, kDropout, kAccumulate };
 
 template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, bool kSmallTile = false>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
-  static constexpr BwdVariant kVariant = kVariant_;
+  static constexpr bool kMayDrop = kVariant_ != BwdVariant::kPlain;
+  static constexpr bool kAccumulatesDkv = kVariant_ == BwdVariant::kAccumulate;
   static constexpr plan::BwdTile kTile = plan::bwd_tile(kHeadDim_, kSmallTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr bool kVInRegisters = kTile.v_in_registers;
   static constexpr int kThreads = 32 * kTile.warps;
-  static constexpr int kBlocksPerSm = plan::bwd_blocks_per_sm(kTile, kVariant == BwdVariant::kDropout);
+  static constexpr int kBlocksPerSm = plan::bwd_blocks_per_sm(kTile, kMayDrop);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
 
   template <int kWarpsM>
@@ -33,6 +36,7 @@ struct BwdConfig {
   using MmaDkv = Mma<kTile.dkv_warps_m>;  // dK, dV: (N, D)
   using MmaDq = Mma<kTile.dq_warps_m>;    // dQ: (M, D)
   using SdPCoords = AccumulatorCoords<kTile.sdp_warps_m, kTile.warps / kTile.sdp_warps_m>;
+  using DkvCoords = AccumulatorCoords<kTile.dkv_warps_m, kTile.warps / kTile.dkv_warps_m>;
 
   static constexpr int kAtomCols = swizzle_atom_cols(kHeadDim);
   using SmemLayoutQ = SwizzledTile<kBlockM, kHeadDim>;   // and dO

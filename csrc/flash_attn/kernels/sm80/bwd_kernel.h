@@ -8,7 +8,7 @@
 namespace flash {
 namespace sm80 {
 
-// Stores dK or dV, staged in the shared memory of K or V, which has no readers left.
+// Stores dK or dV, staged in the shared memory of K or V, which has no readers left, or adds it to an fp32 matrix.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           void* data, const MatrixStrides& strides, typename Config::Element* smem) {
@@ -17,13 +17,18 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   const BwdWorkTile& tile = mainloop.tile;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-  auto staged = make_tensor(make_smem_ptr(smem), typename Config::SmemLayoutKv{});
-  stage_accumulator<Element>(typename Config::MmaDkv{}, acc, staged);
-  __syncthreads();
   const int key = tile.n_block * Config::kBlockN;
-  Element* const base = static_cast<Element*>(data) +
-                        matrix_offset(strides, mainloop.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
-  store_rows<typename Config::RowCopyT>(staged, base, strides.row, tile.seqlen_k - key, mainloop.params.d);
+  const int64_t offset = matrix_offset(strides, mainloop.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
+  const int rows = tile.seqlen_k - key, cols = mainloop.params.d;
+  if constexpr (Config::kAccumulatesDkv) {
+    add_rows(row_col_view(acc), typename Config::DkvCoords(), static_cast<float*>(data) + offset, strides.row, rows,
+             cols);
+  } else {
+    auto staged = make_tensor(make_smem_ptr(smem), typename Config::SmemLayoutKv{});
+    stage_accumulator<Element>(typename Config::MmaDkv{}, acc, staged);
+    __syncthreads();
+    store_rows<typename Config::RowCopyT>(staged, static_cast<Element*>(data) + offset, strides.row, rows, cols);
+  }
 }
 
 // dK and dV of one n_block, and its contribution to dQ.

@@ -1,7 +1,6 @@
 // Launches of the mma.sync backward.
 #pragma once
 
-#include "core/static_switch.h"
 #include "kernels/common/launch.h"
 #include "kernels/sm80/bwd_kernel.h"
 #include "plan/bwd_plan.h"
@@ -28,10 +27,18 @@ cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
   cudaError_t status = run_softmax_d(params, kDtype, stream);
   if (status != cudaSuccess) return status;
-  status = BOOL_SWITCH(plan.variant == plan::BwdVariant::kDropout, kHasDropout, [&] {
-    constexpr BwdVariant kVariant = kHasDropout ? BwdVariant::kDropout : BwdVariant::kPlain;
-    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, kVariant, kSmallTile>>(params, plan, stream);
-  });
+  switch (plan.variant) {
+    case plan::BwdVariant::kPlain:
+      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, kSmallTile>>(params, plan, stream);
+      break;
+    case plan::BwdVariant::kDropout:
+      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kDropout, kSmallTile>>(params, plan, stream);
+      break;
+    case plan::BwdVariant::kAccumulate:
+      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kSmallTile>>(params, plan, stream);
+      break;
+    case plan::BwdVariant::kGeneral: return cudaErrorInvalidValue;  // of the other family
+  }
   if (status != cudaSuccess) return status;
   return run_flash_bwd_convert_dq<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, kSmallTile>>(params, plan, stream);
 }

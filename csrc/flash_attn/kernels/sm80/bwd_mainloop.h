@@ -273,10 +273,10 @@ struct BwdMainloop {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     auto dp = row_col_view(acc_dp);
     const TileCoords tile_coords{tile.batch, at.head, row_begin, tile.n_block * Config::kBlockN};
-    constexpr bool kMayDrop = Config::kVariant == BwdVariant::kDropout;
+    constexpr bool kMayDrop = Config::kMayDrop;
     DropoutMask mask;
-    if constexpr (kMayDrop) mask = DropoutMask(params.dropout, tile_coords.batch, tile_coords.head);
-    const TileBits<decltype(coords)> bits{mask.stream, coords, row_begin, tile_coords.key_begin};
+    if constexpr (kMayDrop) mask = DropoutMask(params, tile_coords.batch, tile_coords.head);
+    const TileBits<decltype(coords)> bits(mask, coords, row_begin, tile_coords.key_begin);
     differentiate_general<Config::kBlockM, Config::kBlockN, kMayDrop>(
         params, visibility, tile_coords, coords, bits, RowArray<kRows>{lse_log2}, RowArray<kRows>{delta}, scores, dp);
   }

@@ -20,6 +20,7 @@ template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_>
 struct FwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr FwdVariant kVariant = kVariant_;
+  static constexpr bool kMayDrop = kVariant == FwdVariant::kDropout;  // and may have origins
   static constexpr plan::FwdTile kTile = plan::fwd_tile(kHeadDim_, kVariant);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;

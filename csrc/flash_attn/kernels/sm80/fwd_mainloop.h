@@ -9,6 +9,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 #include "kernels/common/softmax.h"
@@ -54,7 +55,7 @@ struct KvLoader {
   __device__ __forceinline__ void load(const Element* base, const MatrixStrides& strides, int n_block,
                                        Smem&& smem) const {
     // Unmasked blocks need no bounds check on pages; with dropout ptxas spills without one.
-    constexpr bool kBoundsPages = kBounded || Config::kVariant == FwdVariant::kDropout;
+    constexpr bool kBoundsPages = kBounded || Config::kMayDrop;
     const int key = n_block * Config::kBlockN;
     if (is_paged()) {
       copy.template run_paged<kBoundsPages>(base, strides, params.paged, pages, key_offset + key, seqlen_k - key, smem);
@@ -163,7 +164,9 @@ struct FwdMainloop {
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     const int key = n_block * Config::kBlockN;
     if (params.has_score_mod) {
-      ScoreMod(params, tile.batch, tile.head).apply(scores, coords, visibility.diagonal(tile.row_begin), key);
+      int diagonal = visibility.diagonal(tile.row_begin);
+      if constexpr (Config::kMayDrop) diagonal = alibi_diagonal(params, tile.batch, visibility, tile.row_begin);
+      ScoreMod(params, tile.batch, tile.head).apply(scores, coords, diagonal, key);
     }
     if constexpr (kMasked) {
       apply_mask(scores, coords, visibility, tile.row_begin, tile.row_end, key, key + Config::kBlockN);
@@ -177,9 +180,11 @@ struct FwdMainloop {
     }
     auto out = row_col_view(acc_o);  // ((2, MMA_M), (2, MMA_D))
     softmax.update(scores, out, params.softmax_scale_log2, params.rescale_threshold_log2);
-    if constexpr (Config::kVariant == FwdVariant::kDropout) {
-      const DropoutMask mask(params.dropout, tile.batch, tile.head);
-      apply_dropout(mask, scores, coords, tile.row_begin, key);
+    if constexpr (Config::kMayDrop) {
+      if (params.has_dropout) {
+        const DropoutMask mask(params, tile.batch, tile.head);
+        apply_dropout(mask, scores, coords, tile.row_begin, key);
+      }
     }
     const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)

@@ -13,8 +13,10 @@
 namespace flash {
 namespace sm90 {
 
-// kPlain: no dropout, no score modifier, softmax scale > 0. kGeneral: all of these as run-time flags.
-enum class BwdVariant { kPlain, kGeneral };
+// kPlain: no dropout, no score modifier, softmax scale > 0, dK and dV of the inputs' dtype. kGeneral: all of these as
+// run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
+// how ptxas schedules the loop.
+enum class BwdVariant { kPlain, kGeneral, kAccumulate };
 
 // Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
 // shared memory, by a thread block that computes all n_blocks of a head.
@@ -25,7 +27,8 @@ template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLoca
 struct BwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
-  static constexpr BwdVariant kVariant = kVariant_;
+  static constexpr bool kIsGeneral = kVariant_ == BwdVariant::kGeneral;
+  static constexpr bool kMayAccumulate = kVariant_ != BwdVariant::kPlain;
   static constexpr bool kDqInSmem = kDqLocation == DqLocation::kShared;
   static constexpr plan::Sm90BwdTile kTile =
       kDqInSmem ? plan::kSm90SharedDqTile : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
@@ -37,9 +40,14 @@ struct BwdConfig {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
   static constexpr int kWarpGroups = 2;
-  // True: each consumer owns 64 of the 128 keys. False: both have the same 64 keys and each owns half of the columns of
-  // dK, dV and dQ; both compute all of S and dP, two fifths more FLOPs, but neither waits for the other's dS.
+  // True: each consumer owns 64 of the 128 keys. False: both have the same 64 keys, and each half of the columns of dQ.
   static constexpr bool kSplitsKeys = kBlockN == 128;
+  // Of the same 64 keys. True: consumer 0 computes S, P and dV, consumer 1 takes P from it and computes dP, dS and dK.
+  // False: each owns half of the columns of dK and dV; both compute all of S and dP, two fifths more FLOPs, but neither
+  // waits for the other.
+  static constexpr bool kSplitsRoles = kTile.splits_roles;
+  static constexpr bool kSplitsColumns = !kSplitsKeys && !kSplitsRoles;  // of dK and dV
+  static_assert(!kSplitsRoles || (!kSplitsKeys && kStages == 2), "rings of Q, dO and dS advance together");
   static_assert(kBlockN == 64 || kBlockN == 128, "a consumer owns the 64 rows of a wgmma");
   static_assert(kBlockM == 64, "a row of dS^T is a whole number of 128-byte swizzle atoms");
 
@@ -63,8 +71,8 @@ struct BwdConfig {
   // S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers of
   // dV += P^T dO and dK += dS^T Q.
   using MmaSdP = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockM>, kK, kK>())>;
-  static constexpr int kDkCols = kSplitsKeys ? kHeadDim : kHeadDim / 2;
-  static constexpr int kDvCols = kSplitsKeys ? kHeadDimV : kHeadDimV / 2;
+  static constexpr int kDkCols = kSplitsColumns ? kHeadDim / 2 : kHeadDim;
+  static constexpr int kDvCols = kSplitsColumns ? kHeadDimV / 2 : kHeadDimV;
   template <int kCols>
   using MmaDkv = Mma<decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kCols>, kK, kMn>())>;
   // dQ = dS K, both from shared memory: all columns by one warpgroup, or half of them by each consumer in kDqSlices.
@@ -73,9 +81,9 @@ struct BwdConfig {
   static constexpr int kDqWarps = plan::sm90_dq_warps(kTile);
   using MmaDq = Mma<decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kDqCols>, kK, kMn>())>;
 
-  // A tile is a sequence of swizzle atoms of 64 (or 32) columns, one per TMA box. The columns of dK and dV that a
+  // A tile is a sequence of swizzle atoms of 64 (or 32) columns, one per TMA box. The columns of dK, dV and dQ that a
   // consumer owns are whole atoms.
-  static constexpr int kAtomCols = kDkCols % 64 == 0 && kDvCols % 64 == 0 ? 64 : 32;
+  static constexpr int kAtomCols = kDkCols % 64 == 0 && kDvCols % 64 == 0 && kDqCols % 64 == 0 ? 64 : 32;
   using KMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
   using MnMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
@@ -98,6 +106,7 @@ struct BwdConfig {
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kHeadDimV;
   static constexpr int kSmemDs = kBlockM * kBlockN;
+  static constexpr int kSmemP = kSplitsRoles ? kBlockM * kBlockN : 0;      // floats
   static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
   static constexpr int kKvParts =
       kHasDqWarpgroup ? kWarpGroups : 1;              // row ranges of a K/V tile with barriers of their own

@@ -9,23 +9,54 @@
 #include "kernels/sm90/bwd_dq_warpgroup.h"
 #include "kernels/sm90/bwd_mainloop.h"
 #include "kernels/sm90/bwd_producer.h"
+#include "kernels/sm90/bwd_role_mainloop.h"
 
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
+enum ProducerWarp {
+  kLoadWarp = 0,
+  kStatisticsWarp = 1,
+  kDqSemaphoreWarp = 2,
+  kProxyFenceWarp = 3,
+  kFirstDqReduceWarp = 2
+};
+
+// dK or dV of the batch. map: for TMA stores of Elements; data, strides: of an fp32 matrix to add to.
+struct DkvMatrix {
+  const CUtensorMap& map;
+  void* data;
+  const MatrixStrides& strides;
+  int cols;
+};
+
+// Adds this warpgroup's keys and columns to the fp32 matrix.
+template <int kCols, class Config, class Accumulator>
+__device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc,
+                                        const DkvMatrix& matrix) {
+  const BwdWorkTile& tile = mainloop.tile;
+  const int key = mainloop.key_begin(), first_col = mainloop.column_half() * kCols;
+  const int64_t offset = first_col + matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch,
+                                                   tile.k_begin + key, tile.head_k);
+  add_rows(row_col_view(acc), AccumulatorCoords<4>(mainloop.thread), static_cast<float*>(matrix.data) + offset,
+           matrix.strides.row, tile.seqlen_k - key, matrix.cols - first_col);
+}
 
 // Stores this warp's 16 rows and this warpgroup's columns of dK or dV by TMA, staged in a tile of shared memory that
-// has no readers left.
+// has no readers left; or adds the warpgroup's to an fp32 matrix.
 template <int kCols, class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
-                                          const CUtensorMap& map, typename Config::Element* smem_tile) {
+                                          const DkvMatrix& matrix, typename Config::Element* smem_tile) {
   using namespace cute;
   using Element = typename Config::Element;
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   const BwdWorkTile& tile = mainloop.tile;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
+  if (Config::kMayAccumulate && mainloop.params.accumulates_dkv) {
+    add_dkv<kCols>(mainloop, acc, matrix);
+    return;
+  }
   const auto store =
       make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
@@ -40,7 +71,7 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
 #pragma unroll
   for (int i = 0; i < kOwnAtoms; ++i) {
     const int atom = mainloop.column_half() * kOwnAtoms + i;
-    SM90_TMA_STORE_5D::copy(&map, smem_tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
+    SM90_TMA_STORE_5D::copy(&matrix.map, smem_tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
                             atom * Config::kAtomCols, tile.n_block * Config::kBlockN + warp_row + k_rows.shift,
                             tile.head_k, k_rows.outer, k_rows.origin);
   }
@@ -66,16 +97,32 @@ struct BwdConsumer {
 
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
-    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
+    if constexpr (!Config::kSplitsRoles) {
+      compute<BwdMainloop<Config>, true, true>(tile);
+    } else if (group == 0) {
+      compute<BwdRoleMainloop<Config, BwdRole::kP>, false, true>(tile);
+    } else {
+      compute<BwdRoleMainloop<Config, BwdRole::kDs>, true, false>(tile);
+    }
+  }
+
+  template <class Mainloop, bool kHasDk, bool kHasDv>
+  __device__ __forceinline__ void compute(const BwdWorkTile& tile) {
+    Mainloop mainloop(launch, storage, tile, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
-    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, launch.params.dropout.keep_scale, launch.dv_map,
-                               storage.staged_dv());
-    __syncwarp();
-    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, launch.params.scale_softmax, launch.dk_map,
-                               storage.staged_dk());
-    __syncwarp();
+    const Flash_bwd_params& params = launch.params;
+    if constexpr (kHasDv) {
+      store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
+                                 {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
+      __syncwarp();
+    }
+    if constexpr (kHasDk) {
+      store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, params.scale_softmax,
+                                 {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
+      __syncwarp();
+    }
     if constexpr (!Config::kReleaseKvEarly) {
       mainloop.wait_for_tma_stores();
       storage.kv_empty[0][0].arrive();
@@ -112,6 +159,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
       for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
         release_dq_semaphores<Config>(launch.params, storage, tile, state);
       });
+    }
+    if (Config::kSplitsRoles && warp == kProxyFenceWarp) {
+      for_each_work_tile(launch, storage,
+                         [&](const BwdWorkTile& tile) { fence_ds<Config>(launch.params, storage, tile, state); });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {

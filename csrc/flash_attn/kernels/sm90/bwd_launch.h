@@ -1,6 +1,8 @@
 // Tensor maps and launches of the wgmma backward.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/common/launch.h"
 #include "kernels/sm90/bwd_kernel.h"
 #include "plan/bwd_plan.h"
@@ -44,9 +46,9 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
 template <class Config>
 constexpr int checked_smem_bytes() {
   constexpr int kBytes = static_cast<int>(sizeof(BwdStorage<Config>));
-  static_assert(kBytes == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kVariant != BwdVariant::kPlain,
-                                                    Config::kDqInSmem, Config::kDtype),
-                "plan and kernel agree on the shared memory");
+  static_assert(
+      kBytes == plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
+      "plan and kernel agree on the shared memory");
   return kBytes;
 }
 
@@ -92,12 +94,17 @@ cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& pla
     using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>;
     if (plan.dq_in_smem) return run_flash_bwd<Shared>(params, plan, stream);
   }
-  if (plan.variant == plan::BwdVariant::kGeneral) {
-    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kGeneral, DqLocation::kGlobal, kHeadDimV>>(
-        params, plan, stream);
+  const auto run = [&](auto variant) {
+    using Config = BwdConfig<kDtype, kHeadDim, decltype(variant)::value, DqLocation::kGlobal, kHeadDimV>;
+    return run_flash_bwd<Config>(params, plan, stream);
+  };
+  switch (plan.variant) {
+    case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
+    case plan::BwdVariant::kGeneral: return run(std::integral_constant<BwdVariant, BwdVariant::kGeneral>());
+    case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
+    case plan::BwdVariant::kDropout: break;
   }
-  return run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, kHeadDimV>>(params, plan,
-                                                                                                        stream);
+  return cudaErrorInvalidValue;  // of the other family
 }
 
 }  // namespace sm90

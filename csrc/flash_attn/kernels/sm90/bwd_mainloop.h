@@ -42,8 +42,7 @@ struct BwdMainloop {
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs =
-      Config::kVariant == BwdVariant::kPlain && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
@@ -86,7 +85,7 @@ struct BwdMainloop {
 
   // Which half of the keys, or of the columns of dK, dV and dQ, this warpgroup owns.
   __device__ __forceinline__ int key_half() const { return Config::kSplitsKeys ? group : 0; }
-  __device__ __forceinline__ int column_half() const { return Config::kSplitsKeys ? 0 : group; }
+  __device__ __forceinline__ int column_half() const { return Config::kSplitsColumns ? group : 0; }
   __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * key_half(); }
 
   // acc (64, N) = A B, both in shared memory: started, not waited for.
@@ -124,11 +123,11 @@ struct BwdMainloop {
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
   }
 
-  // A slice of this warpgroup's columns of dQ = dS K.
-  __device__ __forceinline__ void start_dq(int slice, AccDq& acc_dq) const {
+  // A slice of this warpgroup's columns of dQ = dS K; `buffer`: of dS.
+  __device__ __forceinline__ void start_dq(int buffer, int slice, AccDq& acc_dq) const {
     using namespace cute;
-    const auto ds = make_tensor(make_smem_ptr(storage.ds[group]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});        // (D, N)
+    const auto ds = make_tensor(make_smem_ptr(storage.ds[buffer]), typename Config::SmemLayoutDs{});  // (M, N)
+    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});         // (D, N)
     const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
                                  make_coord(Config::dq_column_slice(group, slice), _0{}));
     start(typename Config::MmaDq{}, ds, cols, acc_dq);
@@ -152,7 +151,7 @@ struct BwdMainloop {
     }
   }
 
-  // !kSplitsKeys: each consumer stores the whole dS in a buffer of its own, and waits for its own four warps only.
+  // kSplitsColumns: each consumer stores the whole dS in a buffer of its own, and waits for its own four warps only.
   template <class Values>
   __device__ __forceinline__ void store_ds_and_sync(const Values& values) const {
     wait_for_warpgroup(group);  // every warp's wgmma has read the previous dS
@@ -193,7 +192,7 @@ struct BwdMainloop {
     auto scores = transposed_row_col_view(acc_s);  // ((2, M / 8), 2)
     auto dp = transposed_row_col_view(acc_dp);
     const RowValues softmax_d{storage.softmax_d[stage], coords};
-    if constexpr (Config::kVariant == BwdVariant::kPlain) {
+    if constexpr (!Config::kIsGeneral) {
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
@@ -232,12 +231,12 @@ struct BwdMainloop {
     dq_state.advance();
   }
 
-  // !kSplitsKeys: dK and dQ (dV is in flight). A slice of dQ is reduced while dK or the next slice is in flight.
+  // kSplitsColumns: dK and dQ (dV is in flight). A slice of dQ is reduced while dK or the next slice is in flight.
   __device__ __forceinline__ void compute_dk_dq(const QStep& at, const AccSdP& acc_ds) {
     const auto ds = convert<Element>(acc_ds);
     store_ds_and_sync(ds);
     AccDq acc_dq;
-    start_dq(0, acc_dq);
+    start_dq(group, 0, acc_dq);
     start_dkv<Config::kDkCols>(ds, storage.q[state.stage], acc_dk);
     const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
     const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile) : 0;
@@ -246,7 +245,7 @@ struct BwdMainloop {
     release(storage.do_empty);
     reduce_dq_slice(at, dq_tile, 0, peeked, acc_dq);
     if constexpr (Config::kDqSlices == 2) {
-      start_dq(1, acc_dq);
+      start_dq(group, 1, acc_dq);
       wait_for<1>(acc_dk);
       release(storage.q_empty);
       wait_for<0>(acc_dq);
@@ -255,7 +254,7 @@ struct BwdMainloop {
       wait_for<0>(acc_dk);
       release(storage.q_empty);
     }
-    arrive_dq_added();
+    arrive_dq_added(state);
     state.advance();
   }
 
@@ -303,12 +302,12 @@ struct BwdMainloop {
 
   // Deterministic: arrives on dq_added, for release_dq_semaphores(). The release is left to the semaphore warp because
   // it waits until the reductions are performed in memory.
-  __device__ __forceinline__ void arrive_dq_added() const {
+  __device__ __forceinline__ void arrive_dq_added(const PipelineState<Config::kStages>& step_state) const {
     if (!is_deterministic()) return;
     __syncwarp();
     if (is_first_lane()) {
-      storage.dq_released[state.stage].wait(state.phase ^ 1);
-      storage.dq_added[state.stage].arrive();
+      storage.dq_released[step_state.stage].wait(step_state.phase ^ 1);
+      storage.dq_added[step_state.stage].arrive();
     }
     __syncwarp();
   }

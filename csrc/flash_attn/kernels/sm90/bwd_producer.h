@@ -180,15 +180,15 @@ __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdS
 template <class Config>
 __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, BwdStorage<Config>& storage,
                                                    const BwdWorkTile& tile, const QStep& at, int stage) {
-  const DropoutStream stream = DropoutMask(params.dropout, tile.batch, at.head).stream;
+  const DropoutMask mask(params, tile.batch, at.head);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = lane; row < Config::kBlockM; row += 32) {
-    storage.dropout_row_bits[stage][row] = dropout_row(stream, at.m_block * Config::kBlockM + row);
+    storage.dropout_row_bits[stage][row] = mask.row(at.m_block * Config::kBlockM + row);
   }
 #pragma unroll
   for (int pair = lane; pair < Config::kBlockN / 2; pair += 32) {
-    storage.dropout_col_bits[stage][pair] = dropout_column_pair(stream, tile.n_block * (Config::kBlockN / 2) + pair);
+    storage.dropout_col_bits[stage][pair] = mask.column_pair(tile.n_block * Config::kBlockN + 2 * pair);
   }
 }
 
@@ -218,7 +218,7 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
     storage.q_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
-    if constexpr (Config::kVariant != BwdVariant::kPlain) {
+    if constexpr (Config::kIsGeneral) {
       if (params.has_dropout) store_dropout_bits(params, storage, tile, at, state.stage);
     }
     storage.q_full[state.stage].arrive();
@@ -228,6 +228,21 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
     storage.do_full[state.stage].arrive();
     state.advance();
     order.advance(at);
+  }
+}
+
+// The proxy fence warp (kSplitsRoles): orders the generic-proxy stores of dS before the wgmma that read it. The
+// consumer that stored it would wait at the fence for its additions to dQ as well.
+template <class Config>
+__device__ __forceinline__ void fence_ds(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+                                         const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
+  const int count = q_block_order<Config>(params, tile).count();
+  for (int i = 0; i < count; ++i) {
+    storage.ds_stored[state.stage].wait(state.phase);
+    fence_buffer();
+    if (threadIdx.x % 32 == 0) storage.ds_full[state.stage].arrive();
+    __syncwarp();
+    state.advance();
   }
 }
 

@@ -30,15 +30,18 @@ struct BwdStorage {
   alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
-  // kSplitsKeys: a ring of two stages, each with the dS of both consumers. Else: a buffer per consumer.
+  // kSplitsColumns: a buffer per consumer. Else: a ring of two stages, each with the whole dS.
   alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(1024) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
-  alignas(1024) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
+  static constexpr int kEmptyAlignment = Config::kSplitsRoles ? 16 : 1024;  // at head dim 256 no 1024 bytes are left
+  alignas(Config::kSmemDq > 0 ? 1024 : kEmptyAlignment) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
+  alignas(Config::kSeparateDkvSmem
+              ? 1024
+              : kEmptyAlignment) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
   // Stages of Q, with dropout: random bits of the rows and of the pairs of columns.
-  static constexpr bool kMayDrop = Config::kVariant != BwdVariant::kPlain;
+  static constexpr bool kMayDrop = Config::kIsGeneral;
   alignas(16) RandomBits dropout_row_bits[Config::kStages][kMayDrop ? Config::kBlockM : 2];
   RandomBits dropout_col_bits[Config::kStages][kMayDrop ? Config::kBlockN / 2 : 1];
 
@@ -47,7 +50,9 @@ struct BwdStorage {
   // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp.
   // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
   // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
-  // ds_full: every consumer thread -> the warpgroup that computes dQ. ds_empty: its 128 threads -> consumers.
+  // ds_full: every thread that stores dS, or kSplitsRoles the proxy fence warp (1) -> those that compute dQ. ds_empty:
+  // these -> who stores dS. ds_stored: 128 threads of consumer 1 -> proxy fence warp, kSplitsRoles.
+  // p_full: 128 threads of consumer 0 -> consumer 1, kSplitsRoles. p_empty: 128 threads of consumer 1 -> consumer 0.
   // dq_full: every thread that computed the tile -> DqReduceWarp. dq_empty: DqReduceWarp (1) -> who computes the next.
   // dq_added: each consumer warp (1) -> semaphore warp. dq_released: semaphore warp (1) -> consumer warps.
   // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
@@ -66,6 +71,11 @@ struct BwdStorage {
   Barrier pre_clear_full;
 
   int work[2];  // work tile indices: the current one and the next
+
+  // kSplitsRoles; behind everything else, so that it moves nothing in other kernels. P is in the order of the
+  // registers.
+  Barrier p_full, p_empty, ds_stored[2];
+  alignas(16) float p[Config::kSmemP > 0 ? Config::kSmemP : 1];
 
   // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
@@ -101,11 +111,16 @@ struct BwdStorage {
       dq_released[i].init(1);
     }
     pre_clear_full.init(1);
+    if constexpr (Config::kSplitsRoles) {
+      p_full.init(128);
+      p_empty.init(128);
+      for (Barrier& stored : ds_stored) stored.init(128);
+    }
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));
-      ds_full[i].init(Config::kConsumers);
-      ds_empty[i].init(128);
+      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsColumns ? 2 : 3));
+      ds_full[i].init(Config::kSplitsRoles ? 1 : Config::kConsumers);
+      ds_empty[i].init(Config::kSplitsRoles ? Config::kConsumers : 128);
       dq_full[i].init(32 * Config::kDqWarps);
       dq_empty[i].init(1);
     }

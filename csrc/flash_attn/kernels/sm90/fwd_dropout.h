@@ -19,9 +19,9 @@ struct FwdDropout {
   uint32_t col_bits[kEnabled ? 4 * Storage::kColBitVectors : 1];  // of the block's columns
   uint32_t keep_mask[kEnabled ? 4 * kSlices : 1];                 // one per packed pair of P
 
-  __device__ __forceinline__ void begin_tile(const Dropout& dropout, const WorkTile& tile, int first_row) {
+  __device__ __forceinline__ void begin_tile(const Flash_fwd_params& params, const WorkTile& tile, int first_row) {
     if constexpr (kEnabled) {
-      const DropoutMask mask(dropout, tile.batch, tile.head);
+      const DropoutMask mask(params, tile.batch, tile.head);
       row_bits = RowBits(mask, first_row);
     }
   }

@@ -9,6 +9,7 @@
 
 #include "core/block_range.h"
 #include "kernels/common/convert.h"
+#include "kernels/common/origin.h"
 #include "kernels/sm90/fwd_dropout.h"
 #include "kernels/sm90/fwd_softmax_step.h"
 #include "kernels/sm90/fwd_storage.h"
@@ -50,6 +51,7 @@ struct FwdMainloop {
   Softmax<kRows, Flag, Config::kSums> softmax;
   FwdDropout<Config> dropout;
   float slope_log2;                 // ALiBi slope of the tile's head
+  int alibi_row;                    // position of the warpgroup's first row on the axis of the keys, for ALiBi
   ShortSoftcapSeries short_series;  // of the softcap
 
   __device__ __forceinline__ FwdMainloop(const Flash_fwd_params& params_, Storage& storage_, int group_)
@@ -166,7 +168,7 @@ struct FwdMainloop {
     using namespace cute;
     auto scores = row_col_view(acc_s);
     if (Config::kHasScoreMod && Config::kModifiers == Modifiers::kAny && params.has_dropout) {
-      const DropoutMask mask(params.dropout, work.tile.batch, work.tile.head);
+      const DropoutMask mask(params, work.tile.batch, work.tile.head);
       apply_dropout(mask, scores, coords, row_begin(work), key);
     }
     auto pairs = recast<uint32_t>(tOrP);
@@ -188,9 +190,10 @@ struct FwdMainloop {
     release_k();
     const int n_block = kMaskFirstOnDemand ? work.steps.first_to_mask : work.order.block(0),
               key = n_block * Config::kBlockN;
-    dropout.begin_tile(params.dropout, work.tile, row_begin(work) + coords.row(0));
+    dropout.begin_tile(params, work.tile, row_begin(work) + coords.row(0));
     if constexpr (Config::kHasScoreMod) {
       slope_log2 = ScoreMod::head_slope_log2(params, work.tile.batch, work.tile.head);
+      alibi_row = alibi_diagonal(params, work.tile.batch, mask_of<Config>(params, work.tile), row_begin(work));
     }
     auto scores = row_col_view(acc_s);
     if (!kMaskFirstOnDemand || n_block != Work::TripCount::kNoBlock) modify_scores<true>(*this, scores, work, key);

@@ -160,13 +160,13 @@ __device__ __forceinline__ void run_col_bits(const FwdLaunch& launch, FwdStorage
   WorkPipeline<Config> pipeline(storage);
   PipelineState<Config::kKvStages> state;
   for (FwdWork<Config> work = pipeline.wait_and_release(); work.exists(); work = pipeline.wait_and_release()) {
-    const DropoutStream stream = DropoutMask(params.dropout, work.tile.batch, work.tile.head).stream;
+    const DropoutMask mask(params, work.tile.batch, work.tile.head);
     for (int i = 0; i < work.order.count(); ++i) {
-      const int first_pair = block_to_load<Config>(work.order, i) * (Config::kBlockN / 2);
+      const int first_col = block_to_load<Config>(work.order, i) * Config::kBlockN;
       storage.k_empty[state.stage].wait(state.phase ^ 1);
       for (int pair = threadIdx.x % 32; pair < Config::kBlockN / 2; pair += 32) {
         uint32_t* const bits = reinterpret_cast<uint32_t*>(storage.col_bits[state.stage][pair % 4]);
-        const RandomBits of_pair = dropout_column_pair(stream, first_pair + pair);
+        const RandomBits of_pair = mask.column_pair(first_col + 2 * pair);
         bits[pair / 4] = of_pair.fine;
         if (pair / 4 % 2 == 0) bits[FwdStorage<Config>::kFineBits + pair / 8] = of_pair.coarse;
       }

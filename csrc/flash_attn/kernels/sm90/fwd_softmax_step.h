@@ -22,7 +22,7 @@ __device__ __forceinline__ void modify_scores(const Mainloop& m, Scores& scores,
   const MaskOf<Config> visibility = mask_of<Config>(m.params, work.tile);
   const int first_row = m.row_begin(work);
   if constexpr (Config::kHasScoreMod) {
-    ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, visibility.diagonal(first_row), key);
+    ScoreMod::apply<Config::kModifiers>(m.params, m.slope_log2, scores, m.coords, m.alibi_row, key);
   }
   if constexpr (kMasked) {
     const int row_end = min(first_row + 64, work.tile.seqlen_q), key_end = key + Config::kBlockN;
@@ -47,9 +47,9 @@ __device__ __forceinline__ typename Mainloop::Flag update_softmax(Mainloop& m, S
 
 // From a block's first key to the diagonal of the warpgroup's first row. ALiBi may be speculative where its bias is
 // linear in the column: where all keys are before, or all behind, the diagonals of all 64 rows.
-template <class Config, class Mainloop>
-__device__ __forceinline__ int diagonal_distance(const Mainloop& m, const FwdWork<Config>& work, int key) {
-  return mask_of<Config>(m.params, work.tile).diagonal(m.row_begin(work)) - key;
+template <class Mainloop>
+__device__ __forceinline__ int diagonal_distance(const Mainloop& m, int key) {
+  return m.alibi_row - key;
 }
 template <class Config>
 __device__ __forceinline__ bool is_before_diagonal(int distance) {
@@ -61,7 +61,7 @@ template <class Config, class Mainloop>
 __device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<Config>& work, int key) {
   bool may = m.softmax.may_speculate(m.params.rescale_threshold_log2);
   if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-    const int distance = diagonal_distance(m, work, key);
+    const int distance = diagonal_distance(m, key);
     may &= is_before_diagonal<Config>(distance) || is_behind_diagonal(distance);
   }
   return may;
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool may_speculate(const Mainloop& m, const FwdWork<C
 template <class Config, class Mainloop, class Scores>
 __device__ __forceinline__ bool exp2_speculative(Mainloop& m, Scores& scores, const FwdWork<Config>& work, int key) {
   if constexpr (Config::kModifiers == Modifiers::kAlibi) {
-    const int distance = diagonal_distance(m, work, key);
+    const int distance = diagonal_distance(m, key);
     return m.softmax.exp2_speculative_alibi(scores, m.coords, m.params.scale_softmax * ScoreMod::kLog2e,
                                             is_before_diagonal<Config>(distance) ? m.slope_log2 : -m.slope_log2,
                                             distance);

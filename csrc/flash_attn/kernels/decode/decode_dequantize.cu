@@ -1,0 +1,222 @@
+// Codes as fp16 numbers, for the kernel families that read no codes: the keys and values that a call sees, gathered
+// from a cache, from pages or from packed rows.
+#include <algorithm>
+#include <atomic>
+
+#include "core/static_switch.h"
+#include "kernels/common/launch.h"
+#include "kernels/common/paged_kv.h"
+#include "kernels/decode/descales.h"
+#include "kernels/decode/request.h"
+#include "kernels/decode/row_units.h"
+
+namespace flash {
+namespace {
+
+using namespace decode;
+
+constexpr int kThreads = 256;
+constexpr int kUnits = 4;  // of a thread, whose reads are in flight together
+constexpr int kBlockUnits = 2 * kThreads * kUnits;
+constexpr int kBlocksPerSm = 3;
+constexpr int kWaves = 8;  // of CTAs at most: capacities are far above lengths, and CTAs without keys cost time
+constexpr int kMostBlockKeys = 256;  // keys of an n_block: rows beside those that are seen are loaded with them
+
+// A unit times a descale, or times one for each of its columns.
+template <Dtype kCodes>
+__device__ __forceinline__ uint4 dequantize(uint2 codes, float descale, const float* of_channels, int64_t stride) {
+  float values[kUnitCols];
+  decode_unit<kCodes>(codes, values);
+#pragma unroll
+  for (int i = 0; i < kUnitCols; ++i) values[i] *= of_channels == nullptr ? descale : of_channels[i * stride];
+  return pack_unit<Dtype::kFp16>(values);
+}
+
+struct DequantizeArguments {
+  Flash_kvcache_params params;
+  DequantizedKv to;
+  FastDiv units_of_row, units_of_head;
+  int rows_of_block;
+  int ctas_of_sequence;  // for K; V has as many. Each takes every so many-th block
+
+  DequantizeArguments(const Flash_kvcache_params& params_, const DequantizedKv& to_)
+      : params(params_),
+        to(to_),
+        units_of_row(params.h_k * params.d / kUnitCols),
+        units_of_head(params.d / kUnitCols),
+        rows_of_block(kBlockUnits / units_of_row.divisor) {
+    if (rows_of_block == 0) rows_of_block = 1;
+    const int rows = to.rows_per_sequence > 0 ? to.rows_per_sequence : params.seqlen_k;
+    const int blocks = (rows + rows_of_block - 1) / rows_of_block;
+    const int most = kWaves * kBlocksPerSm * to.multiprocessors / (2 * sequences());
+    ctas_of_sequence = std::min(blocks, std::max(most, 1));
+  }
+
+  int sequences() const { return to.rows_per_sequence > 0 ? params.b : 1; }
+};
+
+// The keys of a sequence that are dequantised.
+struct SourceKeys {
+  KvRequest request;  // of packed rows: of none
+  int begin = 0;
+  int end = 0;
+  int zeros_begin = 0, zeros_end = 0;  // the rows around them that are written too
+};
+
+__device__ __forceinline__ SourceKeys packed_rows(const Flash_kvcache_params& params) {
+  SourceKeys keys;
+  keys.end = keys.zeros_end = params.seqlen_k;
+  return keys;
+}
+
+// All threads together.
+__device__ __forceinline__ SourceKeys sequence_keys(const DequantizeArguments& arguments, int index, bool is_first) {
+  const Flash_kvcache_params& params = arguments.params;
+  const int room = arguments.to.rows_per_sequence;
+  SourceKeys keys;
+  keys.request = params.is_varlen() ? packed_request(params, index + 1) : kv_request(params, index);
+  const int count = min(keys.request.seqlen_k, room);  // of longer sequences the results are not used
+  if (is_first && arguments.to.key_ranges != nullptr) {
+    // Of packed sequences, keys in invalid pages are zeros.
+    const bool has_keys = params.is_varlen() || takes_part(params, keys.request);
+    if (threadIdx.x == 0) {
+      arguments.to.key_ranges[2 * index] = index * room;
+      arguments.to.key_ranges[2 * index + 1] = has_keys ? count : 0;
+    }
+  }
+  const int queries = kv_queries<true>(params, index).count;
+  if (!keys.request.is_valid() || queries == 0) return keys;
+  keys.end = keys.zeros_end = count;
+  const Visibility visibility{queries, count, params.window};
+  keys.begin = visibility.key_begin(0);
+  keys.end = visibility.key_end(queries - 1);
+  keys.zeros_begin = max(keys.begin - kMostBlockKeys, 0);
+  keys.zeros_end = min(keys.end + kMostBlockKeys, count);
+  return keys;
+}
+
+// A key: where its codes and its descales lie.
+struct KeyPlace {
+  int64_t batch;  // page, or sequence of the cache
+  int64_t row;
+  bool valid;
+
+  __device__ __forceinline__ KeyPlace(const Flash_kvcache_params& params, const KvRequest& request, int key)
+      : batch(request.cache_row), row(request.first_row + key), valid(true) {
+    if (params.paged.block_table == nullptr) return;
+    const int* const table = params.paged.block_table + request.index * params.paged.block_table_stride;
+    const PageRow at = page_row(params.paged, table, static_cast<int>(row), true);
+    batch = at.valid ? at.page : 0;
+    row = at.row;
+    valid = at.valid;
+  }
+};
+
+// Rows of K, or of V, of one sequence.
+template <Dtype kCodes>
+struct Dequantizer {
+  const DequantizeArguments& arguments;
+  const SourceKeys& keys;
+  const uint8_t* from;
+  const MatrixStrides& strides;
+  const KvDescale& descale;
+  __half* to;  // row of key 0
+
+  struct Unit {
+    uint2 codes;
+    float descale;
+    int64_t at;  // in `to`; -1: none
+    const float* of_channels;
+  };
+
+  __device__ __forceinline__ Unit load(int first_key, int unit) const {
+    const Flash_kvcache_params& params = arguments.params;
+    const int block_row = arguments.units_of_row.divide(unit), key = first_key + block_row;
+    Unit result{{0, 0}, 1.0f, -1, nullptr};
+    if (block_row >= arguments.rows_of_block || key < keys.zeros_begin || key >= keys.zeros_end) return result;
+    const int of_row = unit - block_row * arguments.units_of_row.divisor;
+    const int head = arguments.units_of_head.divide(of_row);
+    const int col = (of_row - head * arguments.units_of_head.divisor) * kUnitCols;
+    result.at = (static_cast<int64_t>(key) * arguments.units_of_row.divisor + of_row) * kUnitCols;
+    if (key < keys.begin || key >= keys.end) return result;
+    const KeyPlace place(params, keys.request, key);
+    if (!place.valid) return result;
+    const int64_t offset = place.batch * strides.batch + place.row * strides.row + head * strides.head + col;
+    result.codes = load_codes(from + offset, params.kv_vector_bytes, kUnitCols);
+    if (descale.ptr == nullptr) return result;
+    if (descale.by_row) {
+      result.descale = *descale.of_row(place.batch, place.row, head);
+      return result;
+    }
+    const bool searches = arguments.to.rows_per_sequence == 0 && descale.batch != 0;
+    const float* const of_head =
+        descale.of_head(searches ? sequence_of_row(params.varlen.segments_k, params.b, key) : keys.request.index, head);
+    if (descale.col == 0) {
+      result.descale = *of_head;
+    } else {
+      result.of_channels = of_head + col * descale.col;
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ void store(const Unit& unit) const {
+    if (unit.at < 0) return;
+    *reinterpret_cast<uint4*>(to + unit.at) =
+        dequantize<kCodes>(unit.codes, unit.descale, unit.of_channels, descale.col);
+  }
+
+  // Of the keys from first_key on, those of a thread block.
+  __device__ __forceinline__ void run(int first_key) const {
+    const int all_units = arguments.rows_of_block * arguments.units_of_row.divisor;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < all_units; first += kThreads * kUnits) {
+      Unit units[kUnits];
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) units[i] = load(first_key, first + i * kThreads);
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) store(units[i]);
+    }
+  }
+};
+
+// No call of allow_next_kernel(): the forward, which may be launched as this kernel's dependent, reads all of it.
+template <Dtype kCodes>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    dequantize_kv_kernel(const __grid_constant__ DequantizeArguments arguments) {
+  const Flash_kvcache_params& params = arguments.params;
+  const int ctas = arguments.ctas_of_sequence, rows = arguments.rows_of_block;
+  const int index = static_cast<int>(blockIdx.x) / (2 * ctas);
+  int cta = static_cast<int>(blockIdx.x) - index * 2 * ctas;
+  const bool is_packed = arguments.to.rows_per_sequence == 0;
+  const SourceKeys keys = is_packed ? packed_rows(params) : sequence_keys(arguments, index, cta == 0);
+  const bool is_value = cta >= ctas;
+  if (is_value) cta -= ctas;
+  const int64_t first_row = static_cast<int64_t>(index) * arguments.to.rows_per_sequence;
+  const int64_t offset = first_row * arguments.units_of_row.divisor * kUnitCols;
+  const Dequantizer<kCodes> dequantizer{
+      arguments,
+      keys,
+      static_cast<const uint8_t*>(is_value ? params.v_ptr : params.k_ptr),
+      is_value ? params.v_strides : params.k_strides,
+      is_value ? params.v_descale : params.k_descale,
+      static_cast<__half*>(is_value ? arguments.to.v_ptr : arguments.to.k_ptr) + offset};
+  const int begin = keys.zeros_begin / rows * rows, step = ctas * rows;
+  for (int first_key = begin + cta * rows; first_key < keys.zeros_end; first_key += step) dequantizer.run(first_key);
+}
+
+template <Dtype kCodes>
+cudaError_t run_kv(const DequantizeArguments& arguments, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  const int64_t ctas = int64_t{2} * arguments.sequences() * arguments.ctas_of_sequence;
+  return launch(dequantize_kv_kernel<kCodes>, ctas, kThreads, 0, arguments, arguments.params.device, stream,
+                configured_devices);
+}
+
+}  // namespace
+
+cudaError_t run_dequantize_kv(const Flash_kvcache_params& params, const DequantizedKv& to, cudaStream_t stream) {
+  const DequantizeArguments arguments(params, to);
+  return E4M3_SWITCH(params.kv_dtype, [&] { return run_kv<kDtype>(arguments, stream); });
+}
+
+}  // namespace flash

@@ -1,0 +1,262 @@
+"""What context parallelism asks of a backend, on both devices and by both families of kernels: scores that begin at an
+origin, and gradients of keys that are added to float32 tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_attn import backends
+from flash_attn.dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
+
+P = 0.4
+STATE = (12345, 6)
+# documents, first heads, rows and columns; columns are multiples of MASK_COLUMNS
+ORIGINS = ((5, 3, 1001, 16), (0, 0, 7, 1 << 20), (9, 1, 0, 48))
+LENGTHS = ((70, 256), (1, 128), (200, 384))  # queries and keys of packed sequences
+NO_WINDOW = (-1, -1)
+
+
+@pytest.fixture(params=("wgmma", "mma_sync"))
+def family(request, device, monkeypatch):
+    if device == "cpu" and request.param != "wgmma":
+        pytest.skip("the CPU backend has one family")
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
+
+
+def half(device):
+    return torch.float64 if device == "cpu" else torch.bfloat16
+
+
+class Call:
+    """A batch with one origin per sequence: dense, of the last of LENGTHS, or packed."""
+
+    def __init__(self, device, is_packed, heads, head_dims, lengths=LENGTHS, extra_rows=0):
+        self.device, self.is_packed, self.heads = device, is_packed, heads
+        self.lengths = lengths if is_packed else (lengths[-1],) * len(lengths)
+        self.origins = torch.tensor(ORIGINS[: len(lengths)], dtype=torch.int64, device=device)
+        rows, cols = (sum(x) for x in zip(*self.lengths))
+        self.cu = [
+            torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32, device=device)
+            for x in zip(*self.lengths)
+        ]
+        (heads_q, heads_k), (dim, dim_v) = heads, head_dims
+        shapes = [(rows, heads_q, dim), (cols, heads_k, dim), (cols, heads_k, dim_v), (rows, heads_q, dim_v)]
+        shapes = [(a + extra_rows, b, c) for a, b, c in shapes]
+        self.q, self.k, self.v, self.dout = (
+            self._batch(torch.randn(s, dtype=half(device), device=device)) for s in shapes
+        )
+
+    def _batch(self, x):
+        return x if self.is_packed else x.unflatten(0, (len(self.lengths), -1))
+
+    def sequences(self, x, is_query):
+        """The rows of each sequence."""
+        if not self.is_packed:
+            return list(x)
+        bounds = self.cu[not is_query].tolist()
+        return [x[a:b] for a, b in zip(bounds, bounds[1:])]
+
+    def forward(self, slopes=None, window=NO_WINDOW, dropout=0.0, scale=0.3, **named):
+        module = backends.of(self.q)
+        state = torch.tensor(STATE, dtype=torch.int64, device=self.q.device)
+        named = (
+            {"origins": self.origins, "rng_state": state, **named} if dropout else {"origins": self.origins, **named}
+        )
+        rest = (dropout, scale, *((False,) if self.is_packed else ()), False, *window, 0.0, False, None)
+        if not self.is_packed:
+            return module.fwd(self.q, self.k, self.v, None, slopes, *rest, **named)
+        longest = [max(x) for x in zip(*self.lengths)]
+        return module.varlen_fwd(
+            self.q, self.k, self.v, None, *self.cu, None, None, None, slopes, *longest, *rest, **named
+        )  # fmt: skip
+
+    def backward(
+        self, out, lse, slopes=None, window=NO_WINDOW, dropout=0.0, scale=0.3, grads=(None, None, None), **named
+    ):
+        module = backends.of(self.q)
+        state = torch.tensor(STATE, dtype=torch.int64, device=self.q.device)
+        named = {"origins": self.origins, **named}
+        rest = (dropout, scale, *((False,) if self.is_packed else ()), False, *window, 0.0, False, None, state)
+        tensors = (self.dout, self.q, self.k, self.v, out, lse, *grads)
+        if not self.is_packed:
+            return module.bwd(*tensors, slopes, *rest, **named)[:3]
+        longest = [max(x) for x in zip(*self.lengths)]
+        return module.varlen_bwd(*tensors, *self.cu, slopes, *longest, *rest, **named)[:3]
+
+    def reference(self):
+        """The same call of the CPU backend in float64, whose origins test_cp_origins checks."""
+        call = object.__new__(Call)
+        call.__dict__ = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in self.__dict__.items()}
+        call.cu = [x.cpu() for x in self.cu]
+        for name in ("q", "k", "v", "dout"):
+            setattr(call, name, getattr(call, name).double())
+        return call
+
+
+def kept(origin, heads, rows, cols):
+    """bool (heads, rows, cols): the mask of the whole matrix where a part begins."""
+    document, head, row, col = origin
+    streams = dropout_streams(*STATE, [document], range(head, head + heads))
+    return keep_mask(streams, row, row + rows, col, col + cols, dropout_threshold(P))[0]
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("with_alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_dropout_mask_is_bitwise_that_of_the_whole(device, family, head_dim, with_alibi, is_packed):
+    """Equal probabilities of the keys, and one-hot values: each element of out is a bit of the mask. With one-hot
+    gradients of out each element of dv is one."""
+    call = Call(device, is_packed, (3, 3), (head_dim, head_dim))
+    call.q.zero_()
+    slopes = torch.zeros(3, device=device) if with_alibi else None
+    masks = [kept(o, 3, *length).to(device) for o, length in zip(ORIGINS, call.lengths)]
+    eye = torch.eye(head_dim, dtype=call.q.dtype, device=device)[:, None].expand(-1, 3, -1)
+    for start in range(0, max(n for _, n in call.lengths), head_dim):
+        call.v.zero_()
+        call.dout.zero_()
+        for values, grads in zip(call.sequences(call.v, False), call.sequences(call.dout, True)):
+            values[start : start + head_dim] = eye[: max(0, len(values) - start)]
+            grads[start : start + head_dim] = eye[: max(0, len(grads) - start)]
+        out, lse, *_ = call.forward(slopes, dropout=P)
+        _, _, dv = call.backward(out, lse, slopes, dropout=P)
+        outs, dvs = call.sequences(out, True), call.sequences(dv, False)
+        for mask, rows, cols in zip(masks, outs, dvs):
+            expected = torch.zeros(rows.shape, dtype=torch.bool, device=device)
+            part = mask[:, :, start : start + head_dim].permute(1, 0, 2)
+            expected[:, :, : part.shape[2]] = part
+            assert torch.equal(rows != 0, expected)
+            scales = rows[rows != 0].double()
+            torch.testing.assert_close(
+                scales, torch.full_like(scales, keep_scale(P) / mask.shape[2]), rtol=2**-7, atol=0
+            )
+            expected = torch.zeros(cols.shape, dtype=torch.bool, device=device)
+            part = mask[:, start : start + head_dim].permute(2, 0, 1)
+            expected[:, :, : part.shape[2]] = part
+            assert torch.equal(cols != 0, expected)
+
+
+FEATURES = {
+    "alibi": {"slopes": True},
+    "alibi, window": {"slopes": True, "window": (100, 30)},
+    "dropout": {"dropout": P},
+    "both, causal": {"slopes": True, "dropout": P, "window": (-1, 0)},
+}
+
+
+def close(ours, expected, name):
+    limit = 1e-9 if ours.dtype == torch.float64 else 2e-2 * max(1.0, expected.abs().max().item())
+    assert torch.equal(ours.cpu().isinf(), expected.isinf()), name
+    difference = (ours.cpu().double() - expected).nan_to_num(nan=0.0).abs().max().item()
+    assert difference <= limit, f"{name}: {difference} > {limit}"
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
+def test_a_part_is_that_of_the_float64_reference(device, family, heads, head_dims, features, is_packed):
+    features = dict(features)
+    call = Call(device, is_packed, heads, head_dims)
+    slopes = torch.rand(len(LENGTHS), heads[0], device=device) * 0.02 if features.pop("slopes", False) else None
+    call.origins[1, 3] = 32  # bias within reach of all scores
+    reference = call.reference()
+    their_slopes = None if slopes is None else slopes.cpu()
+    out, lse, *_ = call.forward(slopes, **features)
+    expected = reference.forward(their_slopes, **features)
+    close(out, expected[0], "out")
+    close(lse, expected[1], "lse")
+    grads = call.backward(out, lse, slopes, **features)
+    theirs = reference.backward(*expected[:2], their_slopes, **features)
+    for name, ours, other in zip(("dq", "dk", "dv"), grads, theirs):
+        close(ours, other, name)
+
+
+def test_one_query_of_many_keys_counts_from_its_origin(device):
+    """The kernels of few rows know no origins: others compute it."""
+    call = Call(device, True, (8, 2), (64, 64), ((1, 4096), (1, 2048)))
+    call.origins[:] = torch.tensor([[0, 0, 3000, 512], [0, 0, 100, 48]])
+    slopes = torch.rand(8, device=device) * 0.01
+    out, lse, *_ = call.forward(slopes)
+    expected, their_lse, *_ = call.reference().forward(slopes.cpu())
+    close(out, expected, "out")
+    close(lse, their_lse, "lse")
+
+
+SUMS = {"plain": {}, "causal": {"window": (-1, 0)}, "both": {"slopes": True, "dropout": P}}
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("features", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((3, 3), (128, 128)), ((2, 1), (40, 24))])
+def test_gradients_of_keys_are_added_in_float32(device, family, heads, head_dims, features, is_packed):
+    """What is added is the call's own dk and dv before they are rounded, in tensors of any strides; rows of no sequence
+    stay."""
+    features = dict(features)
+    call = Call(device, is_packed, heads, head_dims, extra_rows=5 if is_packed else 0)
+    slopes = torch.rand(heads[0], device=device) * 0.02 if features.pop("slopes", False) else None
+    out, lse, *_ = call.forward(slopes, **features)
+    _, *rounded = call.backward(out, lse, slopes, **features)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    sums = [torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=dtype, device=device) for x in (call.k, call.v)]
+    sums = [x[..., : x.shape[-1] // 2] for x in sums]
+    grads = call.backward(out, lse, slopes, grads=(None, *sums), accumulate_dkv=True, **features)
+    first = [x.clone() for x in sums]
+    for ours, given, theirs in zip(grads[1:], sums, rounded):
+        assert ours.data_ptr() == given.data_ptr() and ours.dtype == dtype
+        tolerance = 2**-8 * theirs.abs().max().item()  # a probability may be rounded the other way
+        torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=2**-7, atol=tolerance)
+        if device == "cuda":
+            assert not torch.equal(ours, ours.to(theirs.dtype).float())  # more digits than bfloat16 has
+    call.backward(out, lse, slopes, grads=(None, *sums), accumulate_dkv=True, **features)
+    for twice, once in zip(sums, first):
+        assert torch.equal(twice, 2 * once)
+    if is_packed:
+        for given in sums:
+            given[-5:] = 7.0
+        call.backward(out, lse, slopes, grads=(None, *sums), accumulate_dkv=True, **features)
+        assert all((given[-5:] == 7.0).all() for given in sums)
+
+
+def test_sums_into_views_that_kernels_cannot_write(device):
+    """Rows that begin off the 16 bytes of a vector."""
+    call = Call(device, True, (2, 2), (64, 64))
+    out, lse, *_ = call.forward()
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    aligned = [torch.ones(x.shape, dtype=dtype, device=device) for x in (call.k, call.v)]
+    offset = [torch.ones((*x.shape[:-1], 65), dtype=dtype, device=device)[..., 1:] for x in (call.k, call.v)]
+    for sums in (aligned, offset):
+        call.backward(out, lse, grads=(None, *sums), accumulate_dkv=True)
+    for a, b in zip(aligned, offset):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(a, torch.ones_like(a))
+
+
+BAD = [
+    ({"accumulate_dkv": True}, (None, None, None), "dk: expected a tensor with accumulate_dkv"),
+    ({"accumulate_dkv": True}, (None, torch.float16, torch.float16), "dk: expected"),
+    ({"origins": (2, 4)}, (None, None, None), r"origins: expected shape \[3, 4\]"),
+    ({"origins": "int32"}, (None, None, None), "origins: expected"),
+]
+
+
+@pytest.mark.parametrize("named, grads, message", BAD, ids=["none", "dtype", "shape", "origins"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_bad_sums_and_origins(device, is_packed, named, grads, message):
+    call = Call(device, is_packed, (2, 2), (64, 64))
+    out, lse, *_ = call.forward()
+    named = dict(named)
+    if "origins" in named:
+        named["origins"] = call.origins.int() if named["origins"] == "int32" else call.origins[:2]
+    grads = [None if x is None else torch.zeros(call.k.shape, dtype=x, device=device) for x in grads]
+    with pytest.raises(RuntimeError, match=message):
+        call.backward(out, lse, grads=grads, **named)
+
+
+def test_a_cache_has_no_origins(device):
+    q = torch.randn(1, 1, 2, 64, dtype=half(device), device=device)
+    cache = torch.randn(1, 64, 2, 64, dtype=half(device), device=device)
+    origins = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match="origins: expected None over a KV cache"):
+        backends.of(q).fwd_kvcache(
+            q, cache, cache, *(None,) * 10, 1.0, False, -1, -1, 0.0, False, 0, origins=origins
+        )  # fmt: skip
