@@ -210,4 +210,8 @@ def write_docs():
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return PAGE, Path("README.md"), theory_page.write_page(ROOT), triton_ladder_page.write_page(ROOT)
+    for module in PAGES:
+        path = ROOT / module.PAGE
+        text = module.page(path.read_text(encoding="utf-8"), scores.stored(ROOT / module.RESULT))
+        path.write_text(text, encoding="utf-8")
+    return PAGE, Path("README.md"), *(module.PAGE for module in PAGES)

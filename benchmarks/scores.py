@@ -16,6 +16,11 @@ def load(path):
     return json.loads(Path(path).read_text())
 
 
+def stored(path):
+    """The result at `path`, or None before there is one."""
+    return load(path) if path.is_file() else None
+
+
 def modes(result):
     return list(dict.fromkeys(row["mode"] for row in result["rows"]))
 
@@ -83,11 +88,17 @@ def score_lines(result, group="cells"):
 
 def measured_commit(result):
     """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
-    built = result["build"].get("commit") or "unknown"
+    built = result.get("build", {}).get("commit") or "unknown"
     commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
     if commit == "unknown":
         commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
     return commit[:12] + ("+changes" if changed else "")
+
+
+def run_line(result):
+    """Device, commit and versions of a result of the laboratory's own kernels."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['device']['name']}, commit {measured_commit(result)}; {versions}."
 
 
 def environment_line(result):

@@ -217,7 +217,7 @@ def test_the_page_is_what_the_result_says():
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("a source distribution has no results")
     text = (ROOT / page.PAGE).read_text(encoding="utf-8")
-    assert page.page(text, page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
+    assert page.page(text, scores.stored(ROOT / page.RESULT)) == text, "python benchmarks/report.py --docs"
 
 
 def test_a_place_for_the_result_is_asked_for(capsys):
