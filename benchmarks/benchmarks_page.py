@@ -8,11 +8,16 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import ablate_report
+import retrospective_page
+import scores
+import sweep_report
 import theory_page
 import triton_ladder_page
 from markdown_tables import (
     decode_table,
     figures_block,
+    grid_tables,
     loss_table,
     rewritten,
     row_table,
@@ -20,11 +25,15 @@ from markdown_tables import (
     speed_block,
     steps_block,
 )
+from plots import figures, plot_name
 from scores import OURS, environment_line, load, modes, overhead_lines, ratios, score_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks", "results")
 PAGE = Path("docs", "benchmarks.md")
+GRID = "h200_grid"
+BEFORE_GRID = "h200_train"  # what the figures are read from until there is a grid
+PAGES = (theory_page, triton_ladder_page, ablate_report, sweep_report)  # each with a block from one result
 JOIN_UNNAMED = (*OURS, "sdpa_flash_deterministic")  # measured without being named as a peer
 COLUMNS = 118
 
@@ -49,6 +58,12 @@ TRAINING = """\
 A character-level GPT (`examples/train_char_lm.py`) trained with each attention from one seed on the same batches. The
 other rows evaluate plain attention in another order or precision: their differences to it are the noise of the dtype.
 """
+EVERYONE = """\
+Naive attention, our Triton comparator, SDPA's backends, FlexAttention and this package take turns on the same rows, in
+one run: the cells, of 16384 tokens and heads · head dim = 2048, and a grid of batch 4 and 8 heads, whose short
+sequences are little work. Where a peer is not measured, its curve ends: a cross says that memory did. FlexAttention is
+compiled anew for every shape, so that it is measured at a few lengths.
+"""
 STEPS = """\
 Forward, backward and AdamW under autocast to bfloat16, the ways in turns step by step, the median (docs/sdpa.md says
 what the two ways are). In PyTorch's choice most of these calls are cuDNN's.
@@ -67,7 +82,6 @@ class Section:
 
 
 SECTIONS = (
-    Section("Forward, head dims 64, 128 and 256", "h200_fwd"),
     Section(
         "Forward with features, of packed sequences and of small problems",
         "h200_fwd_other",
@@ -179,13 +193,38 @@ def sdpa_lines():
     return [*lines, "", *wrapped(f"From `{RESULTS / name}.json`; reproduce with `{command}`.")]
 
 
+def grid_name():
+    """The result that the figures of forward and backward are from."""
+    return GRID if (ROOT / RESULTS / f"{GRID}.json").is_file() else BEFORE_GRID
+
+
+def forward_backward_block():
+    name = grid_name()
+    command = "python benchmarks/lab.py grid" if name == GRID else None
+    return figures_block(stored(name), RESULTS / f"{name}.json", command)
+
+
+def grid_lines():
+    """Both grids with every implementation."""
+    lines = ["", "## Every implementation", "", *wrapped(EVERYONE), ""]
+    if grid_name() != GRID:
+        return [*lines, "Not measured yet: `python benchmarks/lab.py grid` does."]
+    result = stored(GRID)
+    lines += [*source_lines(result, GRID), "", *score_table(result, ["cells", "b4h8"])]
+    for title, group, grid in (("16384 tokens", "cells", ""), ("Batch 4, 8 heads", "b4h8", "b4h8")):
+        lines += ["", f"### {title}", *grid_tables(result, group), ""]
+        plots = [plot_name(*figure) for figure in figures(result) if figure[0] == grid]
+        lines += [plot_line(f"{GRID}/{name}") for name in plots]
+    return lines
+
+
 def page():
     """The text of docs/benchmarks.md."""
-    name = "h200_train"
     lines = ["# Benchmarks", "", *wrapped(INTRODUCTION), "", "## Method", "", *method(), "", *wrapped(COMPARING)]
-    lines += ["", "## Forward and backward", "", *figures_block(stored(name), RESULTS / f"{name}.json")]
-    lines += ["", *score_table(stored(name), ["gqa"])]
-    lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    lines += ["", "## Forward and backward", "", *forward_backward_block(), "", *score_table(stored(grid_name()), ["gqa"])]
+    if grid_name() != GRID:
+        lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    lines += grid_lines()
     for section in SECTIONS:
         lines += section_lines(section)
     return "\n".join([*lines, *decoding_lines(), *training_lines(), *sdpa_lines()]) + "\n"
@@ -193,9 +232,9 @@ def page():
 
 def readme(text):
     """README.md's `text` with its blocks of figures, those that it has, written anew."""
-    trained = stored("h200_train")
+    trained = stored(grid_name())
     blocks = {
-        "figures": figures_block(trained, RESULTS / "h200_train.json"),
+        "figures": forward_backward_block(),
         "steps": steps_block(stored("h100_sdpa_step")),
         "speed": speed_block(trained, stored("h200_fwd_other"), stored("h200_decode"), stored("h200_decode_fa3")),
     }
@@ -206,7 +245,7 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page, the README's blocks, those of docs/theory.md and docs/tuning/triton.md; returns their paths."""
+    """Write the page, the README's blocks and those of the other pages; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -214,4 +253,6 @@ def write_docs():
         path = ROOT / module.PAGE
         text = module.page(path.read_text(encoding="utf-8"), scores.stored(ROOT / module.RESULT))
         path.write_text(text, encoding="utf-8")
-    return PAGE, Path("README.md"), *(module.PAGE for module in PAGES)
+    path = ROOT / retrospective_page.PAGE
+    path.write_text(retrospective_page.page(path.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
+    return PAGE, Path("README.md"), *(module.PAGE for module in PAGES), retrospective_page.PAGE

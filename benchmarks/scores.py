@@ -10,6 +10,7 @@ from statistics import geometric_mean
 PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
 DETERMINISTIC = "ours_deterministic"
 OURS = ("ours", DETERMINISTIC, PLAIN)
+OUT_OF_MEMORY = "out of memory"  # the note of a row
 
 
 def load(path):
