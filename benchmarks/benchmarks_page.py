@@ -23,7 +23,7 @@ from markdown_tables import (
     steps_block,
     wrapped,
 )
-from scores import OURS, environment_line, load, modes, overhead_lines, ratios, score_line
+from scores import OURS, environment_line, load, load_stored, modes, overhead_lines, ratios, score_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks", "results")
@@ -206,4 +206,12 @@ def write_docs():
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
     others = (theory_page, triton_ladder_page, cp_page, fp8_page)
-    return PAGE, Path("README.md"), *(other.write_page(ROOT) for other in others)
+    return PAGE, Path("README.md"), *map(write_blocks, others)
+
+
+def write_blocks(other):
+    """Writes the blocks of a module's page anew; returns the page's path."""
+    path = ROOT / other.PAGE
+    text = other.page(path.read_text(encoding="utf-8"), load_stored(ROOT / other.RESULT))
+    path.write_text(text, encoding="utf-8")
+    return other.PAGE

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from cp_model import METHODS
 from markdown_tables import markdown_table, rewritten, wrapped
-from scores import load
 
 PAGE = Path("docs", "context_parallel.md")
 RESULT = Path("benchmarks", "results", "h100x2_context_parallel.json")
@@ -138,19 +137,6 @@ def block(result):
     return lines
 
 
-def stored(root):
-    """The stored measurement, or None before there is one."""
-    path = root / RESULT
-    return load(path) if path.is_file() else None
-
-
 def page(text, result):
     """docs/context_parallel.md's `text` with its block written anew."""
     return rewritten(text, BLOCK, block(result))
-
-
-def write_page(root):
-    """Writes the block; returns the page's path."""
-    path = root / PAGE
-    path.write_text(page(path.read_text(encoding="utf-8"), stored(root)), encoding="utf-8")
-    return PAGE

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from markdown_tables import markdown_table, rewritten, wrapped
-from scores import environment_line, load, score_line
+from scores import environment_line, score_line
 
 PAGE = Path("docs", "fp8.md")
 RESULT = Path("benchmarks", "results", "h100_fp8_forward.json")
@@ -104,19 +104,6 @@ def block(result):
     return [*lines, "", *wrapped(f"{environment_line(result)}.")]
 
 
-def stored(root):
-    """The stored measurement, or None before there is one."""
-    path = root / RESULT
-    return load(path) if path.is_file() else None
-
-
 def page(text, result):
     """docs/fp8.md's `text` with its block written anew."""
     return rewritten(text, BLOCK, block(result))
-
-
-def write_page(root):
-    """Writes the block; returns the page's path."""
-    path = root / PAGE
-    path.write_text(page(path.read_text(encoding="utf-8"), stored(root)), encoding="utf-8")
-    return PAGE

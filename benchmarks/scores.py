@@ -16,6 +16,11 @@ def load(path):
     return json.loads(Path(path).read_text())
 
 
+def load_stored(path):
+    """The result in a file, or None before there is one."""
+    return load(path) if path.is_file() else None
+
+
 def modes(result):
     return list(dict.fromkeys(row["mode"] for row in result["rows"]))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import theory_model as model
 from markdown_tables import markdown_table, rewritten
-from scores import load, measured_commit, significant
+from scores import measured_commit, significant
 
 PAGE = Path("docs", "theory.md")
 RESULT = Path("benchmarks", "results", "h200_theory.json")
@@ -117,12 +117,6 @@ def memory_block(machine, result):
     return [*markdown_table(header, rows), "", told]
 
 
-def stored(root):
-    """The stored measurement, or None before there is one."""
-    path = root / RESULT
-    return load(path) if path.is_file() else None
-
-
 def page(text, result):
     """docs/theory.md's `text` with its blocks written anew."""
     machine = model.MACHINES[MACHINE]
@@ -134,13 +128,6 @@ def page(text, result):
     for name, block in blocks.items():
         text = rewritten(text, name, block)
     return text
-
-
-def write_page(root):
-    """Writes the blocks; returns the page's path."""
-    path = root / PAGE
-    path.write_text(page(path.read_text(encoding="utf-8"), stored(root)), encoding="utf-8")
-    return PAGE
 
 
 def draw(path, machine, result):

@@ -7,7 +7,7 @@ from statistics import geometric_mean
 
 from markdown_tables import markdown_table, rewritten
 from plots import curves, draw_panel
-from scores import environment_line, load, ratios, score_line, significant
+from scores import environment_line, ratios, score_line, significant
 from triton_variants import MODES, RUNGS
 
 PAGE = Path("docs", "tuning", "triton.md")
@@ -144,21 +144,8 @@ def block(result):
     return [*lines, "", TILES_TOLD, "", told, "", *measured_lines(result), "", plot]
 
 
-def stored(root):
-    """The stored result, or None before there is one."""
-    path = root / RESULT
-    return load(path) if path.is_file() else None
-
-
 def page(text, result):
     return rewritten(text, BLOCK, block(result))
-
-
-def write_page(root):
-    """Writes the block; returns the page's path."""
-    path = root / PAGE
-    path.write_text(page(path.read_text(encoding="utf-8"), stored(root)), encoding="utf-8")
-    return PAGE
 
 
 def draw(path, result):

@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import context_parallel
 import cp_model
 import cp_page
+from scores import load_stored
 
 MACHINE, SHAPE = cp_model.Machine(), cp_model.Shape()
 
@@ -127,4 +128,4 @@ def test_document_has_what_was_measured():
     assert cp_page.NOTHING in cp_page.page(text, None)
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("a source distribution has no results")
-    assert cp_page.page(text, cp_page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
+    assert cp_page.page(text, load_stored(ROOT / cp_page.RESULT)) == text, "python benchmarks/report.py --docs"

@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import theory
 import theory_model as model
 import theory_page
+from scores import load_stored
 
 H200 = model.MACHINES["h200"]
 VIEWS = ("transpose", "expand", "view", "_unsafe_view", "device")
@@ -124,7 +125,7 @@ def test_the_page_is_what_model_and_measurement_say():
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("a source distribution has no results")
     text = path.read_text(encoding="utf-8")
-    assert theory_page.page(text, theory_page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
+    assert theory_page.page(text, load_stored(ROOT / theory_page.RESULT)) == text, "python benchmarks/report.py --docs"
 
 
 def test_the_plot_is_drawn(tmp_path):

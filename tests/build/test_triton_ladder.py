@@ -23,6 +23,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import triton_ladder
 import triton_ladder_page as page
+from scores import load_stored
 from triton_variants import MODES, RUNGS, SPECIALIZED_TILES, Tile, Variant
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -217,7 +218,7 @@ def test_the_page_is_what_the_result_says():
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("a source distribution has no results")
     text = (ROOT / page.PAGE).read_text(encoding="utf-8")
-    assert page.page(text, page.stored(ROOT)) == text, "python benchmarks/report.py --docs"
+    assert page.page(text, load_stored(ROOT / page.RESULT)) == text, "python benchmarks/report.py --docs"
 
 
 def test_a_place_for_the_result_is_asked_for(capsys):

@@ -130,6 +130,20 @@ flash::plan::FwdProblem forward_of(const DecodeProblem& problem) {
   return forward;
 }
 
+// Each of these alone keeps many rows of head dim 128 with the decode kernels: stays(name) checks it.
+template <class Stays>
+void check_options_that_stay(DecodeProblem& problem, const Stays& stays) {
+  problem.num_splits = 2;
+  stays("given splits");
+  problem.num_splits = 0;
+  problem.batch_invariant = true;
+  stays("batch invariant");
+  problem.batch_invariant = false;
+  problem.head_dim = 100;
+  stays("head dim");
+  problem.head_dim = 128;
+}
+
 // Many query rows: which kernels take them.
 void check_chunks() {
   DecodeProblem problem{1, 2048, 32, 8, 128, 16384};
@@ -154,15 +168,7 @@ void check_chunks() {
   problem.options.forward.reset();
   stays("tensors that it cannot read");
   problem.options.forward = forward_of(problem);
-  problem.num_splits = 2;
-  stays("given splits");
-  problem.num_splits = 0;
-  problem.batch_invariant = true;
-  stays("batch invariant");
-  problem.batch_invariant = false;
-  problem.head_dim = 100;
-  stays("head dim");
-  problem.head_dim = 128;
+  check_options_that_stay(problem, stays);
   problem.seqlen_q = 4;
   stays("16 packed rows");
 }
@@ -231,15 +237,7 @@ void check_dequantized() {
   problem.batch = 32;
   check::that(plan_of(kH200).dequantized_bytes == flash::plan::kMaxGatheredBytes, "2 GiB");
   problem.batch = 1;
-  problem.num_splits = 2;
-  stays("given splits");
-  problem.num_splits = 0;
-  problem.batch_invariant = true;
-  stays("batch invariant");
-  problem.batch_invariant = false;
-  problem.head_dim = 100;
-  stays("head dim");
-  problem.head_dim = 128;
+  check_options_that_stay(problem, stays);
   problem.options.forced_family = "split_kv";
   stays("forced");
 }
