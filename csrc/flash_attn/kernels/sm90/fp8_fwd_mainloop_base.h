@@ -9,7 +9,6 @@
 #include "kernels/sm90/fp8_fwd_softmax.h"
 #include "kernels/sm90/fwd_storage.h"
 #include "kernels/sm90/gemm.h"
-#include "kernels/tma/mbarrier_test.h"
 
 namespace flash {
 namespace sm90 {
@@ -56,7 +55,7 @@ struct Fp8FwdMainloopBase {
   // Of the stage after that of `state`: asked ahead, so that the answer is there when it is needed.
   __device__ __forceinline__ static bool next_is_full(const Barrier* full, KvState state) {
     state.advance();
-    return tma::is_complete(full[state.stage], state.phase);
+    return full[state.stage].is_complete(state.phase);
   }
 
   // S = Q K^T of step `step` of the block at k_state: issued, not waited for.
