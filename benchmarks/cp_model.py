@@ -13,20 +13,20 @@ from dataclasses import dataclass
 MULTIPROCESSORS = 132
 TILE_ROWS = 128
 LAUNCH_SECONDS = 5e-6
-MESSAGE_SECONDS = 8e-6
 MEMORY_BANDWIDTH = 4.0e12
 COMBINE_BYTES = 18  # read and written for each element of out by `PartialSums.add`
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates in FLOP/s, bytes/s; seconds of a tile."""
+    """Rates in FLOP/s, bytes/s; seconds of a tile and of a message."""
 
     forward: float = 790e12
     backward: float = 660e12
     forward_tile: float = 2.4e-6
     backward_tile: float = 10e-6
     link: float = 330e9
+    message: float = 8e-6
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ def one_gpu_seconds(machine: Machine, shape: Shape, pairs: float, tokens: int, b
 
 def _all_gather(machine, shape, pairs, tokens, ranks, received, backward):
     """Transfer, then compute; in the backward the gradients' way back after it."""
-    moved = shape.key_bytes * received / machine.link + MESSAGE_SECONDS
+    moved = shape.key_bytes * received / machine.link + machine.message
     rows = tokens / ranks
     calls = 2 if backward else 1  # the backward has one call for each of a rank's two chunks
     keys = tokens / 2 if backward else rows
     compute = calls * kernel_seconds(machine, shape, pairs / ranks / calls, keys, backward)
     if not backward:
         return moved + compute
-    returned = 2 * shape.key_bytes * received / machine.link + (ranks - 1) * MESSAGE_SECONDS
+    returned = 2 * shape.key_bytes * received / machine.link + (ranks - 1) * machine.message
     return moved + compute + returned + 2 * shape.key_bytes * (received + rows) * 2 / MEMORY_BANDWIDTH
 
 
 def _ring(machine, shape, pairs, tokens, ranks, received, backward):
     """Each step hides the next one's transfer; results are combined by passes over float32."""
     rows, per_step = tokens / ranks, received / max(1, ranks - 1)
-    transfer = shape.key_bytes * per_step / machine.link + MESSAGE_SECONDS
+    transfer = shape.key_bytes * per_step / machine.link + machine.message
     if backward:
         transfer *= 3  # the last step's gradients beside the next one's keys
     own_pairs = pairs / ranks / ranks
@@ -95,7 +95,7 @@ def _ulysses(machine, shape, pairs, tokens, ranks, received, backward):
     own = Shape(max(1, shape.heads // ranks), max(1, shape.heads_k // ranks), shape.head_dim)
     compute = kernel_seconds(machine, own, pairs, tokens, backward)
     moved = (2 * shape.query_bytes + shape.key_bytes) * tokens / ranks * (ranks - 1) / ranks
-    return compute + moved / machine.link + 2 * MESSAGE_SECONDS + 4 * moved / MEMORY_BANDWIDTH
+    return compute + moved / machine.link + 2 * machine.message + 4 * moved / MEMORY_BANDWIDTH
 
 
 METHODS = {"all_gather": _all_gather, "ring": _ring, "ulysses": _ulysses}

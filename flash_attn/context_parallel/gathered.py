@@ -78,7 +78,7 @@ class _Fetched:
         step = tables.step
         self._buffers, self._pending = tensors, None
         if not step.is_local:
-            self._buffers = [x.new_empty((batch * step.key_rows, *x.shape[1:])) for x in tensors]
+            self._buffers = [plan.transport.buffer(x, (batch * step.key_rows, *x.shape[1:])) for x in tensors]
         sends = [(m.peer, x) for m in step.sends for x in _rows(tensors, batch, m.start, m.stop)]
         receives = [(m.peer, x) for m in step.receives for x in _rows(self._buffers, batch, m.start, m.stop)]
         if sends or receives:

@@ -67,7 +67,7 @@ class _AllToAll:
         a, b = heads[rank]
         for source, count in enumerate(self._counts):
             shape = (self._batch * count, b - a, x.shape[2])
-            parts.append(x[:, a:b] if source == rank else x.new_empty(shape))
+            parts.append(x[:, a:b] if source == rank else self._transport.buffer(x, shape))
         self._exchange([x[:, c:d].contiguous() for c, d in heads], parts)
         result = x.new_empty((self._batch, self._total, b - a, x.shape[2]))
         for spans, part in zip(self._spans, parts):
