@@ -83,7 +83,7 @@ class CpPlan:
             mesh: a DeviceMesh of one dimension. group: instead of it, a ProcessGroup or a rank of a LocalGroup.
                 Default: all ranks of torch.distributed.
             layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
-                "balanced" (the first of these, or of chunks shared out by their work, whose work is even).
+                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even).
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.

@@ -112,6 +112,21 @@ def test_loads_of_rounds_differ_by_one_chunk_at_most():
         assert max(loads) - min(loads) <= max(heaviest, 0.05 * sum(loads))
 
 
+def test_documents_that_share_out_evenly_stay_whole():
+    """Then nothing is sent; a long one is cut in a zigzag, the others still stay whole."""
+    lengths = (9000, 300, 4000, 3000, 8000, 500, 2000, 2500, 700, 4200, 1500, 300, 200, 600, 4000)
+    for longest, cut in ((), 0), ((60000,), 1):
+        cu = [0]
+        for length in (*lengths, *longest):
+            cu.append(cu[-1] + length)
+        spans = layout_spans("balanced", tuple(cu), 2, 128, (None, 0))
+        assert imbalance(spans, cu, (None, 0)) <= 1.05
+        counts = [sum(stop - start for start, stop in own) for own in spans]
+        assert max(counts) <= 1.05 * cu[-1] / 2 + 1
+        parts = [{r for r, own in enumerate(spans) for x, y in own if x < b and a < y} for a, b in zip(cu, cu[1:])]
+        assert sum(len(ranks) > 1 for ranks in parts) == cut
+
+
 def test_visible_pairs_and_keys():
     for layout, window in random_problems(60):
         cu = layout.cu
