@@ -8,7 +8,7 @@ from cases import Case
 from cp_harness import make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, gathered
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, moves
 from flash_attn.context_parallel.local_group import LocalRank
 from flash_attn.context_parallel.schedule import METHODS
 
@@ -189,16 +189,16 @@ def test_all_ranks_connect_before_some_exchange(monkeypatch):
 def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
     """Of buffers for the keys of other ranks; whatever the number of ranks."""
     alive, most = [weakref.WeakSet() for _ in range(ranks)], [0] * ranks
-    fetch = gathered._Fetched.__init__
+    fetch = moves.Fetched.__init__
 
-    def counted(self, plan, tables, batch, tensors):
-        fetch(self, plan, tables, batch, tensors)
-        if not tables.step.is_local:
+    def counted(self, plan, step, tensors):
+        fetch(self, plan, step, tensors)
+        if not step.is_local:
             for buffer in self._buffers:
                 alive[plan.rank].add(buffer.untyped_storage())
         most[plan.rank] = max(most[plan.rank], len(alive[plan.rank]))
 
-    monkeypatch.setattr(gathered._Fetched, "__init__", counted)
+    monkeypatch.setattr(moves.Fetched, "__init__", counted)
     problem, weights = self_attention(Case(1, 64, 64, 2, 2, 16, "bfloat16", causal=True), device)
     run_local(problem, weights, ranks, method="ring")
     assert max(most) == (2 if ranks == 2 else 4)  # a key and a value tensor each
