@@ -61,6 +61,7 @@ class CpPlan:
             error = raised
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
         self._tables: dict[tuple, tuple] = {}
+        self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
 
     @classmethod
     def dense(
