@@ -122,8 +122,8 @@ def result_sums(tables: PassTables, q: Tensor, v: Tensor, sinks, options: Option
     """What takes the results of a forward's calls: each row has one, or few, or many."""
     if tables.slots <= 1:
         return _WholeRows(tables, q, v, sinks, options)
-    if tables.slots <= _MOST_SLOTS and sinks is None:
-        return _Parts(tables, q, v, options)
+    if tables.slots <= _MOST_SLOTS and (sinks is None or tables.begins_whole):
+        return _Parts(tables, q, v, sinks, options)
     return PartialSums(q, v, sinks, options)
 
 
@@ -152,7 +152,8 @@ class _WholeRows:
 class _Parts:
     """out and LSE of rows of which each call saw some keys: kept in as many slots as overlap, then combined at once."""
 
-    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, options: Options):
+    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+        self._sinks = sinks  # one more key of every row: of the first call
         self._options, self._dtype, exact = options, q.dtype, sum_dtype(q.dtype)
         shape = (tables.slots, *q.shape[:2], v.shape[2])
         self._out = torch.empty(shape, dtype=_part_dtype(q), device=q.device)
@@ -161,7 +162,8 @@ class _Parts:
     def compute(self, call: PlacedCall, q, k, v) -> None:
         table = call.table
         own = _rows(self._out[call.slot], table.q0, table.q1)
-        _, lse = forward_call(table, q, k, v, self._options, is_partial=True, out=own)
+        _, lse = forward_call(table, q, k, v, self._options, self._sinks, is_partial=True, out=own)
+        self._sinks = None
         self._lse[call.slot, :, table.q0 : table.q1] = lse
 
     def result(self):

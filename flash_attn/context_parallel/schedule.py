@@ -13,6 +13,7 @@ from flash_attn.context_parallel.layouts import (
     Segment,
     Span,
     Window,
+    begin_at_multiples,
     intersection,
     joined,
     required_keys,
@@ -26,6 +27,7 @@ from flash_attn.dropout import MASK_COLUMNS
 METHODS = ("all_gather", "ring", "ulysses")
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # of a rank's, to be computed while keys are under way
+_WORTH_COMBINING = 0.5  # more tokens to come than this part of one's own take longer than combining two parts of out
 _MORE_CALLS = 2  # of a backward in two steps than in one
 
 
@@ -100,7 +102,8 @@ def steps(
     """all_gather: a step while keys are under way and one with all of them. ring: one step for each distance, one's own
     keys first.
 
-    In the forward of all_gather the first step has the rows that see no keys of other ranks, in the backward one's own
+    In the forward of all_gather the first step has the rows that see no keys of other ranks or, where there are none
+    and much is to come, one's own keys, whose results have to be combined with the others'; in the backward one's own
     keys where that costs few calls. divides_rows: whether rows of a call may be divided for the sake of that, which
     several entries of a batch make costly.
     exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it, whose keys begin at a
@@ -110,16 +113,18 @@ def steps(
     maker = _Maker(layout, rank, window, MASK_COLUMNS if exact_positions else 1)
     everyone = list(range(layout.ranks))
     own = list(segments(layout.spans[rank], layout.cu))
-    parts = _halves(own) if backward and divides_rows and maker.receives() else own
+    parts = _halves(own) if backward and divides_rows and maker.missing() else own
     if method == "ring":
         return tuple(maker.step([d], parts if d == 0 else own) for d in everyone)
-    if backward:
+    divides_keys = not exact_positions or begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS)
+    if backward and divides_keys:
         divided = maker.step([0], parts), maker.step(everyone[1:], own)
         together = maker.step([], ()), maker.step(everyone, own)
         calls = [sum(len(groups(step.pairs, True)) for step in found) for found in (divided, together)]
         return divided if calls[0] <= calls[1] + _MORE_CALLS else together
-    first = maker.alone(own) if divides_rows else 0
-    first, others = (own[:first], own[first:]) if first >= 0 else (own[first:], own[:first])
+    first, others = maker.alone(own) if divides_rows and not backward else ((), own)
+    if not first and not backward and divides_keys and maker.missing() > _WORTH_COMBINING * layout.tokens_of(rank):
+        return maker.step([0], own), maker.step(everyone[1:], own)
     return maker.step([0], first), maker.step(everyone, others)
 
 
@@ -147,26 +152,40 @@ class _Maker:
         """With keys from these distances, of the queries of some segments."""
         return _step(self, distances, queries)
 
-    def receives(self) -> bool:
-        return self._misses(self.required[self.rank])
+    def missing(self) -> int:
+        """How many tokens' keys come from other ranks."""
+        return self._missing(self.required[self.rank])
 
-    def alone(self, own: list[Segment]) -> int:
-        """How many of the first segments see no keys of other ranks; negative: of the last ones. 0 if they are few."""
-        if not self.receives():
-            return len(own)
-        is_alone = [not self._misses([visible_keys(s, self.layout.cu, self.window, self.multiple)]) for s in own]
-        first, last = is_alone.index(False), is_alone[::-1].index(False)
-        work = [visible_pairs(s.start, s.stop, self.layout.cu, self.window) for s in own]
-        ahead, behind = sum(work[:first]), sum(work[len(own) - last :])
+    def alone(self, own: list[Segment]):
+        """(the first segments that see no keys of other ranks, the others), or the last ones; none if they are few."""
+        if not self.missing():
+            return own, ()
+        cut = [part for segment in own for part in self._cut(segment)]
+        is_alone = [not self._missing([visible_keys(s, self.layout.cu, self.window, self.multiple)]) for s in cut]
+        first, last = is_alone.index(False), len(cut) - is_alone[::-1].index(False)
+        work = [visible_pairs(s.start, s.stop, self.layout.cu, self.window) for s in cut]
+        ahead, behind = sum(work[:first]), sum(work[last:])
         if max(ahead, behind) < _LEAST_WORK * sum(work):
-            return 0
-        return first if ahead >= behind else -last
+            return (), own
+        return (cut[:first], cut[first:]) if ahead >= behind else (cut[last:], cut[:last])
 
-    def _misses(self, spans) -> bool:
-        """Whether some of the tokens are on other ranks."""
-        spans = [span for span in spans if span[0] < span[1]]
+    def _cut(self, segment: Segment) -> list[Segment]:
+        """A segment without empty parts, divided where its rows see the first of one's own keys and the last."""
+        left, right = self.window
+        a, b = next(span for span in self.layout.spans[self.rank] if span[0] <= segment.start < span[1])
+        bounds = [segment.start, segment.stop]
+        bounds += [] if left is None else [a + left + self.multiple - 1]
+        bounds += [] if right is None else [b - right]
+        bounds = sorted({min(max(bound, segment.start), segment.stop) for bound in bounds})
+        return [
+            segment._replace(row=segment.row + start - segment.start, start=start, stop=stop)
+            for start, stop in zip(bounds, bounds[1:])
+        ]
+
+    def _missing(self, spans) -> int:
+        """How many of the tokens are on other ranks."""
         held = intersection(spans, self.layout.spans[self.rank])
-        return sum(b - a for a, b in held) < sum(b - a for a, b in spans)
+        return sum(b - a for a, b in spans) - sum(b - a for a, b in held)
 
 
 def _step(maker: _Maker, distances, queries) -> Step:

@@ -74,13 +74,14 @@ class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not.
+    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row.
     """
 
     steps: tuple[StepTables, ...]
     late: tuple[PlacedCall, ...]
     slots: int
     depth: int
+    begins_whole: bool
 
 
 def pass_tables(steps: tuple[Step, ...], backward: bool, own_rows: int, batch: int, device) -> PassTables:
@@ -94,6 +95,7 @@ def pass_tables(steps: tuple[Step, ...], backward: bool, own_rows: int, batch: i
         tuple(_step_tables(step, calls, own_rows, batch) for step, calls in zip(steps, made)), late,
         max((call.slot + 1 for calls in (*made, late) for call in calls), default=0),
         _depth([(pair.q0, pair.q1) for calls in found for pairs, _ in calls for pair in pairs]),
+        sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows,
     )  # fmt: skip
 
 

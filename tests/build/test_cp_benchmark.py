@@ -51,7 +51,7 @@ def test_dry_run(tmp_path):
     for row in measured.values():
         assert row["error"] < 1e-5  # of the results, against one rank
         for mode in ("forward", "both"):
-            assert row[mode]["per_gpu"] > 0 and 0 < row[mode]["predicted"] <= 1.01
+            assert row[mode]["rounds"] == 2 and row[mode]["per_gpu"] > 0 and 0 < row[mode]["predicted"] <= 1.01
     refused = {row["name"] for row in result["rows"] if "forward" not in row}
     assert "torch_context_parallel" in refused
     assert picture.is_file() or "--plot" not in command
@@ -93,7 +93,7 @@ def measured():
 
     def row(problem, tokens, name, forward, both):
         modes = {"forward": forward, "both": both}
-        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x} for mode, x in modes.items()}
+        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x, "rounds": 5} for mode, x in modes.items()}
         return {"problem": problem, "tokens": tokens, "name": name, "error": None, **speeds}
 
     absent = [{"problem": "causal", "tokens": 8192, "name": "absent", "error": f"{x}Error: no"} for x in ("Type", "OS")]
@@ -120,6 +120,7 @@ def test_the_table_shows_where_a_peer_is_faster():
     where = "faster than the best of our methods in"
     assert f"Forward: a peer is {where} 1 of 2 rows with peers: causal 8k (`peer` 45.0, `all_gather` 40.0)." in text
     assert f"Forward and backward: a peer is {where} 0 of 2 rows with peers." in text
+    assert "12 times of methods and peers in 3 problems, each the median of 5 rounds; the slowest rank's." in text
     assert "4 × NVIDIA X, driver 1.2, torch 2.0, commit 0123456789ab+changes." in text
     assert "1 MiB at a time: 20 GB/s by messages of the group." in text
     assert "Ran nowhere: `absent` (TypeError: no; OSError: no)." in text and "for time: window 8k." in text

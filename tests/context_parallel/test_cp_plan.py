@@ -199,14 +199,15 @@ def test_every_visible_pair_is_computed_once(method, exact_positions, backward, 
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method):
+@pytest.mark.parametrize("backward", [False, True])
+def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method, backward):
     """Of all_gather always, of the ring where the chunks of ranks do."""
     checked = 0
     for layout, window in random_problems(200):
         if method == "ring" and not begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS):
             continue
         for rank in range(layout.ranks):
-            pairs = [pair for step in steps(layout, rank, method, window, True) for pair in step.pairs]
+            pairs = [pair for step in steps(layout, rank, method, window, True, backward) for pair in step.pairs]
             assert all(pair.col % MASK_COLUMNS == 0 for pair in pairs)
             checked += len(pairs)
     assert checked > 0
@@ -297,6 +298,9 @@ def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way():
     assert [(step.is_local, len(step.pairs)) for step in first] == [(True, 1), (False, 1)]
     assert (first[0].pairs[0].q1, first[1].pairs[0].q0) == (1024, 1024)
     assert [(step.is_local, len(step.pairs)) for step in second] == [(True, 0), (False, 1)]
+    windowed = Layout(layout_spans("contiguous", (0, 4096), 2, 128, (256, 0)), (0, 4096))
+    own, others = steps(windowed, 1, "all_gather", (256, 0), False)
+    assert [(pair.q0, pair.q1) for pair in (*own.pairs, *others.pairs)] == [(256, 2048), (0, 256)]
     for rank in range(2):
         found = steps(layout, rank, "all_gather", (None, 0), False, backward=True)
         tables = pass_tables(found, True, 2048, 1, torch.device("cpu"))
