@@ -125,9 +125,12 @@ def nan_output(q, v, given=None):
     return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
-def nan_gradients(tensors, given):
-    """What is given, else a tensor full of NaN for the gradient of each of the tensors."""
-    return [x.new_full(x.shape, float("nan")) if gradient is None else gradient for x, gradient in zip(tensors, given)]
+def nan_gradients(tensors, given, accumulates):
+    """Tensors full of NaN for the gradients, those that are given too, except dk and dv to which a call adds."""
+    gradients = [torch.empty_like(x) if gradient is None else gradient for x, gradient in zip(tensors, given)]
+    for gradient in gradients[: 1 if accumulates else 3]:
+        gradient.fill_(float("nan"))
+    return gradients
 
 
 def with_nan_out(given, index=12):
@@ -147,9 +150,10 @@ class NanOutputs:
         if name in ("fwd", "varlen_fwd"):
             return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v, out), *rest, **named)
         if name in ("bwd", "varlen_bwd"):
-            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
-                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest, **named
-            )
+            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, accumulate_dkv=False, **named: function(
+                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv), accumulate_dkv), *rest,
+                accumulate_dkv=accumulate_dkv, **named,
+            )  # fmt: skip
         if name == "fwd_kvcache":
             return lambda *given, **named: function(*with_nan_out(given), **named)
         return function

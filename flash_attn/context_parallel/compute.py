@@ -113,9 +113,12 @@ def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Opti
     return dq, dk, dv
 
 
-def new_sums(x: Tensor) -> Tensor:
-    """Zeros like x in the dtype of sums."""
-    return torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device)
+def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros like both in the dtype of sums."""
+    dtype = sum_dtype(k.dtype)
+    if k.shape == v.shape:
+        return torch.zeros((2, *k.shape), dtype=dtype, device=k.device).unbind(0)
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
 
 
 def result_sums(tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):

@@ -31,7 +31,7 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
     if only is not None:
         grads = backward_call(only.table, dout, q, k, v, out, lse, dlse, options)
         return [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))]
-    dq, dk, dv = QuerySums(tables, q), new_sums(k), new_sums(v)
+    dq, (dk, dv) = QuerySums(tables, q), new_sums(k, v)
 
     def compute(call, step_k, step_v, grads):
         given = (dout, q, step_k, step_v, out, lse, dlse, options)
@@ -39,7 +39,7 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
 
     returning = None
     for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
-        grads = (dk, dv) if step.is_local else (new_sums(step_k), new_sums(step_v))
+        grads = (dk, dv) if step.is_local else new_sums(step_k, step_v)
         for call in step.calls:
             compute(call, step_k, step_v, grads)
         del step_k, step_v
