@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cp_page
+import cp_virtual_page
 import fp8_page
 import theory_page
 import triton_ladder_page
@@ -205,7 +206,7 @@ def write_docs():
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    others = (theory_page, triton_ladder_page, cp_page, fp8_page)
+    others = (theory_page, triton_ladder_page, cp_page, cp_virtual_page, fp8_page)
     return PAGE, Path("README.md"), *map(write_blocks, others)
 
 

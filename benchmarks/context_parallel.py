@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -39,6 +40,7 @@ PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
 METHODS = ("all_gather", "ring", "ulysses")
 BANDWIDTH_BYTES = 256 << 20
 MOST_SECONDS = 6.0  # of a row's rounds
+HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"  # "1": messages need not wait for the end of a kernel that fills the GPU
 
 
 def parse(arguments=None):
@@ -147,17 +149,18 @@ class Ranks:
         return self.largest(begin.elapsed_time(end) / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """Medians over rounds in which each is called once, in turns."""
+        """{name: (median, rounds)}: in each round each is called once, the first one after the other."""
         first = {}
         for name, call in implementations.items():
             call()  # warm-up: communicators, index tensors
             first[name] = self.time(call)
         rounds = max(2, min(self.rounds, int(MOST_SECONDS / max(1e-6, sum(first.values())))))
-        times = {name: [] for name in implementations}
-        for _ in range(rounds):
-            for name, call in implementations.items():
-                times[name].append(self.time(call))
-        return {name: statistics.median(values) for name, values in times.items()}
+        times, names = {name: [] for name in implementations}, list(implementations)
+        for index in range(rounds):
+            shift = index % len(names)  # the one after a long call finds a hot GPU: not always the same one
+            for name in names[shift:] + names[:shift]:
+                times[name].append(self.time(implementations[name]))
+        return {name: (statistics.median(values), rounds) for name, values in times.items()}
 
 
 def measure_row(kind: str, tokens: int, options, ranks: Ranks):
@@ -205,9 +208,9 @@ def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dic
         return row
     pairs = visible_pairs(problem)
     for mode, factor in (("forward", 1.0), ("both", 3.5)):
-        ours, alone = seconds[mode][name], seconds[mode]["one_gpu"]
+        (ours, rounds), (alone, _) = seconds[mode][name], seconds[mode]["one_gpu"]
         row[mode] = {
-            "seconds": ours, "one_gpu_seconds": alone, "per_gpu": alone / ranks / ours,
+            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "per_gpu": alone / ranks / ours,
             "tflops_per_gpu": problem.shape.operations(pairs, False) * factor / ranks / ours / 1e12,
         }  # fmt: skip
         if plan is not None:
@@ -248,7 +251,7 @@ def bandwidths(options, ranks: Ranks) -> dict:
 
     result = {"bytes": count}
     if ranks.size > 1:
-        result["messages"] = count / ranks.medians({"x": messages})["x"] / 1e9
+        result["messages"] = count / ranks.medians({"x": messages})["x"][0] / 1e9
     if ranks.device.type != "cuda" or ranks.size == 1:
         return result
     kernels = _long_attention(options, ranks.device)
@@ -274,8 +277,8 @@ def bandwidths(options, ranks: Ranks) -> dict:
         torch.cuda.synchronize()
         return ranks.largest(marks[2].elapsed_time(marks[3]) / 8000), ranks.largest(marks[0].elapsed_time(marks[1]))
 
-    result["copy_engine"] = count / ranks.medians({"x": copies})["x"] / 1e9
-    idle = ranks.medians({"x": kernels})["x"] * 1000
+    result["copy_engine"] = count / ranks.medians({"x": copies})["x"][0] / 1e9
+    idle = ranks.medians({"x": kernels})["x"][0] * 1000
     for name, transfer in (("messages", messages), ("copy_engine", copies)):
         under(transfer)
         seconds, milliseconds = under(transfer)
@@ -309,6 +312,7 @@ def _measure(rank: int, options, store: str):
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
+    os.environ.setdefault(HIGH_PRIORITY, "1")
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     ranks, started = Ranks(device, options.rounds), time.monotonic()
@@ -336,7 +340,7 @@ def surroundings(options, device) -> dict:
     commit, dirty = git_state()
     return {
         "kind": "context_parallel", "ranks": options.ranks, "device": describe_device(device), "commit": commit,
-        "dirty": dirty, "torch": torch.__version__,
+        "dirty": dirty, "torch": torch.__version__, "nccl_high_priority": os.environ.get(HIGH_PRIORITY),
     }  # fmt: skip
 
 

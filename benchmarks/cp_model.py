@@ -13,20 +13,23 @@ from dataclasses import dataclass
 MULTIPROCESSORS = 132
 TILE_ROWS = 128
 LAUNCH_SECONDS = 5e-6
-MESSAGE_SECONDS = 8e-6
 MEMORY_BANDWIDTH = 4.0e12
 COMBINE_BYTES = 18  # read and written for each element of out by `PartialSums.add`
+MOST_PARTS = 4  # of out, that are combined at once
+DQ_BYTES = (6, 10)  # read and written for each element of dq to add a part of two, or of more
+SUM_BYTES = 4  # zeros and sums of dk and dv in float32, for each element of dq, of which there are more
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates in FLOP/s, bytes/s; seconds of a tile."""
+    """Rates in FLOP/s, bytes/s; seconds of a tile and of a message."""
 
     forward: float = 790e12
     backward: float = 660e12
     forward_tile: float = 2.4e-6
     backward_tile: float = 10e-6
     link: float = 330e9
+    message: float = 8e-6
 
 
 @dataclass(frozen=True)
@@ -63,31 +66,49 @@ def one_gpu_seconds(machine: Machine, shape: Shape, pairs: float, tokens: int, b
     return kernel_seconds(machine, shape, pairs, tokens, backward)
 
 
+def transfer_seconds(machine: Machine, count: float) -> float:
+    return count / machine.link + machine.message if count else 0.0
+
+
 def _all_gather(machine, shape, pairs, tokens, ranks, received, backward):
-    """Transfer, then compute; in the backward the gradients' way back after it."""
-    moved = shape.key_bytes * received / machine.link + MESSAGE_SECONDS
-    rows = tokens / ranks
-    calls = 2 if backward else 1  # the backward has one call for each of a rank's two chunks
-    keys = tokens / 2 if backward else rows
-    compute = calls * kernel_seconds(machine, shape, pairs / ranks / calls, keys, backward)
+    """Of two ranks the first has rows that need none of what it receives, and the other waits for half as much; of
+    more all compute with their own keys first. The backward is that of own keys before and after the others'."""
+    rows, own = tokens / ranks, pairs / ranks
+    keys = transfer_seconds(machine, shape.key_bytes * received)
+    if not backward and ranks == 2:
+        return keys / 2 + kernel_seconds(machine, shape, own, rows, False)
     if not backward:
-        return moved + compute
-    returned = 2 * shape.key_bytes * received / machine.link + (ranks - 1) * MESSAGE_SECONDS
-    return moved + compute + returned + 2 * shape.key_bytes * (received + rows) * 2 / MEMORY_BANDWIDTH
+        first, others = (kernel_seconds(machine, shape, part, rows, False) for part in (own / ranks, own - own / ranks))
+        combined = 6 * rows * shape.heads * shape.head_dim / MEMORY_BANDWIDTH
+        return max(first, keys) + others + combined
+    early, late = _divided_own(machine, shape, own / ranks, rows)
+    others = kernel_seconds(machine, shape, own - own / ranks, received, True)
+    back = transfer_seconds(machine, 2 * shape.key_bytes * received)
+    waits = max(0.0, back / (ranks - 1) - late) + back * (ranks - 2) / (ranks - 1)  # one distance at a time
+    summed = DQ_BYTES[0] * rows * shape.heads * shape.head_dim + 4 * shape.key_bytes * (received + rows)
+    return max(early, keys) + others + late + waits + summed / MEMORY_BANDWIDTH
+
+
+def _divided_own(machine, shape, pairs, rows):
+    """Backward of own keys as two calls, a quarter of the work and the rest."""
+    return tuple(kernel_seconds(machine, shape, part * pairs, rows / 2, True) for part in (0.25, 0.75))
 
 
 def _ring(machine, shape, pairs, tokens, ranks, received, backward):
-    """Each step hides the next one's transfer; results are combined by passes over float32."""
+    """Each step hides the next one's transfer. Few results are combined at once, more by passes over float32."""
     rows, per_step = tokens / ranks, received / max(1, ranks - 1)
-    transfer = shape.key_bytes * per_step / machine.link + MESSAGE_SECONDS
-    if backward:
-        transfer *= 3  # the last step's gradients beside the next one's keys
+    size = rows * shape.heads * shape.head_dim / MEMORY_BANDWIDTH
+    transfer = transfer_seconds(machine, shape.key_bytes * per_step)
     own_pairs = pairs / ranks / ranks
     step = kernel_seconds(machine, shape, own_pairs, rows, backward)
-    # float32 results are scaled and added to in place, in the backward dq, dk and dv
-    combined = COMBINE_BYTES * rows * shape.heads * shape.head_dim / MEMORY_BANDWIDTH
-    total = max(step + combined, transfer) * (ranks - 1) + step + combined
-    return total + (2 / 3 * transfer if backward else 0.0)
+    if not backward:
+        combined = COMBINE_BYTES * size if ranks > MOST_PARTS else 0.0
+        at_once = 0.0 if ranks > MOST_PARTS else 2 * (ranks + 1) * size
+        return max(step + combined, transfer) * (ranks - 1) + step + combined + at_once
+    transfer *= 3  # the last step's gradients beside the next one's keys
+    step += (DQ_BYTES[ranks > 2] + SUM_BYTES) * size
+    early, late = _divided_own(machine, shape, own_pairs, rows)
+    return max(early, transfer / 3) + max(step, transfer) * (ranks - 2) + step + max(late, 2 / 3 * transfer)
 
 
 def _ulysses(machine, shape, pairs, tokens, ranks, received, backward):
@@ -95,7 +116,7 @@ def _ulysses(machine, shape, pairs, tokens, ranks, received, backward):
     own = Shape(max(1, shape.heads // ranks), max(1, shape.heads_k // ranks), shape.head_dim)
     compute = kernel_seconds(machine, own, pairs, tokens, backward)
     moved = (2 * shape.query_bytes + shape.key_bytes) * tokens / ranks * (ranks - 1) / ranks
-    return compute + moved / machine.link + 2 * MESSAGE_SECONDS + 4 * moved / MEMORY_BANDWIDTH
+    return compute + moved / machine.link + 2 * machine.message + 4 * moved / MEMORY_BANDWIDTH
 
 
 METHODS = {"all_gather": _all_gather, "ring": _ring, "ulysses": _ulysses}

@@ -112,6 +112,16 @@ def missing_lines(result, names):
     return lines + ([f"Left out, for time: {', '.join(left_out)}."] if left_out else [])
 
 
+def count_text(problems):
+    """How much was measured."""
+    modes = [row[mode] for entries in problems.values() for row in entries.values() for mode in MODES]
+    told = f"{len(modes)} times of methods and peers in {len(problems)} problems"
+    rounds = {found["rounds"] for found in modes if "rounds" in found}
+    if rounds:
+        told += f", each the median of {' to '.join(str(n) for n in sorted({min(rounds), max(rounds)}))} rounds"
+    return told + "; the slowest rank's."
+
+
 def origin_text(result):
     device, commit = result["device"], (result["commit"] or "unknown")[:12] + "+changes" * bool(result["dirty"])
     driver = f", driver {device['driver']}" if device.get("driver") else ""
@@ -129,7 +139,11 @@ def block(result):
         for (problem, tokens), entries in problems.items()
     ]
     header = ["problem", "tokens", "one GPU, TFLOPS", *(f"`{name}`" for name in names)]
-    told = [origin_text(result), *(lead_text(problems, mode) for mode in MODES), bandwidth_text(result["bandwidth"])]
+    told = [
+        f"{count_text(problems)} {origin_text(result)}",
+        *(lead_text(problems, mode) for mode in MODES),
+        bandwidth_text(result["bandwidth"]),
+    ]
     told += missing_lines(result, names)
     lines = [*wrapped(INTRODUCTION), "", *markdown_table(header, rows)]
     for text in told:

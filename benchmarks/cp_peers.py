@@ -6,6 +6,7 @@ the package wants. ring-flash-attention and yunchang find this package's kernels
 
 from __future__ import annotations
 
+import functools
 import sys
 from unittest.mock import MagicMock
 
@@ -66,22 +67,32 @@ def yunchang_usp(problem, rank, ranks):
     return (lambda q, k, v: attention(q, k, v, causal=True)), *own
 
 
+@functools.cache
+def _open_torch_context(ranks):
+    """Never left: backwards need it too, and no other peer calls what it replaces.
+
+    It wants a buffer to divide, without one it raises IndexError; q, k and v are this rank's already.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, buffer = init_device_mesh("cuda", (ranks,)), torch.zeros(2 * ranks, device="cuda")
+    context = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
+    context.__enter__()
+    return context
+
+
 def torch_context_parallel(problem, rank, ranks):
     """torch's ring over scaled_dot_product_attention; K and V are repeated, as it takes no groups of heads."""
     _only_causal(problem, ranks)
     if not problem.whole[0].is_cuda:
         raise NotImplementedError("CUDA tensors")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    mesh = init_device_mesh("cuda", (ranks,))
+    _open_torch_context(ranks)
     q, k, v, dout = (x.transpose(1, 2).contiguous() for x in _zigzag(problem, rank, ranks))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
 
     def function(q, k, v):
-        with context_parallel(mesh):  # the tensors are this rank's already
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return function, q, k, v, dout
 

@@ -75,7 +75,7 @@ EXPERIMENTS = (
     grid("train", "forward and backward beside SDPA: the README's figures", "fwd bwd fwd+bwd", "cells gqa",
          "sdpa_flash sdpa_cudnn", 150),
     grid("grid", "every implementation on the same cells, naive and Triton too", "fwd bwd fwd+bwd", "cells",
-         "naive triton sdpa_flash sdpa_cudnn flex", 300, document="", more=" --plots"),
+         "naive triton sdpa_flash sdpa_cudnn flex", 240, document="", more=" --plots"),
     grid("fwd", "forward beside SDPA", "fwd", "cells gqa", "sdpa_flash sdpa_cudnn", 45),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
          "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 80),
@@ -125,6 +125,11 @@ EXPERIMENTS = (
         "train_char_lm", "the loss of a model trained with each attention",
         "{python} examples/train_char_lm.py --out {out}/train_char_lm", 60, "{gpu}_train_char_lm.json",
         "docs/benchmarks.md", written="train_char_lm/train_char_lm.json",
+    ),
+    Experiment(
+        "cp_virtual", "one rank's kernels of several GPUs, without the transfers",
+        "{python} benchmarks/cp_virtual.py --out {out}/{gpu}_cp_virtual.json", 60, "{gpu}_cp_virtual.json",
+        "docs/context_parallel.md",
     ),
     Experiment(
         "context_parallel", "one sequence on two GPUs",

@@ -27,7 +27,9 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
 
+import cp_kernel_harness
 import sanitize_codes
+import sanitize_cp
 import sanitize_kvcache
 import sanitize_varlen
 import torch
@@ -35,6 +37,7 @@ from cases import Case
 from harness import check_forward, check_gradients, make_problem, run
 
 import flash_attn
+from flash_attn.context_parallel import compute
 from flash_attn.ops import calls
 
 CASES = (
@@ -109,23 +112,31 @@ FAR_CASES = (
 )
 
 
-def nan_output(q, v):
+# Modules that look up the backend of a call.
+CALLERS = (calls, compute, cp_kernel_harness)
+
+
+def nan_output(q, v, given=None):
     """None for queries of codes, whose results have another dtype."""
+    if given is not None:
+        return given.fill_(float("nan"))
     if q.element_size() == 1:
         return None
     return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
-def nan_gradients(tensors, given):
-    """What is given, else a tensor full of NaN for the gradient of each of the tensors."""
-    return [x.new_full(x.shape, float("nan")) if gradient is None else gradient for x, gradient in zip(tensors, given)]
+def nan_gradients(tensors, given, accumulates):
+    """Tensors full of NaN for the gradients, those that are given too, except dk and dv to which a call adds."""
+    gradients = [torch.empty_like(x) if gradient is None else gradient for x, gradient in zip(tensors, given)]
+    for gradient in gradients[: 1 if accumulates else 3]:
+        gradient.fill_(float("nan"))
+    return gradients
 
 
 def with_nan_out(given, index=12):
     """The arguments of fwd_kvcache with a result to write that is full of NaN."""
     q, v_cache, out = given[0], given[2], given[index]
-    out = nan_output(q, v_cache) if out is None else out.fill_(float("nan"))
-    return *given[:index], out, *given[index + 1 :]
+    return *given[:index], nan_output(q, v_cache, out), *given[index + 1 :]
 
 
 class NanOutputs:
@@ -137,11 +148,12 @@ class NanOutputs:
     def __getattr__(self, name):
         function = getattr(self.backend, name)
         if name in ("fwd", "varlen_fwd"):
-            return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v), *rest, **named)
+            return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v, out), *rest, **named)
         if name in ("bwd", "varlen_bwd"):
-            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
-                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv)), *rest, **named
-            )
+            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, accumulate_dkv=False, **named: function(
+                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv), accumulate_dkv), *rest,
+                accumulate_dkv=accumulate_dkv, **named,
+            )  # fmt: skip
         if name == "fwd_kvcache":
             return lambda *given, **named: function(*with_nan_out(given), **named)
         return function
@@ -198,6 +210,7 @@ def checks(device):
     for name, family, problem, deterministic in sanitize_varlen.steps(device):
         yield name, family, lambda make=problem, d=deterministic: check_step(make(), d, True)
     yield from sanitize_codes.steps(device)
+    yield from sanitize_cp.steps(device)
     for name, run_check in sanitize_kvcache.checks(device):
         yield name, "", run_check
 
@@ -218,7 +231,8 @@ def main(arguments=None):
     parser.add_argument("--nan-outputs", action="store_true", help="fill outputs and gradients with NaN beforehand")
     options = parser.parse_args(arguments)
     if options.nan_outputs:
-        calls.backends = NanOutputBackends
+        for module in CALLERS:
+            module.backends = NanOutputBackends
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     for name, family, run_check in itertools.islice(checks(options.device), options.shard[0], None, options.shard[1]):

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from flash_attn import backends
 from flash_attn.context_parallel.layouts import Window
-from flash_attn.context_parallel.tables import CallTable
+from flash_attn.context_parallel.tables import CallTable, PassTables, PlacedCall
 from flash_attn.ops.calls import rows_contiguous
+
+_MOST_SLOTS = 4  # parts of out kept in q's dtype: no more than two float32 tensors
 
 
 class Options(NamedTuple):
@@ -40,9 +42,14 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _part_dtype(x: Tensor) -> torch.dtype:
+    """That of a call's results which are added to others."""
+    return sum_dtype(x.dtype) if x.is_cpu else x.dtype
+
+
 def _wide(*tensors):
     """Half precision CPU tensors as float32, so that the results are."""
-    return [x.to(sum_dtype(x.dtype)) if x.is_cpu else x for x in tensors]
+    return [x.to(_part_dtype(x)) for x in tensors]
 
 
 def _named(table: CallTable, options: Options):
@@ -59,9 +66,13 @@ def _named(table: CallTable, options: Options):
     return slopes, {"origins": origins}
 
 
-def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_partial=False):
-    """out and LSE (heads, rows) of the table's query rows; is_partial: to be added to others."""
-    q, k, v = q[table.q0 : table.q1], k[table.k0 : table.k1], v[table.k0 : table.k1]
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
+
+
+def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_partial=False, out=None):
+    """out and LSE (heads, rows) of the table's query rows; is_partial: to be added to others. out: where to write."""
+    q, k, v = _rows(q, table.q0, table.q1), _rows(k, table.k0, table.k1), _rows(v, table.k0, table.k1)
     if is_partial:
         q, k, v = _wide(q, k, v)
     slopes, named = _named(table, options)
@@ -70,29 +81,31 @@ def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_par
     if sinks is not None:
         named["sinks"] = sinks
     out, lse, *_ = backends.of(q).varlen_fwd(
-        *map(rows_contiguous, (q, k, v)), None, table.cu_seqlens_q, table.cu_seqlens_k, table.seqused_k, None, None,
+        *map(rows_contiguous, (q, k, v)), out, table.cu_seqlens_q, table.cu_seqlens_k, table.seqused_k, None, None,
         slopes, table.max_seqlen_q, table.max_seqlen_k, options.dropout_p, options.softmax_scale, False, False,
         table.left, table.right, options.softcap, False, None, **named,
     )  # fmt: skip
     return out, lse
 
 
-def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums=None):
+def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums=None, dq=None):
     """dq of the table's query rows, dk and dv of its key rows, from the LSE and out of all keys.
 
     sums: None, or dk and dv of all key rows in `sum_dtype`, to which the call adds and of which it returns its rows.
+    dq: where to write it.
     """
-    rows, cols = slice(table.q0, table.q1), slice(table.k0, table.k1)
-    dout, q, k, v, out = _wide(dout[rows], q[rows], k[cols], v[cols], out[rows])
+    rows, cols = (table.q0, table.q1), (table.k0, table.k1)
+    dout, q, k, v, out = _wide(_rows(dout, *rows), _rows(q, *rows), _rows(k, *cols), _rows(v, *cols), _rows(out, *rows))
     slopes, named = _named(table, options)
     dk = dv = None
     if sums is not None:
-        dk, dv = (grad[cols] for grad in sums)
+        dk, dv = (_rows(grad, *cols) for grad in sums)
         named["accumulate_dkv"] = True
-    dlse = None if dlse is None else dlse[:, rows].contiguous()
+    lse = lse[:, slice(*rows)].contiguous()
+    dlse = None if dlse is None else dlse[:, slice(*rows)].contiguous()
     rng_state = options.rng_state if options.dropout_p > 0 else None
     dq, dk, dv, *_ = backends.of(q).varlen_bwd(
-        *map(rows_contiguous, (dout, q, k, v, out)), lse[:, rows].contiguous(), None, dk, dv, table.cu_seqlens_q,
+        *map(rows_contiguous, (dout, q, k, v, out)), lse, dq, dk, dv, table.cu_seqlens_q,
         table.cu_seqlens_k, slopes, table.max_seqlen_q, table.max_seqlen_k, options.dropout_p, options.softmax_scale,
         False, False, table.left, table.right, options.softcap, options.deterministic, None, rng_state, dlse,
         **named,
@@ -100,14 +113,81 @@ def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Opti
     return dq, dk, dv
 
 
+def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros like both in the dtype of sums."""
+    dtype = sum_dtype(k.dtype)
+    if k.shape == v.shape:
+        return torch.zeros((2, *k.shape), dtype=dtype, device=k.device).unbind(0)
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+
+
+def result_sums(tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+    """What takes the results of a forward's calls: each row has one, or few, or many."""
+    if tables.slots <= 1:
+        return _WholeRows(tables, q, v, sinks, options)
+    if tables.slots <= _MOST_SLOTS and (sinks is None or tables.begins_whole):
+        return _Parts(tables, q, v, sinks, options)
+    return PartialSums(q, v, sinks, options)
+
+
+class _WholeRows:
+    """out and LSE of rows that one call each computes."""
+
+    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+        self._sinks, self._options = sinks, options
+        self._is_one_call = sum(len(step.calls) for step in tables.steps) == 1
+        if not self._is_one_call:
+            self._out = q.new_empty((*q.shape[:2], v.shape[2]))
+            self._lse = torch.empty(q.shape[1], q.shape[0], dtype=sum_dtype(q.dtype), device=q.device)
+
+    def compute(self, call: PlacedCall, q, k, v) -> None:
+        table = call.table
+        if self._is_one_call:
+            self._out, self._lse = forward_call(table, q, k, v, self._options, self._sinks)
+            return
+        own = _rows(self._out, table.q0, table.q1)
+        self._lse[:, table.q0 : table.q1] = forward_call(table, q, k, v, self._options, self._sinks, out=own)[1]
+
+    def result(self):
+        return self._out, self._lse
+
+
+class _Parts:
+    """out and LSE of rows of which each call saw some keys: kept in as many slots as overlap, then combined at once."""
+
+    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+        self._sinks = sinks  # one more key of every row: of the first call
+        self._options, self._dtype, exact = options, q.dtype, sum_dtype(q.dtype)
+        shape = (tables.slots, *q.shape[:2], v.shape[2])
+        self._out = torch.empty(shape, dtype=_part_dtype(q), device=q.device)
+        self._lse = torch.full((tables.slots, q.shape[1], q.shape[0]), -math.inf, dtype=exact, device=q.device)
+
+    def compute(self, call: PlacedCall, q, k, v) -> None:
+        table = call.table
+        own = _rows(self._out[call.slot], table.q0, table.q1)
+        _, lse = forward_call(table, q, k, v, self._options, self._sinks, is_partial=True, out=own)
+        self._sinks = None
+        self._lse[call.slot, :, table.q0 : table.q1] = lse
+
+    def result(self):
+        out = torch.empty((1, *self._out.shape[1:]), dtype=self._dtype, device=self._out.device)
+        _, lse = backends.of(out).combine(self._out.unsqueeze(1), self._lse.transpose(1, 2).unsqueeze(1), out)
+        return out[0], lse[0].t().contiguous()
+
+
 class PartialSums:
     """out and LSE of rows of which each call saw some keys, combined in the order of the calls."""
 
-    def __init__(self, q: Tensor, v: Tensor):
+    def __init__(self, q: Tensor, v: Tensor, sinks, options: Options):
         dtype = sum_dtype(q.dtype)
+        self._sinks, self._options, self._dtype = sinks, options, q.dtype
         self.out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
         self.lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
         self._is_empty = True
+
+    def compute(self, call: PlacedCall, q, k, v) -> None:
+        part = forward_call(call.table, q, k, v, self._options, is_partial=True)
+        self.add(slice(call.table.q0, call.table.q1), *part)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """One more result of these rows; an infinite LSE stands for no keys, and has out 0."""
@@ -135,8 +215,34 @@ class PartialSums:
         """exp(lse) / (exp(lse) + exp(other)) as (rows, heads, 1): both weights' sum is 1 however LSEs are rounded."""
         return torch.sigmoid(lse - other).masked_fill_(lse == -math.inf, 0.0).t().unsqueeze(-1)
 
-    def result(self, dtype: torch.dtype):
-        return self.out.to(dtype), self.lse.masked_fill(self.lse == -math.inf, math.inf)
+    def result(self):
+        if self._sinks is not None:
+            self.add_sinks(self._sinks)
+        return self.out.to(self._dtype), self.lse.masked_fill(self.lse == -math.inf, math.inf)
+
+
+class QuerySums:
+    """dq of rows of which each call has a part: of up to two, whose sum is rounded once in any dtype, in q's own."""
+
+    def __init__(self, tables: PassTables, q: Tensor):
+        self._dtype = q.dtype
+        self._part_dtype = _part_dtype(q)
+        dtype = self._part_dtype if tables.depth <= 2 else sum_dtype(q.dtype)
+        self._sum = torch.empty(q.shape, dtype=dtype, device=q.device)
+
+    def add(self, call: PlacedCall, compute) -> None:
+        """compute: a function of where to write the part, or None, that returns it."""
+        (start, count, is_first), *others = call.parts
+        if is_first and not others and self._sum.dtype == self._part_dtype:
+            compute(self._sum.narrow(0, start, count))
+            return
+        part = compute(None)
+        for start, count, is_first in call.parts:
+            target, rows = self._sum.narrow(0, start, count), part.narrow(0, start - call.table.q0, count)
+            target.copy_(rows) if is_first else target.add_(rows)
+
+    def result(self) -> Tensor:
+        return self._sum.to(self._dtype)
 
 
 def sink_gradient(sinks, dout, out, lse, dlse):

@@ -17,8 +17,9 @@ Window = tuple[Optional[int], Optional[int]]
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 _CHUNKS_PER_RANK = 8  # of the balanced layout, at least
 _LONGEST_CHUNKS = (2048, 512)  # tokens of the balanced layout; the next one if the first is not even
+_CUT_DOCUMENTS = (0, 1, 2, 4, 8, 16)  # of the longest, the next number if what remains is not even
 _ROUNDED = 32  # a chunk ends at a multiple of the tile only if it is this many tiles long: else of a part of the tile
-_EVEN = 1.05  # largest load over the mean that counts as balanced
+_EVEN = 1.05  # largest load and number of tokens over the mean that count as balanced
 
 
 class Segment(NamedTuple):
@@ -38,11 +39,13 @@ def layout_spans(layout: str, cu: Sequence[int], ranks: int, tile: int, window: 
     if layout == "zigzag":
         return _zigzag(total, ranks, tile)
     candidates = [lambda: _contiguous(total, ranks, tile), lambda: _zigzag(total, ranks, tile)]
+    if len(cu) > 2:
+        candidates[1:1] = [lambda cut=cut: _by_documents(cu, ranks, tile, window, cut) for cut in _CUT_DOCUMENTS]
     candidates += [lambda longest=longest: _by_load(cu, ranks, tile, window, longest) for longest in _LONGEST_CHUNKS]
     best, best_load = None, math.inf
-    for make in candidates:  # those with fewer and longer spans first: less to send, fewer calls
+    for make in candidates:  # those with less to send and fewer calls first
         spans = make()
-        load = imbalance(spans, cu, window)
+        load = max(imbalance(spans, cu, window), _unevenness(spans, total))
         if load < best_load:
             best, best_load = spans, load
         if load <= _EVEN:
@@ -158,6 +161,37 @@ def _zigzag(total: int, ranks: int, tile: int):
     bounds = _bounds(total, 2 * ranks, tile)
     chunks = list(zip(bounds, bounds[1:]))
     return tuple(joined([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks))
+
+
+def _unevenness(spans, total: int) -> float:
+    """The largest number of tokens of a rank over the mean, where single tokens do not count."""
+    most = max(sum(stop - start for start, stop in own) for own in spans)
+    return (most - 1) * len(spans) / total if total else 1.0
+
+
+def _by_documents(cu: Sequence[int], ranks: int, tile: int, window: Window, cut: int):
+    """Whole documents, but for the `cut` longest, each in a zigzag of its own: the longest first to the rank whose
+    larger share, of the work or of the tokens, stays the smallest. What is not cut needs no keys of other ranks."""
+    order = sorted(range(len(cu) - 1), key=lambda i: (cu[i] - cu[i + 1], i))
+    owned = [[] for _ in range(ranks)]
+    for i in order[:cut]:
+        for own, spans in zip(owned, _zigzag(cu[i + 1] - cu[i], ranks, tile)):
+            own += [(cu[i] + start, cu[i] + stop) for start, stop in spans]
+    works = [sum(visible_pairs(start, stop, cu, window) for start, stop in own) for own in owned]
+    counts = [sum(stop - start for start, stop in own) for own in owned]
+    weights = {i: visible_pairs(cu[i], cu[i + 1], cu, window) for i in order[cut:]}
+    all_work, total = max(1, sum(works) + sum(weights.values())), max(1, cu[-1])
+    for i, work in weights.items():
+        count = cu[i + 1] - cu[i]
+
+        def share(r, work=work, count=count):
+            return max((works[r] + work) / all_work, (counts[r] + count) / total), r
+
+        rank = min(range(ranks), key=share)
+        works[rank] += work
+        counts[rank] += count
+        owned[rank].append((cu[i], cu[i + 1]))
+    return tuple(joined(sorted(own)) for own in owned)
 
 
 def _by_load(cu: Sequence[int], ranks: int, tile: int, window: Window, longest: int):

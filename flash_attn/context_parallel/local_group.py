@@ -92,6 +92,9 @@ class LocalRank:
     def connect(self, device) -> None:
         """Nothing to do: memory is shared."""
 
+    def buffer(self, like: torch.Tensor, shape) -> torch.Tensor:
+        return like.new_empty(shape)
+
     def exchange(self, sends, receives) -> Pending:
         for peer, tensor in sends:
             self._links.put("tensors", self.rank, peer, tensor.clone())

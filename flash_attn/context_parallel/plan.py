@@ -20,7 +20,7 @@ from flash_attn.context_parallel.layouts import (
     segments,
 )
 from flash_attn.context_parallel.schedule import METHODS, Layout
-from flash_attn.context_parallel.tables import StepTables, step_tables, whole_table
+from flash_attn.context_parallel.tables import CallTable, PassTables, pass_tables, whole_table
 from flash_attn.context_parallel.transport import transport_of
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.dropout import MASK_COLUMNS
@@ -61,6 +61,7 @@ class CpPlan:
             error = raised
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
         self._tables: dict[tuple, tuple] = {}
+        self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
 
     @classmethod
     def dense(
@@ -83,7 +84,7 @@ class CpPlan:
             mesh: a DeviceMesh of one dimension. group: instead of it, a ProcessGroup or a rank of a LocalGroup.
                 Default: all ranks of torch.distributed.
             layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
-                "balanced" (the first of these, or of chunks shared out by their work, whose work is even).
+                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even).
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
@@ -180,25 +181,26 @@ class CpPlan:
     def received_tokens(self, causal: bool = True, window_size: WindowSize = (-1, -1)) -> int:
         """How many tokens' K and V this rank receives in a forward of all_gather or ring."""
         window = normal_window(causal, window_size, self.cu_seqlens[-1])
-        return sum(m.stop - m.start for step in self.steps("all_gather", window, False) for m in step.receives)
+        steps = schedule.steps(self._layout, self.rank, "all_gather", window, False)
+        return sum(m.stop - m.start for step in steps for m in step.receives)
 
-    def steps(self, method: str, window: Window, exact_positions: bool):
-        return schedule.steps(self._layout, self.rank, method, window, exact_positions)
+    def tables(
+        self, method: str, window: Window, exact_positions: bool, batch: int, device: torch.device, backward=False
+    ) -> PassTables:
+        """A forward or backward of all_gather or ring with the index tensors of its kernels, made once."""
+        key = (method, window, exact_positions, batch, device, backward)
+        found = self._tables.get(key)
+        if found is None:
+            steps = schedule.steps(self._layout, self.rank, method, window, exact_positions, backward, batch == 1)
+            found = self._tables[key] = pass_tables(steps, backward, self.num_tokens, batch, device)
+        return found
 
-    def tables(self, method, window, exact_positions, batch, device) -> tuple[StepTables, ...]:
-        """The steps of a call with the index tensors of its kernels, made once."""
-        key = (method, window, exact_positions, batch, torch.device(device))
+    def whole_tables(self, window: Window, batch: int, device: torch.device) -> tuple[CallTable, ...]:
+        """All documents with all keys, as ulysses computes some heads of them; made once."""
+        key = (window, batch, device)
         if key not in self._tables:
-            self._tables[key] = self._make_tables(*key)
+            self._tables[key] = whole_table(self.cu_seqlens, batch, window, device)
         return self._tables[key]
-
-    def _make_tables(self, method, window, exact_positions, batch, device):
-        if method == "ulysses":
-            return whole_table(self.cu_seqlens, batch, window, device)
-        own_rows = self.num_tokens
-        return tuple(
-            step_tables(step, own_rows, batch, device) for step in self.steps(method, window, exact_positions)
-        )  # fmt: skip
 
     @property
     def begins_at_mask_columns(self) -> bool:

@@ -13,16 +13,22 @@ from flash_attn.context_parallel.layouts import (
     Segment,
     Span,
     Window,
+    begin_at_multiples,
     intersection,
     joined,
     required_keys,
     rounded_down,
     segments,
     visible_keys,
+    visible_pairs,
 )
 from flash_attn.dropout import MASK_COLUMNS
 
 METHODS = ("all_gather", "ring", "ulysses")
+_ROWS = 128  # a segment is divided at a multiple of it
+_LEAST_WORK = 1 / 16  # of a rank's, to be computed while keys are under way
+_WORTH_COMBINING = 0.5  # more tokens to come than this part of one's own take longer than combining two parts of out
+_MORE_CALLS = 2  # of a backward in two steps than in one
 
 
 class Pair(NamedTuple):
@@ -90,23 +96,104 @@ class Layout(NamedTuple):
         return sum(stop - start for start, stop in self.spans[rank])
 
 
-def steps(layout: Layout, rank: int, method: str, window: Window, exact_positions: bool) -> tuple[Step, ...]:
-    """all_gather: one step with the keys of all ranks. ring: one step for each distance, one's own keys first.
+def steps(
+    layout: Layout, rank: int, method: str, window: Window, exact_positions: bool, backward=False, divides_rows=True
+) -> tuple[Step, ...]:
+    """all_gather: a step while keys are under way and one with all of them. ring: one step for each distance, one's own
+    keys first.
 
+    In the forward of all_gather the first step has the rows that see no keys of other ranks or, where there are none
+    and much is to come, one's own keys, whose results have to be combined with the others'; in the backward one's own
+    keys where that costs few calls. divides_rows: whether rows of a call may be divided for the sake of that, which
+    several entries of a batch make costly.
     exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it, whose keys begin at a
     multiple of MASK_COLUMNS, or where those of a rank do; otherwise a pair may join keys or rows that stand apart,
     where no mask falls between them.
     """
-    multiple = MASK_COLUMNS if exact_positions else 1
-    required = [required_keys(spans, layout.cu, window, multiple) for spans in layout.spans]
-    distances = [[d] for d in range(layout.ranks)] if method == "ring" else [list(range(layout.ranks))]
-    return tuple(_step(layout, rank, required, group, window, multiple) for group in distances)
+    maker = _Maker(layout, rank, window, MASK_COLUMNS if exact_positions else 1)
+    everyone = list(range(layout.ranks))
+    own = list(segments(layout.spans[rank], layout.cu))
+    parts = _halves(own) if backward and divides_rows and maker.missing() else own
+    if method == "ring":
+        return tuple(maker.step([d], parts if d == 0 else own) for d in everyone)
+    divides_keys = not exact_positions or begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS)
+    if backward and divides_keys:
+        divided = maker.step([0], parts), maker.step(everyone[1:], own)
+        together = maker.step([], ()), maker.step(everyone, own)
+        calls = [sum(len(groups(step.pairs, True)) for step in found) for found in (divided, together)]
+        return divided if calls[0] <= calls[1] + _MORE_CALLS else together
+    first, others = maker.alone(own) if divides_rows and not backward else ((), own)
+    if not first and not backward and divides_keys and maker.missing() > _WORTH_COMBINING * layout.tokens_of(rank):
+        return maker.step([0], own), maker.step(everyone[1:], own)
+    return maker.step([0], first), maker.step(everyone, others)
 
 
-def _step(layout, rank, required, distances, window, multiple) -> Step:
-    ranks = layout.ranks
+def _halves(own: list[Segment]) -> list[Segment]:
+    """A segment with more than half of the rows as two: two calls, with time between them for what is to be sent."""
+    rows, result = sum(s.stop - s.start for s in own), []
+    for segment in own:
+        half = (segment.stop - segment.start) // 2 // _ROWS * _ROWS
+        if half and 2 * (segment.stop - segment.start) > rows:
+            middle = segment.start + half
+            result += [segment._replace(stop=middle), segment._replace(row=segment.row + half, start=middle)]
+        else:
+            result.append(segment)
+    return result
+
+
+class _Maker:
+    """Makes the steps of one rank."""
+
+    def __init__(self, layout: Layout, rank: int, window: Window, multiple: int):
+        self.layout, self.rank, self.window, self.multiple = layout, rank, window, multiple
+        self.required = [required_keys(spans, layout.cu, window, multiple) for spans in layout.spans]
+
+    def step(self, distances, queries) -> Step:
+        """With keys from these distances, of the queries of some segments."""
+        return _step(self, distances, queries)
+
+    def missing(self) -> int:
+        """How many tokens' keys come from other ranks."""
+        return self._missing(self.required[self.rank])
+
+    def alone(self, own: list[Segment]):
+        """(the first segments that see no keys of other ranks, the others), or the last ones; none if they are few."""
+        if not self.missing():
+            return own, ()
+        cut = [part for segment in own for part in self._cut(segment)]
+        is_alone = [not self._missing([visible_keys(s, self.layout.cu, self.window, self.multiple)]) for s in cut]
+        first, last = is_alone.index(False), len(cut) - is_alone[::-1].index(False)
+        work = [visible_pairs(s.start, s.stop, self.layout.cu, self.window) for s in cut]
+        ahead, behind = sum(work[:first]), sum(work[last:])
+        if max(ahead, behind) < _LEAST_WORK * sum(work):
+            return (), own
+        return (cut[:first], cut[first:]) if ahead >= behind else (cut[last:], cut[:last])
+
+    def _cut(self, segment: Segment) -> list[Segment]:
+        """A segment without empty parts, divided where its rows see the first of one's own keys and the last."""
+        left, right = self.window
+        a, b = next(span for span in self.layout.spans[self.rank] if span[0] <= segment.start < span[1])
+        bounds = [segment.start, segment.stop]
+        bounds += [] if left is None else [a + left + self.multiple - 1]
+        bounds += [] if right is None else [b - right]
+        bounds = sorted({min(max(bound, segment.start), segment.stop) for bound in bounds})
+        return [
+            segment._replace(row=segment.row + start - segment.start, start=start, stop=stop)
+            for start, stop in zip(bounds, bounds[1:])
+        ]
+
+    def _missing(self, spans) -> int:
+        """How many of the tokens are on other ranks."""
+        held = intersection(spans, self.layout.spans[self.rank])
+        return sum(b - a for a, b in spans) - sum(b - a for a, b in held)
+
+
+def _step(maker: _Maker, distances, queries) -> Step:
+    layout, rank, window, multiple, ranks = maker.layout, maker.rank, maker.window, maker.multiple, maker.layout.ranks
+    required = maker.required
     sources = [(rank - d) % ranks for d in distances]
-    wanted = {source: intersection(required[rank], layout.spans[source]) for source in sources}
+    seen = joined(sorted(visible_keys(segment, layout.cu, window, multiple) for segment in queries))
+    wanted = {source: intersection(seen, layout.spans[source]) for source in sources}
     others = [d for d in distances if d != 0]
     is_local = all(not wanted[(rank - d) % ranks] for d in others)
     available = layout.spans[rank] if is_local else joined(sorted(span for spans in wanted.values() for span in spans))
@@ -127,7 +214,7 @@ def _step(layout, rank, required, distances, window, multiple) -> Step:
     own = () if is_local else tuple(
         (own_rows.of(span)[0], key_rows.of(span)[0], span[1] - span[0]) for span in wanted.get(rank, ())
     )  # fmt: skip
-    pairs = _pairs(layout, rank, key_rows, window, multiple)
+    pairs = _pairs(layout, queries, key_rows, window, multiple)
     if multiple == 1:
         pairs = _joined(pairs)
     return Step(key_rows.count, is_local, tuple(sends), tuple(receives), own, tuple(rounds), tuple(pairs))
@@ -150,9 +237,9 @@ class _Rows:
         raise AssertionError(f"{span} is not in {self.spans}")
 
 
-def _pairs(layout: Layout, rank: int, key_rows: _Rows, window: Window, multiple: int) -> list[Pair]:
+def _pairs(layout: Layout, queries, key_rows: _Rows, window: Window, multiple: int) -> list[Pair]:
     pairs = []
-    for segment in segments(layout.spans[rank], layout.cu):
+    for segment in queries:
         first_visible, _ = visible_keys(segment, layout.cu, window)
         for span in intersection([visible_keys(segment, layout.cu, window, multiple)], key_rows.spans):
             if span[1] <= first_visible:

@@ -1,7 +1,7 @@
 """How ranks reach each other: point-to-point messages and a small all-gather of a process group.
 
 No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
-`checks_on_host`, `connect`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
+`checks_on_host`, `connect`, `buffer`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class GroupTransport:
             token = torch.zeros(1, dtype=torch.int32, device=device)
             dist.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
             self._is_connected = True
+
+    def buffer(self, like: torch.Tensor, shape) -> torch.Tensor:
+        """Memory in which rows of other ranks arrive."""
+        return like.new_empty(shape)
 
     def exchange(self, sends, receives) -> Pending:
         """Send and receive [(peer, contiguous tensor)]; the messages of two ranks match in their order."""

@@ -67,7 +67,7 @@ class _AllToAll:
         a, b = heads[rank]
         for source, count in enumerate(self._counts):
             shape = (self._batch * count, b - a, x.shape[2])
-            parts.append(x[:, a:b] if source == rank else x.new_empty(shape))
+            parts.append(x[:, a:b] if source == rank else self._transport.buffer(x, shape))
         self._exchange([x[:, c:d].contiguous() for c, d in heads], parts)
         result = x.new_empty((self._batch, self._total, b - a, x.shape[2]))
         for spans, part in zip(self._spans, parts):
@@ -107,7 +107,7 @@ def forward(plan, batch, q, k, v, sinks, options: Options):
     full_out = full_q.new_zeros((*full_q.shape[:2], v.shape[2]))
     full_lse = torch.full(full_q.shape[:2], float("inf"), dtype=sum_dtype(q.dtype), device=q.device)
     first = heads.query[plan.rank][0]
-    for table in plan.tables("ulysses", options.window, True, batch, q.device):
+    for table in plan.whole_tables(options.window, batch, q.device):
         for call in heads.calls(plan.rank):
             own = slice(call.q0, call.q1)
             part = (full_q[:, own], full_k[:, call.k0 : call.k1], full_v[:, call.k0 : call.k1])
@@ -133,7 +133,7 @@ def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
         for x in (full_k, full_v)
     )  # fmt: skip
     first = heads.query[plan.rank][0]
-    for table in plan.tables("ulysses", options.window, True, batch, q.device):
+    for table in plan.whole_tables(options.window, batch, q.device):
         for call in heads.calls(plan.rank):
             own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
             dq_part, dk_part, dv_part = backward_call(

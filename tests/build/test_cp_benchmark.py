@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import flash_attn
@@ -17,6 +18,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import context_parallel
 import cp_model
 import cp_page
+import cp_virtual
+import cp_virtual_page
 from scores import load_stored
 
 MACHINE, SHAPE = cp_model.Machine(), cp_model.Shape()
@@ -48,7 +51,7 @@ def test_dry_run(tmp_path):
     for row in measured.values():
         assert row["error"] < 1e-5  # of the results, against one rank
         for mode in ("forward", "both"):
-            assert row[mode]["per_gpu"] > 0 and 0 < row[mode]["predicted"] <= 1.01
+            assert row[mode]["rounds"] == 2 and row[mode]["per_gpu"] > 0 and 0 < row[mode]["predicted"] <= 1.01
     refused = {row["name"] for row in result["rows"] if "forward" not in row}
     assert "torch_context_parallel" in refused
     assert picture.is_file() or "--plot" not in command
@@ -90,7 +93,7 @@ def measured():
 
     def row(problem, tokens, name, forward, both):
         modes = {"forward": forward, "both": both}
-        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x} for mode, x in modes.items()}
+        speeds = {mode: {"per_gpu": x, "tflops_per_gpu": 500 * x, "rounds": 5} for mode, x in modes.items()}
         return {"problem": problem, "tokens": tokens, "name": name, "error": None, **speeds}
 
     absent = [{"problem": "causal", "tokens": 8192, "name": "absent", "error": f"{x}Error: no"} for x in ("Type", "OS")]
@@ -117,6 +120,7 @@ def test_the_table_shows_where_a_peer_is_faster():
     where = "faster than the best of our methods in"
     assert f"Forward: a peer is {where} 1 of 2 rows with peers: causal 8k (`peer` 45.0, `all_gather` 40.0)." in text
     assert f"Forward and backward: a peer is {where} 0 of 2 rows with peers." in text
+    assert "12 times of methods and peers in 3 problems, each the median of 5 rounds; the slowest rank's." in text
     assert "4 × NVIDIA X, driver 1.2, torch 2.0, commit 0123456789ab+changes." in text
     assert "1 MiB at a time: 20 GB/s by messages of the group." in text
     assert "Ran nowhere: `absent` (TypeError: no; OSError: no)." in text and "for time: window 8k." in text
@@ -126,6 +130,45 @@ def test_document_has_what_was_measured():
     text = (ROOT / cp_page.PAGE).read_text(encoding="utf-8")
     assert cp_page.WINDOW == context_parallel.WINDOW and set(context_parallel.METHODS) == set(cp_model.METHODS)
     assert cp_page.NOTHING in cp_page.page(text, None)
+    assert cp_virtual_page.NOTHING in cp_virtual_page.page(text, None)
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("a source distribution has no results")
-    assert cp_page.page(text, load_stored(ROOT / cp_page.RESULT)) == text, "python benchmarks/report.py --docs"
+    for page in (cp_page, cp_virtual_page):
+        assert page.page(text, load_stored(ROOT / page.RESULT)) == text, "python benchmarks/report.py --docs"
+
+
+def test_dry_run_of_the_virtual_ring(tmp_path):
+    out = tmp_path / "result.json"
+    cp_virtual.main(["--device", "cpu", "--quick", "--rounds", "2", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    expected = [(1, None), *((ranks, method) for ranks in cp_virtual.RANKS for method in cp_model.METHODS)]
+    for tokens in cp_virtual.QUICK_TOKENS:
+        assert [(row["ranks"], row["method"]) for row in rows if row["tokens"] == tokens] == expected
+    for row in rows:
+        for mode in ("forward", "both"):
+            found = row[mode]
+            assert found["seconds"] > 0 and found["host_seconds"] > 0 and found["rounds"] == 2
+            assert 0 < found["predicted"] and 0 <= found["rank"] < row["ranks"]
+
+
+def test_a_present_rank_sends_and_receives_nothing():
+    rank = cp_virtual.PresentRank(1, 4)
+    x = torch.zeros(3, 2)
+    first, *others = (rank.buffer(x, (5, 2)) for _ in range(2 * cp_virtual.HELD))
+    assert first.shape == (5, 2) and first.std() > 0.1
+    assert sum(other is first for other in others) == 1  # of the buffers of two turns
+    rank.exchange([(0, x)], [(2, first)]).wait()
+    assert rank.all_gather_ints([7, 8]) == [[7, 8]] * 4
+
+
+def test_the_table_of_the_virtual_ring():
+    modes = {"forward": (1e-3, 1.1e-3, 2e-4), "both": (4e-3, 3.8e-3, 5e-4)}
+    found = {m: dict(zip(("predicted", "seconds", "host_seconds"), values)) for m, values in modes.items()}
+    rows = [{"tokens": 32768, "ranks": ranks, "method": name, **found} for ranks, name in ((1, None), (8, "ring"))]
+    device, git = {"name": "X", "type": "cpu", "threads": 1}, {"commit": "0123", "dirty": False}
+    origin = {"device": device, "versions": {"torch": "2.0"}, "git": git, "build": {}}
+    lines = cp_virtual_page.block({**origin, "rows": rows})
+    assert [line for line in lines if line.startswith("| 32k")] == [
+        "| 32k | 1 | one call | 1.00 / 1.10 | +10% | 4.00 / 3.80 | -5% | 0.500 |",
+        "| 32k | 8 | `ring` | 1.00 / 1.10 | +10% | 4.00 / 3.80 | -5% | 0.500 |",
+    ]

@@ -57,10 +57,14 @@ def test_every_name_is_its_own():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("only", ["mma_sync-b2-q65", "wgmma:3-b3", "num_splits': 4", "num_splits': 128", "combine"])
+ONLY = ("mma_sync-b2-q65", "wgmma:3-b3", "num_splits': 4", "num_splits': 128", "combine", "cp ")
+
+
+@pytest.mark.parametrize("only", ONLY)
 @pytest.mark.parametrize("nan_outputs", [False, True])
 def test_cases_run(only, nan_outputs, capsys, monkeypatch):
-    monkeypatch.setattr(sanitize_cases.calls, "backends", sanitize_cases.calls.backends)
+    for module in sanitize_cases.CALLERS:
+        monkeypatch.setattr(module, "backends", module.backends)
     arguments = ["--device", "cpu", "--only", only] + ["--nan-outputs"] * nan_outputs
     assert sanitize_cases.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

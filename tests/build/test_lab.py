@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import benchmarks_page
 import cp_page
+import cp_virtual_page
 import fp8_page
 import implementations
 import lab
@@ -67,7 +68,7 @@ def test_every_result_that_the_documents_read_has_its_experiment():
     read = set(re.findall(r'"(h[12]00_\w+)"', text)) - NOT_OURS
     made = {experiment.result.format(gpu=gpu) for experiment in EXPERIMENTS for gpu in ("h100", "h200")}
     assert len(read) > 6 and {f"{name}.json" for name in read} <= made
-    assert {page.RESULT.name for page in (cp_page, fp8_page)} <= made
+    assert {page.RESULT.name for page in (cp_page, cp_virtual_page, fp8_page)} <= made
 
 
 def test_names_and_results_are_distinct_and_all_fits_into_25_minutes():

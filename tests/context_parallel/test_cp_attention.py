@@ -55,11 +55,12 @@ def test_many_ranks_stay_within_the_criterion_of_one(device, method):
 
 
 @pytest.mark.devices("cpu")
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_parts_rounded_once_stay_within_the_criterion_too(device, method, monkeypatch):
+def test_parts_rounded_once_stay_within_the_criterion_too(device, method, sinks, monkeypatch):
     """What the CUDA kernels do: each part in q's dtype, their sums in float32."""
-    monkeypatch.setattr(compute, "_wide", lambda *tensors: list(tensors))
-    case = Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True, sinks=True)
+    monkeypatch.setattr(compute, "_part_dtype", lambda x: x.dtype)
+    case = Case(1, 257, 257, 16, 16, 32, "bfloat16", causal=True, sinks=sinks)
     problem, weights = self_attention(case, device)
     for ranks in (2, 8):
         check_result(problem, weights, run_local(problem, weights, ranks, method=method))

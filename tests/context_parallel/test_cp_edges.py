@@ -6,9 +6,10 @@ import pytest
 import torch
 from cases import Case
 from cp_harness import make_plan, run_local, self_attention
+from cp_kernel_harness import half
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, gathered
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, function, moves
 from flash_attn.context_parallel.local_group import LocalRank
 from flash_attn.context_parallel.schedule import METHODS
 
@@ -189,19 +190,43 @@ def test_all_ranks_connect_before_some_exchange(monkeypatch):
 def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
     """Of buffers for the keys of other ranks; whatever the number of ranks."""
     alive, most = [weakref.WeakSet() for _ in range(ranks)], [0] * ranks
-    fetch = gathered._Fetched.__init__
+    fetch = moves.Fetched.__init__
 
-    def counted(self, plan, tables, batch, tensors):
-        fetch(self, plan, tables, batch, tensors)
-        if not tables.step.is_local:
+    def counted(self, plan, step, tensors):
+        fetch(self, plan, step, tensors)
+        if not step.is_local:
             for buffer in self._buffers:
                 alive[plan.rank].add(buffer.untyped_storage())
         most[plan.rank] = max(most[plan.rank], len(alive[plan.rank]))
 
-    monkeypatch.setattr(gathered._Fetched, "__init__", counted)
+    monkeypatch.setattr(moves.Fetched, "__init__", counted)
     problem, weights = self_attention(Case(1, 64, 64, 2, 2, 16, "bfloat16", causal=True), device)
     run_local(problem, weights, ranks, method="ring")
     assert max(most) == (2 if ranks == 2 else 4)  # a key and a value tensor each
+
+
+def test_a_known_call_is_not_checked_again_and_others_are(device, monkeypatch):
+    """What follows a call that was accepted: the same one, others, bad ones, another one on one of the ranks."""
+    requests = []
+    request = function._request
+    monkeypatch.setattr(function, "_request", lambda *given: requests.append(given) or request(*given))
+
+    def run(rank):
+        plan = CpPlan.dense(20, group=rank, check="calls")
+        q, k = (torch.randn(1, plan.num_tokens, heads, 8, dtype=half(device), device=device) for heads in (4, 2))
+        first, second = (flash_attn_cp_func(q, k, k, plan=plan, causal=True) for _ in range(2))
+        assert torch.equal(first, second) and len(plan.known_calls) == 1
+        assert not torch.equal(first, flash_attn_cp_func(q, k, k, plan=plan))
+        with pytest.raises(RuntimeError, match="k: expected a number of heads"):
+            flash_attn_cp_func(q[:, :, :3], k, k, plan=plan, causal=True)
+        with pytest.raises(TypeError, match="softmax_scale: expected a number"):
+            flash_attn_cp_func(q, k, k, softmax_scale="1", plan=plan, causal=True)
+        with pytest.raises(RuntimeError, match=r"expected the same on every rank, got others on ranks \[1\]"):
+            flash_attn_cp_func(q, k, k, plan=plan, causal=rank.rank == 0)
+        return True
+
+    assert LocalGroup(2).run(run) == [True] * 2
+    assert len(requests) == 2 * 4  # of the last call all is known
 
 
 def test_tables_are_made_once(device):

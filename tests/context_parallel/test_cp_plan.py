@@ -17,6 +17,7 @@ from flash_attn.context_parallel.layouts import (
     visible_pairs,
 )
 from flash_attn.context_parallel.schedule import Layout, groups, steps
+from flash_attn.context_parallel.tables import pass_tables
 from flash_attn.dropout import MASK_COLUMNS
 
 WINDOWS = ((None, None), (None, 0), (3, 0), (0, 0), (20, 0), (None, 2), (5, None), (4, 7))
@@ -112,6 +113,21 @@ def test_loads_of_rounds_differ_by_one_chunk_at_most():
         assert max(loads) - min(loads) <= max(heaviest, 0.05 * sum(loads))
 
 
+def test_documents_that_share_out_evenly_stay_whole():
+    """Then nothing is sent; a long one is cut in a zigzag, the others still stay whole."""
+    lengths = (9000, 300, 4000, 3000, 8000, 500, 2000, 2500, 700, 4200, 1500, 300, 200, 600, 4000)
+    for longest, cut in ((), 0), ((60000,), 1):
+        cu = [0]
+        for length in (*lengths, *longest):
+            cu.append(cu[-1] + length)
+        spans = layout_spans("balanced", tuple(cu), 2, 128, (None, 0))
+        assert imbalance(spans, cu, (None, 0)) <= 1.05
+        counts = [sum(stop - start for start, stop in own) for own in spans]
+        assert max(counts) <= 1.05 * cu[-1] / 2 + 1
+        parts = [{r for r, own in enumerate(spans) for x, y in own if x < b and a < y} for a, b in zip(cu, cu[1:])]
+        assert sum(len(ranks) > 1 for ranks in parts) == cut
+
+
 def test_visible_pairs_and_keys():
     for layout, window in random_problems(60):
         cu = layout.cu
@@ -148,9 +164,11 @@ def keys_of(layout, rank, step):
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("exact_positions", [False, True])
-def test_every_visible_pair_is_computed_once(method, exact_positions):
-    for layout, window in random_problems(60):
-        every = [steps(layout, rank, method, window, exact_positions) for rank in range(layout.ranks)]
+@pytest.mark.parametrize("backward, divides_rows", [(False, True), (True, True), (False, False), (True, False)])
+def test_every_visible_pair_is_computed_once(method, exact_positions, backward, divides_rows):
+    for layout, window in random_problems(40):
+        given = method, window, exact_positions, backward, divides_rows
+        every = [steps(layout, rank, *given) for rank in range(layout.ranks)]
         for rank, own_steps in enumerate(every):
             own, computed, received = tokens(layout.spans[rank]), [], []
             for index, step in enumerate(own_steps):
@@ -181,14 +199,15 @@ def test_every_visible_pair_is_computed_once(method, exact_positions):
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method):
+@pytest.mark.parametrize("backward", [False, True])
+def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method, backward):
     """Of all_gather always, of the ring where the chunks of ranks do."""
     checked = 0
     for layout, window in random_problems(200):
         if method == "ring" and not begin_at_multiples(layout.spans, layout.cu, MASK_COLUMNS):
             continue
         for rank in range(layout.ranks):
-            pairs = [pair for step in steps(layout, rank, method, window, True) for pair in step.pairs]
+            pairs = [pair for step in steps(layout, rank, method, window, True, backward) for pair in step.pairs]
             assert all(pair.col % MASK_COLUMNS == 0 for pair in pairs)
             checked += len(pairs)
     assert checked > 0
@@ -197,7 +216,7 @@ def test_keys_with_positions_begin_at_columns_that_kernels_can_make(method):
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_gradients_go_where_keys_came_from(method):
     for layout, window in random_problems(60):
-        every = [steps(layout, rank, method, window, False) for rank in range(layout.ranks)]
+        every = [steps(layout, rank, method, window, False, backward=True) for rank in range(layout.ranks)]
         for index in range(len(every[0])):
             for number in range(len(every[0][index].rounds)):
                 for rank in range(layout.ranks):
@@ -269,6 +288,49 @@ def test_a_causal_zigzag_ring_has_one_call_per_step():
         assert [len(step.pairs) for step in others] == [1, 1, 1]
         assert all(step.pairs[0].is_full for step in others)
         assert len(groups(own.pairs, False)) == 1 and len(groups(own.pairs, True)) <= 2
+
+
+def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way():
+    """Of all_gather: the first rank has rows that need no other keys, the last has none; all divide their own keys'
+    backward, a quarter before the others' keys and the rest after them."""
+    layout = Layout(layout_spans("zigzag", (0, 4096), 2, 128, (None, 0)), (0, 4096))
+    first, second = (steps(layout, rank, "all_gather", (None, 0), False) for rank in range(2))
+    assert [(step.is_local, len(step.pairs)) for step in first] == [(True, 1), (False, 1)]
+    assert (first[0].pairs[0].q1, first[1].pairs[0].q0) == (1024, 1024)
+    assert [(step.is_local, len(step.pairs)) for step in second] == [(True, 0), (False, 1)]
+    windowed = Layout(layout_spans("contiguous", (0, 4096), 2, 128, (256, 0)), (0, 4096))
+    own, others = steps(windowed, 1, "all_gather", (256, 0), False)
+    assert [(pair.q0, pair.q1) for pair in (*own.pairs, *others.pairs)] == [(256, 2048), (0, 256)]
+    for rank in range(2):
+        found = steps(layout, rank, "all_gather", (None, 0), False, backward=True)
+        tables = pass_tables(found, True, 2048, 1, torch.device("cpu"))
+        (early,), (middle,), (late,) = tables.steps[0].calls, tables.steps[1].calls, tables.late
+        assert early.parts == ((0, 1024, True),) and late.table.q0 == 1024 and tables.depth == 2
+        first_half = [] if middle.table.q0 else [(0, 1024, False)]
+        assert list(middle.parts) == [*first_half, (1024, 1024, True)] and late.parts == ((1024, 1024, False),)
+
+
+def test_rows_know_how_many_results_they_have():
+    """Slots never overlap, and each row is written once before anything is added to it."""
+    for layout, window in random_problems(60):
+        for rank, backward in ((r, b) for r in range(layout.ranks) for b in (False, True)):
+            rows = layout.tokens_of(rank)
+            for method, batch in (("ring", 1), ("all_gather", 1), ("ring", 2)):
+                found = steps(layout, rank, method, window, False, backward, batch == 1)
+                tables = pass_tables(found, backward, rows, batch, torch.device("cpu"))
+                slots, results = [set() for _ in range(tables.slots)], {}
+                for call in (*(call for step in tables.steps for call in step.calls), *tables.late):
+                    own = set(range(call.table.q0, call.table.q1))
+                    assert not slots[call.slot] & own
+                    slots[call.slot] |= own
+                    for start, count, is_first in call.parts:
+                        for row in range(start, start + count):
+                            assert (row not in results) == is_first
+                            results[row] = results.get(row, 0) + 1
+                    assert own == {row for start, count, _ in call.parts for row in range(start, start + count)}
+                assert set(results) == set(range(batch * rows))
+                assert tables.depth <= max(results.values(), default=0)
+                assert set().union(*slots) == set(results)
 
 
 def test_a_window_sends_only_what_it_needs():
