@@ -2,8 +2,9 @@
 
 Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
 thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
-(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, and writes the JSON,
-beside it the tables (.md) and a bar plot for each family (_mma_sync.png); with --docs into docs/tuning/ablation.md.
+(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, prints the tables and
+writes the JSON and, in plots_ablate beside it, a bar plot for each family. `python benchmarks/report.py --docs` puts a
+stored result into docs/tuning/ablation.md.
 A kernel that hangs ends the program after a minute, with its name; --without leaves designs out by their labels.
 Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
 """
@@ -33,11 +34,10 @@ from ablate_report import LIBRARY
 from lab_build import BuildError, Compiler, forward
 
 FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
-DOCUMENT = ROOT / "docs" / "tuning" / "ablation.md"
-PLOTS = ROOT / "benchmarks" / "results" / "plots_ablate"
 SEQLENS = (1024, 4096)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 HANG_SECONDS = 60
+DEVICE = "cuda"  # the CPU in a dry run
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -67,12 +67,12 @@ def watched(what):
 
 def refusal(torch, attention, design):
     """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
     dtype = getattr(torch, TORCH_DTYPES[design.dtype])
     for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
         lengths = (seqlen_q, seqlen_k, seqlen_k)
         shapes = [(2, length, 3, design.head_dim) for length in lengths]
-        q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
+        q, k, v = (torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes)
         out = torch.full_like(q, float("nan"))
         try:
             forward(design, q, k, v, out, causal=mask == "causal")
@@ -109,7 +109,7 @@ def time_cell(torch, timer, designs, case, family, budget):
     calls, inputs = {}, {}
     shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
     for name in dict.fromkeys(["bf16", *(design.dtype for design in designs)]):
-        inputs[name] = [torch.randn(shape, device="cuda").to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
+        inputs[name] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
     for design in designs:
         call = partial(forward, design, *inputs[design.dtype], causal=case.causal)
         calls[design] = contextlib.nullcontext, call
@@ -171,32 +171,17 @@ def origin(torch, compiler):
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return describe_run(torch.device("cuda"), versions)
+    return describe_run(torch.device(DEVICE), versions)
 
 
-def draw(result, paths):
-    """Writes the plot of each family to {family: path}; returns those written."""
-    for family, path in paths.items():
+def report(result, path):
+    """Prints the tables, draws the plots beside the JSON at `path`."""
+    say("\n" + ablate_report.report(result))
+    for family in result["families"]:
         try:
-            ablate_report.write_plot(result, family, path)
+            ablate_report.write_plot(result, family, path.parent / ablate_report.PLOTS.name / f"{family}.png")
         except ImportError as error:
             say(f"no plot: {error}")
-            return {}
-    return paths
-
-
-def report(result, path, docs):
-    """The tables and plots beside the JSON at `path`, or in the document."""
-    text = ablate_report.page(result)
-    say("\n" + text)
-    if not docs:
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        draw(result, {family: path.with_name(f"{path.stem}_{family}.png") for family in result["families"]})
-        return
-    plots = draw(result, {family: PLOTS / f"{family}.png" for family in result["families"]})
-    links = [f"![{ablate_report.TITLES[family]}](../../{PLOTS.relative_to(ROOT)}/{family}.png)" for family in plots]
-    content = "\n\n".join([text.strip(), *links])
-    DOCUMENT.write_text(ablate_report.written(DOCUMENT.read_text(encoding="utf-8"), content), encoding="utf-8")
 
 
 def listing(families, head_dims):
@@ -218,7 +203,6 @@ def parse_arguments(argv):
     parser.add_argument("--list", action="store_true", help="print what would be measured")
     parser.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out, like 'plain loads'")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
-    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/tuning/ablation.md")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return parser.parse_args(argv)
 
@@ -228,7 +212,7 @@ def run(arguments):
         print("\n".join(listing(arguments.family, arguments.head_dims)))
         return
     if arguments.from_json:
-        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json, arguments.docs)
+        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json)
         return
     todo = work(arguments.family, arguments.head_dims, arguments.without)
     compiler = Compiler()
@@ -239,7 +223,7 @@ def run(arguments):
     import torch
     from timing import Budget, CudaTimer
 
-    timer = CudaTimer(torch.device("cuda"))
+    timer = CudaTimer(torch.device(DEVICE))
     budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=3.0)
     result = {**origin(torch, compiler), "seqlens": SEQLENS, "families": {}}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +231,7 @@ def run(arguments):
         found = measure(torch, timer, family, head_dim, entries, compiled, budget)
         result["families"].setdefault(family, {})[str(head_dim)] = found
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    report(result, arguments.out, arguments.docs)
+    report(result, arguments.out)
 
 
 def main(argv=None):

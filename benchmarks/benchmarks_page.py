@@ -7,14 +7,18 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import ablate_report
 import cp_page
 import fp8_page
+import retrospective_page
+import sweep_report
 import theory_page
 import triton_ladder_page
 from markdown_tables import (
     COLUMNS,
     decode_table,
     figures_block,
+    grid_tables,
     loss_table,
     rewritten,
     row_table,
@@ -23,11 +27,16 @@ from markdown_tables import (
     steps_block,
     wrapped,
 )
+from plots import figures, plot_name
 from scores import OURS, environment_line, load, load_stored, modes, overhead_lines, ratios, score_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks", "results")
 PAGE = Path("docs", "benchmarks.md")
+GRID = "h200_grid"
+MEASURES_GRID = "python benchmarks/lab.py grid"
+BEFORE_GRID = "h200_train"  # what the figures are read from until there is a grid
+PAGES = (theory_page, triton_ladder_page, ablate_report, sweep_report, cp_page, fp8_page)  # each has one result
 JOIN_UNNAMED = (*OURS, "sdpa_flash_deterministic")  # measured without being named as a peer
 
 INTRODUCTION = """\
@@ -51,6 +60,12 @@ TRAINING = """\
 A character-level GPT (`examples/train_char_lm.py`) trained with each attention from one seed on the same batches. The
 other rows evaluate plain attention in another order or precision: their differences to it are the noise of the dtype.
 """
+EVERYONE = """\
+Naive attention, our Triton comparator, SDPA's backends, FlexAttention and this package take turns on the same rows, in
+one run: the cells, of 16384 tokens and heads · head dim = 2048, and a grid of batch 4 and 8 heads, whose short
+sequences are little work. Where a peer is not measured, its curve ends: a cross says that memory did. FlexAttention is
+compiled anew for every shape, so that it is measured at a few lengths.
+"""
 STEPS = """\
 Forward, backward and AdamW under autocast to bfloat16, the ways in turns step by step, the median (docs/sdpa.md says
 what the two ways are). In PyTorch's choice most of these calls are cuDNN's.
@@ -69,7 +84,6 @@ class Section:
 
 
 SECTIONS = (
-    Section("Forward, head dims 64, 128 and 256", "h200_fwd"),
     Section(
         "Forward with features, of packed sequences and of small problems",
         "h200_fwd_other",
@@ -110,11 +124,12 @@ def method():
     return wrapped(text[0].upper() + text[1:])
 
 
-def source_lines(result, name):
+def source_lines(result, name, command=None):
     """Where figures are from, and the command that measures them again."""
     peers = [peer for peer in result["implementations"] if peer not in JOIN_UNNAMED]
     words = ["--mode", *modes(result), "--groups", *result["groups"], "--peers", *peers]
-    command = textwrap.wrap(f"python benchmarks/run.py {' '.join(words)}", COLUMNS, break_on_hyphens=False)
+    command = command or f"python benchmarks/run.py {' '.join(words)}"
+    command = textwrap.wrap(command, COLUMNS, break_on_hyphens=False)
     return [
         *wrapped(f"{result['dtype']}, {environment_line(result)}. {peers_text(result)} From `{RESULTS / name}.json`:"),
         "",
@@ -174,13 +189,39 @@ def sdpa_lines():
     return [*lines, "", *wrapped(f"From `{RESULTS / name}.json`; reproduce with `{command}`.")]
 
 
+def grid_name():
+    """The result that the figures of forward and backward are from."""
+    return GRID if (ROOT / RESULTS / f"{GRID}.json").is_file() else BEFORE_GRID
+
+
+def forward_backward_block():
+    name = grid_name()
+    command = MEASURES_GRID if name == GRID else None
+    return figures_block(stored(name), RESULTS / f"{name}.json", command)
+
+
+def grid_lines():
+    """Both grids with every implementation."""
+    lines = ["", "## Every implementation", "", *wrapped(EVERYONE), ""]
+    if grid_name() != GRID:
+        return [*lines, f"Not measured yet: `{MEASURES_GRID}` does."]
+    result = stored(GRID)
+    lines += [*source_lines(result, GRID, MEASURES_GRID), "", *score_table(result, ["cells", "b4h8"])]
+    for title, group, grid in (("16384 tokens", "cells", ""), ("Batch 4, 8 heads", "b4h8", "b4h8")):
+        lines += ["", f"### {title}", *grid_tables(result, group), ""]
+        plots = [plot_name(*figure) for figure in figures(result) if figure[0] == grid]
+        lines += [plot_line(f"{GRID}/{name}") for name in plots]
+    return lines
+
+
 def page():
     """The text of docs/benchmarks.md."""
-    name = "h200_train"
     lines = ["# Benchmarks", "", *wrapped(INTRODUCTION), "", "## Method", "", *method(), "", *wrapped(COMPARING)]
-    lines += ["", "## Forward and backward", "", *figures_block(stored(name), RESULTS / f"{name}.json")]
-    lines += ["", *score_table(stored(name), ["gqa"])]
-    lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    lines += ["", "## Forward and backward", "", *forward_backward_block()]
+    lines += ["", *score_table(stored(grid_name()), ["gqa"])]
+    if grid_name() != GRID:
+        lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    lines += grid_lines()
     for section in SECTIONS:
         lines += section_lines(section)
     return "\n".join([*lines, *decoding_lines(), *training_lines(), *sdpa_lines()]) + "\n"
@@ -188,9 +229,11 @@ def page():
 
 def readme(text):
     """README.md's `text` with its blocks of figures, those that it has, written anew."""
-    trained = stored("h200_train")
+    trained = stored(grid_name())
+    plots = GRID if grid_name() == GRID else "plots_hopper"
     blocks = {
-        "figures": figures_block(trained, RESULTS / "h200_train.json"),
+        "plot": [f"![forward, head dim 128, beside its peers]({RESULTS / plots}/fwd_d128.png)"],
+        "figures": forward_backward_block(),
         "steps": steps_block(stored("h100_sdpa_step")),
         "speed": speed_block(trained, stored("h200_fwd_other"), stored("h200_decode"), stored("h200_decode_fa3")),
     }
@@ -201,12 +244,13 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page, the README's blocks and those of other documents; returns their paths."""
+    """Write the page, the README's blocks and those of the other pages; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    others = (theory_page, triton_ladder_page, cp_page, fp8_page)
-    return PAGE, Path("README.md"), *map(write_blocks, others)
+    path = ROOT / retrospective_page.PAGE
+    path.write_text(retrospective_page.page(path.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
+    return PAGE, Path("README.md"), *map(write_blocks, PAGES), retrospective_page.PAGE
 
 
 def write_blocks(other):

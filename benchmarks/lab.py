@@ -4,9 +4,10 @@ python benchmarks/lab.py                        the list: what each shows, its G
 python benchmarks/lab.py theory minimal         run some, in this order, and collect their results in --out
 python benchmarks/lab.py --all [--dry-run]      all that need one GPU; --dry-run prints the commands only
 
-Results are named as those in benchmarks/results, after the GPU that measured them: copy them there, then
-`python benchmarks/report.py --docs` writes the documents, and `python examples/minimal/table.py RESULT.json --write`
-the README of the teaching kernels. The seconds are of the GPU; compiling comes on top.
+Results are named as those in benchmarks/results, after the GPU that measured them: copy them and the folders of plots
+there, then `python benchmarks/report.py --docs` writes the documents, and
+`python examples/minimal/table.py RESULT.json --write` the README of the teaching kernels. The seconds are of the GPU;
+compiling comes on top.
 """
 
 from __future__ import annotations
@@ -72,11 +73,9 @@ EXPERIMENTS = (
         60, "{gpu}_theory.json",
         "docs/theory.md",
     ),
-    grid("train", "forward and backward beside SDPA: the README's figures", "fwd bwd fwd+bwd", "cells gqa",
-         "sdpa_flash sdpa_cudnn", 150),
-    grid("grid", "every implementation on the same cells, naive and Triton too", "fwd bwd fwd+bwd", "cells",
-         "naive triton sdpa_flash sdpa_cudnn flex", 300, document="", more=" --plots"),
-    grid("fwd", "forward beside SDPA", "fwd", "cells gqa", "sdpa_flash sdpa_cudnn", 45),
+    grid("grid", "every implementation on the same two grids, naive and Triton too: the README's figures",
+         "fwd bwd fwd+bwd", "cells b4h8 gqa", "sdpa_flash sdpa_cudnn flex triton naive", 270,
+         more=" --min-rounds 8 --min-ms 25 --plots"),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
          "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 80),
     grid("decode", "attention over a KV cache", "fwd",
@@ -91,14 +90,13 @@ EXPERIMENTS = (
          "cells dims gqa window varlen features small small_eager", "sdpa_flash sdpa_cudnn", 70,
          environment=MMA_SYNC.items()),
     Experiment(
-        "sweep", "other tiles of the mma.sync forward; compiles for minutes first",
-        "{python} benchmarks/sweep.py --head-dims 64,128,256 --min-ms 25 --out {out}/sweep", 90,
-        "sweep/sweep_d64.json", "docs/tuning/sweeps.md",
-    ),
-    Experiment(
         "ablate", "each technique of both forwards switched off, and a ladder to today; compiles for minutes first",
         "{python} benchmarks/ablate.py --out {out}/{gpu}_ablate.json", 40, "{gpu}_ablate.json",
         "docs/tuning/ablation.md",
+    ),
+    Experiment(
+        "sweep", "other tiles of all four kernels in use; compiles for minutes first, less behind an ablation",
+        "{python} benchmarks/sweep.py --out {out}/{gpu}_sweep.json", 75, "{gpu}_sweep.json", "docs/tuning/sweeps.md",
     ),
     Experiment(
         "triton_sweep", "other tiles of the Triton comparator",

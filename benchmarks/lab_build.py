@@ -4,7 +4,9 @@
     from lab_designs import default_design
     forward(default_design(64), q, k, v, out, causal=True)
 
-Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers.
+Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers. A
+design says what is in a kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part
+of the kernel's name where the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def check(design):
         raise ValueError(f"design {design.name}: {'; '.join(problems)}")
 
 
-def included_files(launcher):
-    """The launcher and all files of the tree that it includes, directly or not."""
-    found, todo = set(), [launcher]
+def included_files(*files):
+    """The files and all of the tree that they include, directly or not."""
+    found, todo = set(), [*files]
     while todo:
         path = todo.pop()
         if path in found:
@@ -61,10 +63,10 @@ def included_files(launcher):
 
 
 @functools.lru_cache(None)
-def sources_digest(launcher):
+def sources_digest(*files):
     """Of all that a kernel's code is in."""
     digest = hashlib.sha256()
-    for path in included_files(launcher):
+    for path in included_files(*files):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -88,15 +90,15 @@ class Compiler:
 
     def library(self, design):
         versions = f"{self.toolkit.full_version}, {self.cutlass.version}"
-        return (
-            self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources_digest(design.launcher))}.so"
-        )
+        sources = sources_digest(design.launcher, *design.more_sources)
+        return self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources)}.so"
 
     def command(self, design, folder, library):
         arch = self.arch + design.arch_suffix
         includes = [f"-I{folder}", f"-I{LAB}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
         options = [f"-gencode=arch=compute_{arch},code=sm_{arch}", *includes, "-include", str(folder / "lab_design.h")]
-        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, *options, "-shared", str(design.launcher), "-o", str(library)]
+        sources = map(str, (design.launcher, *design.more_sources))
+        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, *options, "-shared", *sources, "-o", str(library)]
 
     def compile(self, design):
         """Compiles a design unless its library exists. Returns what is known of the kernel, as JSON holds it."""
@@ -124,8 +126,8 @@ class Compiler:
     def facts(self, design, library, log):
         """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
         ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
-        (kernel,) = parse_ptxas_log(log)
-        cuobjdump = find_cuobjdump(self.toolkit.root)
+        (kernel,) = [kernel for kernel in parse_ptxas_log(log) if design.entry in kernel["name"]]
+        cuobjdump = find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
         loop = None
         if cuobjdump is not None:
             opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
@@ -166,51 +168,80 @@ def compiler():
 
 
 @functools.lru_cache(None)
-def kernel(design):
-    """A function that launches a design's kernel, which is compiled if need be."""
+def library(design):
+    """A design's library, which is compiled if need be."""
     check(design)
     compiler().compile(design)
-    library = ctypes.CDLL(str(compiler().library(design)))
-    library.lab_forward.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    return ctypes.CDLL(str(compiler().library(design)))
+
+
+@functools.lru_cache(None)
+def kernel(design):
+    """A function that launches a design's forward."""
+    own = library(design)
+    own.lab_forward.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 5 + [ctypes.c_void_p]
     if not design.options:
-        return library.lab_forward
-    library.lab_options.argtypes = [ctypes.c_int, ctypes.c_float]
+        return own.lab_forward
+    own.lab_options.argtypes = [ctypes.c_int, ctypes.c_float]
 
     def launch(*arguments):
-        library.lab_options(*design.options)
-        return library.lab_forward(*arguments)
+        own.lab_options(*design.options)
+        return own.lab_forward(*arguments)
 
     return launch
 
 
-def check_tensors(design, q, k, v, out, causal):
-    """Raises ValueError unless the design's kernel takes these tensors."""
+@functools.lru_cache(None)
+def backward_kernel(design):
+    """A function that launches a design's backward."""
+    function = library(design).lab_backward
+    function.argtypes = [ctypes.POINTER(ctypes.c_void_p)] + [ctypes.c_int] * 5 + [ctypes.c_void_p]
+    return function
+
+
+def check_tensors(design, q, k, v, out, causal, **more):
+    """Raises ValueError unless the design's kernel takes these tensors. more: of a backward, shaped as out, k and v."""
     batch, _, heads, head_dim = q.shape
-    expected = {"k": (batch, k.shape[1], heads, head_dim), "v": tuple(k.shape), "out": tuple(q.shape)}
+    keys, queries = (batch, k.shape[1], heads, head_dim), tuple(q.shape)
+    expected = {"k": keys, "v": keys, "out": queries, "dout": queries, "dq": queries, "dk": keys, "dv": keys}
     if head_dim != design.head_dim:
         raise ValueError(f"q: expected head dim {design.head_dim}, got {head_dim}")
     if ("causal" if causal else "full") not in design.masks:
         raise ValueError(f"causal: this design is of a kernel for {design.masks[0]} attention")
-    for name, tensor in (("k", k), ("v", v), ("out", out)):
-        if tuple(tensor.shape) != expected[name]:
+    tensors = {"q": q, "k": k, "v": v, "out": out, **more}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected.get(name, queries):
             raise ValueError(f"{name}: expected the shape {expected[name]}, got {tuple(tensor.shape)}")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+    for name, tensor in tensors.items():
         if str(tensor.dtype) != DTYPE_NAMES[design.dtype] or not tensor.is_contiguous() or not tensor.is_cuda:
             raise ValueError(f"{name}: expected a contiguous CUDA tensor of {DTYPE_NAMES[design.dtype]}")
+
+
+def launch(design, function, pointers, q, k, causal):
+    """Calls a launcher's function on the stream of q's device; RuntimeError: a CUDA error."""
+    import torch
+
+    batch, seqlen_q, heads, _ = q.shape
+    with torch.cuda.device(q.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        status = function(*pointers, batch, seqlen_q, k.shape[1], heads, int(causal), stream)
+    if status != 0:
+        raise RuntimeError(f"design {design.name}: CUDA error {status}")
 
 
 def forward(design, q, k, v, out, causal=False):
     """Writes attention of q (b, s_q, h, d), k, v (b, s_k, h, d) into out (b, s_q, h, d), contiguous tensors of the
     design's dtype on one GPU, with scale d^-1/2; a causal mask is aligned to the last query and key. Compiles the
     kernel on first use. ValueError: no such kernel, or not for these tensors; RuntimeError: a CUDA error."""
-    import torch
-
     function = kernel(design)
     check_tensors(design, q, k, v, out, causal)
-    batch, seqlen_q, heads, _ = q.shape
-    with torch.cuda.device(q.device):
-        pointers = [tensor.data_ptr() for tensor in (q, k, v, out)]
-        stream = torch.cuda.current_stream().cuda_stream
-        status = function(*pointers, batch, seqlen_q, k.shape[1], heads, int(causal), stream)
-    if status != 0:
-        raise RuntimeError(f"design {design.name}: CUDA error {status}")
+    launch(design, function, [tensor.data_ptr() for tensor in (q, k, v, out)], q, k, causal)
+
+
+def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal=False):
+    """Writes the gradients dq, dk and dv of forward()'s problem, given its out, lse (fp32 (b, h, s_q)) and dout."""
+    function = backward_kernel(design)
+    check_tensors(design, q, k, v, out, causal, dout=dout, dq=dq, dk=dk, dv=dv)
+    tensors = (q, k, v, out, lse, dout, dq, dk, dv)
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    launch(design, function, [pointers], q, k, causal)

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 
 from plots import PLOTTED_GROUPS
 from scores import (
+    OUT_OF_MEMORY,
     PLAIN,
     environment_line,
     gigabytes_per_second,
@@ -70,8 +71,8 @@ def cell_entry(row, peers):
     return f"{significant(mine['tflops'])} ({', '.join(against)})"
 
 
-def figures_block(result, source):
-    """The cells of a result with scores, host time and memory, for a document."""
+def figures_block(result, source, command=None):
+    """The cells of a result with scores, host time and memory, for a document. command: what measures it again."""
     peers = [name for name in result["implementations"] if name in README_PEERS]
     lines = [
         f"{result['dtype']}, {environment_line(result)}.",
@@ -80,7 +81,26 @@ def figures_block(result, source):
         "",
     ]
     lines += [f"- {line}" for line in score_lines(result) + overhead_lines(result) + memory_lines(result)]
-    return lines + ["", f"From `{source}`; reproduce with `python benchmarks/run.py --mode {' '.join(modes(result))}`."]
+    command = command or f"python benchmarks/run.py --mode {' '.join(modes(result))}"
+    return lines + ["", f"From `{source}`; reproduce with `{command}`."]
+
+
+def grid_tables(result, group):
+    """A table per mode: a line per row, TFLOPS of every implementation, or that its memory did not suffice."""
+    lines = []
+    for mode in modes(result):
+        rows = [row for row in rows_of(result, group, mode) if row["results"]]
+        names = [name for name in result["implementations"] if any(name in row["results"] for row in rows)]
+        if rows:
+            table = [[row["label"], *(implementation_cell(row, name) for name in names)] for row in rows]
+            lines += ["", *markdown_table([f"{mode}, TFLOPS", *(f"`{name}`" for name in names)], table)]
+    return lines
+
+
+def implementation_cell(row, name):
+    if name in row["results"]:
+        return speed(row, name)
+    return OUT_OF_MEMORY if row["notes"].get(name) == OUT_OF_MEMORY else "–"
 
 
 def score_table(result, groups=None):

@@ -5,7 +5,7 @@ python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
 python benchmarks/run.py --peers all --plots        every implementation that is installed, and PNGs beside the JSON
 python benchmarks/run.py --quick                    a third of the cells, shorter
 python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
-python benchmarks/run.py --groups cells --peers sdpa_flash sdpa_cudnn naive --budget 40
+python benchmarks/run.py --groups cells b4h8 --peers sdpa_flash naive --budget 40   at one batch size too, likewise
 python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
 
 Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in

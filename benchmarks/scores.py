@@ -10,6 +10,7 @@ from statistics import geometric_mean
 PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
 DETERMINISTIC = "ours_deterministic"
 OURS = ("ours", DETERMINISTIC, PLAIN)
+OUT_OF_MEMORY = "out of memory"  # the note of a row
 
 
 def load(path):
@@ -88,11 +89,17 @@ def score_lines(result, group="cells"):
 
 def measured_commit(result):
     """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
-    built = result["build"].get("commit") or "unknown"
+    built = result.get("build", {}).get("commit") or "unknown"
     commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
     if commit == "unknown":
         commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
     return commit[:12] + ("+changes" if changed else "")
+
+
+def run_line(result):
+    """Device, commit and versions of a result of the laboratory's own kernels."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['device']['name']}, commit {measured_commit(result)}; {versions}."
 
 
 def environment_line(result):

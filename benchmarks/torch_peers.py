@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from rows import windows
 
-SCORE_BYTES = 8 * 2**30
 # FlexAttention is compiled anew for every shape, which takes seconds.
-COMPILED_SEQLENS = (1024, 4096, 16384)
+COMPILED_SEQLENS = {"cells": (1024, 4096, 16384), "dims": (1024, 4096, 16384), "b4h8": (4096,)}
 
 
 def sdpa(row, inputs):
@@ -58,13 +57,6 @@ def sdpa_flash_limits(row, device_type, mode):
     return None
 
 
-def score_matrix_limits(row, device_type, mode):
-    case = row.case
-    if 4 * case.batch * case.nheads * case.seqlen_q * case.seqlen_k > SCORE_BYTES:
-        return "score matrix too large"
-    return None
-
-
 def naive(row, inputs):
     """softmax(q k^T) v in plain tensor operations of the inputs' dtype, the score matrix in memory."""
     case = row.case
@@ -98,8 +90,9 @@ def naive(row, inputs):
 def flex_limits(row, device_type, mode):
     if row.timing != "event":
         return "compiled anew for every shape: not measured on small shapes"
-    if row.group in ("cells", "dims") and row.case.seqlen_q not in COMPILED_SEQLENS:
-        return f"compiled anew for every shape: measured at s {', '.join(map(str, COMPILED_SEQLENS))}"
+    seqlens = COMPILED_SEQLENS.get(row.group)
+    if seqlens and row.case.seqlen_q not in seqlens:
+        return f"compiled anew for every shape: measured at s {', '.join(map(str, seqlens))}"
     return None
 
 

@@ -22,9 +22,10 @@ import ablate
 import ablate_report
 import lab_build
 import lab_designs
+import lab_plan
 import lab_sass
 import lab_sm90
-import sweep_build
+import lab_tiles
 from errors import BuildError
 from lab_designs import FwdDesign, default_design, ladder, switches
 from toolchain import find_cutlass, find_toolkit
@@ -47,9 +48,10 @@ def test_every_design_of_the_list_exists_and_labels_are_distinct(head_dim):
 @needs_gxx
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_default_design_has_the_tile_in_use(head_dim):
-    tile, design = sweep_build.table_tile(head_dim), default_design(head_dim)
-    assert (tile.block_m, tile.block_n, tile.warps, tile.blocks_per_sm) == lab_designs.TILE[head_dim]
-    assert design.smem_bytes == tile.smem_bytes(head_dim)
+    row = lab_plan.shipped_row("fwd_mma_sync", head_dim)
+    assert row == (head_dim, *lab_designs.TILE[head_dim])
+    shipped = lab_tiles.TileDesign("fwd_mma_sync", head_dim, row)
+    assert default_design(head_dim).smem_bytes == shipped.smem_bytes
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -187,12 +189,12 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
 def test_the_overlay_changes_two_lookups_and_nothing_else():
     design = lab_sm90.entries(64)[1].design
     for path, text in design.overlay().items():
-        shipped = (lab_sm90.CSRC / path).read_text(encoding="utf-8").splitlines()
+        shipped = (lab_plan.CSRC / path).read_text(encoding="utf-8").splitlines()
         added = [line for line in text.splitlines() if line not in shipped]
         assert len(added) == 1 and added[0].startswith("  if (head_dim > 0) return ")
         assert len(text.splitlines()) == len(shipped) + 1
     with pytest.raises(ValueError, match="expected one line"):
-        lab_sm90.with_first_return(lab_sm90.TILES, "int missing_lookup() {\n", "0")
+        lab_plan.with_first_return(lab_plan.TILES, "int missing_lookup() {\n", "0")
 
 
 def fake_result():
@@ -219,8 +221,8 @@ def fake_result():
 
 
 def test_tables_state_gains_resources_and_what_was_left_out():
-    text = ablate_report.page(fake_result())
-    assert text.startswith("GPU, commit 0123456789ab-dirty; nvcc 13.0.\n")
+    text = ablate_report.report(fake_result())
+    assert text.startswith("GPU, commit 0123456789ab+changes; nvcc 13.0.\n")
     assert "### mma.sync forward, head dim 64" in text and "### mma.sync forward, head dim 128" in text
     cells = "| 255, 24 | 48.0 | 2 × 4 | 1300 (5.1) |"
     assert f"| plain loads, 64 × 64 tiles | 100 | 100 | 100 | 100 | – {cells}" in text
@@ -233,7 +235,7 @@ def test_tables_state_gains_resources_and_what_was_left_out():
 def test_serialised_wgmma_are_told():
     result = fake_result()
     result["families"]["mma_sync"]["64"]["entries"][0]["facts"]["serialized"] = True
-    assert ablate_report.page(result).count("| 255, 24, serialised |") == 1
+    assert ablate_report.report(result).count("| 255, 24, serialised |") == 1
 
 
 def test_without_the_design_in_use_switches_have_no_delta():
@@ -249,29 +251,22 @@ def one_family():
     return {**result, "families": {"mma_sync": {"64": result["families"]["mma_sync"]["64"]}}}
 
 
-def test_reports_are_written_beside_the_json(tmp_path, capsys):
+def test_plots_are_drawn_beside_the_json(tmp_path, capsys):
     path = tmp_path / "h200_ablate.json"
     path.write_text(json.dumps(one_family()))
     ablate.main(["--from-json", str(path)])
-    assert (tmp_path / "h200_ablate.md").read_text() in capsys.readouterr().out
+    assert ablate_report.report(one_family()) in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "h200_ablate_mma_sync.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plots_ablate" / "mma_sync.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_document_keeps_everything_else(tmp_path, monkeypatch):
-    document, path = tmp_path / "ablation.md", tmp_path / "h200_ablate.json"
-    text = ablate.DOCUMENT.read_text(encoding="utf-8")
-    document.write_text(text)
-    path.write_text(json.dumps(one_family()))
-    drawn = []
-    monkeypatch.setattr(ablate, "DOCUMENT", document)
-    monkeypatch.setattr(ablate_report, "write_plot", lambda result, family, path: drawn.append(path))
-    ablate.main(["--from-json", str(path), "--docs"])
-    new = document.read_text()
-    assert drawn == [ablate.PLOTS / "mma_sync.png"]
+def test_the_document_keeps_everything_else():
+    text = (ROOT / ablate_report.PAGE).read_text(encoding="utf-8")
+    new = ablate_report.page(text, one_family())
     assert "(../../benchmarks/results/plots_ablate/mma_sync.png)" in new and "| lagging row max |" in new
     begin = "<!-- ablation:begin -->"
     assert new.partition(begin)[0] == text.partition(begin)[0] and new.endswith("<!-- ablation:end -->\n")
+    assert "Not measured yet" in ablate_report.page(new, None)
 
 
 def test_bars_are_of_one_mask():
