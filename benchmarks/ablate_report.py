@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from markdown_tables import rewritten
-from scores import run_line
+from scores import run_line, stored_path
 
 PAGE = Path("docs", "tuning", "ablation.md")
-RESULT = Path("benchmarks", "results", "h200_ablate.json")
+RESULT = stored_path("ablate")
 PLOTS = Path("benchmarks", "results", "plots_ablate")
 LIBRARY = "library"
 TITLES = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}

@@ -4,9 +4,10 @@
     from lab_designs import default_design
     forward(default_design(64), q, k, v, out, causal=True)
 
-Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers. A
-design says what is in a kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part
-of the kernel's name where the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
+Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers, or
+what lab_archive.py made elsewhere, in the folder that FLASH_ATTN_LAB_KERNELS names. A design says what is in a kernel:
+header() and overlay() its headers, launcher and more_sources its files, entry a part of the kernel's name where the
+library has others, mma_per_step what the inner loop is found by (0: it is not counted).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -38,6 +40,8 @@ from toolchain import find_cutlass, find_toolkit
 CSRC = ROOT / "csrc" / "flash_attn"
 KERNELS = ROOT / "build" / "lab" / "kernels"
 ARCH = "90"
+PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # the environment variable
+INDEX = "index.json"
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -78,6 +82,66 @@ def cache_key(design, arch, compiler, sources):
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
+def source_key(design):
+    """What a design is built from, whatever compiles it."""
+    return cache_key(design, ARCH, "", sources_digest(design.launcher, *design.more_sources))
+
+
+def by_library(designs, library):
+    """{library: the designs that are launches of its one kernel}."""
+    found = {}
+    for design in dict.fromkeys(designs):
+        found.setdefault(library(design), []).append(design)
+    return found
+
+
+class Prebuilt:
+    """The libraries of a folder in place of a compiler."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        self.versions, self.kernels = index["versions"], index["kernels"]
+
+    def library(self, design):
+        return self.folder / self.entry(design)["file"]
+
+    def entry(self, design):
+        """What the index says of a design; BuildError if it has none."""
+        try:
+            return self.kernels[source_key(design)]
+        except KeyError:
+            raise BuildError("not among the built kernels, or built from other sources") from None
+
+    def compile(self, design):
+        check(design)
+        return self.entry(design)["facts"]
+
+    def compile_all(self, designs, progress, jobs=None):
+        """{design: facts} of those that are there; `progress` hears of the others."""
+        found = {}
+        for design in dict.fromkeys(designs):
+            try:
+                found[design] = self.compile(design)
+            except (BuildError, ValueError) as error:
+                progress(f"LEFT OUT: {design.name}: {error}")
+        return found
+
+
+def make_compiler():
+    """Prebuilt where the environment names a folder of libraries, else nvcc."""
+    folder = os.environ.get(PREBUILT)
+    return Prebuilt(folder) if folder else Compiler()
+
+
+def run_compiler(command):
+    """What it says; BuildError if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
 class Compiler:
     """nvcc and the headers; BuildError if they are missing."""
 
@@ -86,19 +150,37 @@ class Compiler:
         if self.toolkit is None:
             raise BuildError("nvcc: not found; set CUDA_HOME or put it on PATH")
         self.cutlass = find_cutlass(ROOT, sys.path, ROOT / "build" / "cutlass")
-        self.arch, self.folder = arch, folder
+        self.versions = {"nvcc": self.toolkit.full_version, "CUTLASS": self.cutlass.version}
+        self.arch, self.folder, self.lock = arch, folder, threading.Lock()
 
     def library(self, design):
-        versions = f"{self.toolkit.full_version}, {self.cutlass.version}"
         sources = sources_digest(design.launcher, *design.more_sources)
-        return self.folder / f"{design.name}-{cache_key(design, self.arch, versions, sources)}.so"
+        key = cache_key(design, self.arch, ", ".join(self.versions.values()), sources)
+        return self.folder / f"{design.name}-{key}.so"
 
     def command(self, design, folder, library):
-        arch = self.arch + design.arch_suffix
-        includes = [f"-I{folder}", f"-I{LAB}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
-        options = [f"-gencode=arch=compute_{arch},code=sm_{arch}", *includes, "-include", str(folder / "lab_design.h")]
-        sources = map(str, (design.launcher, *design.more_sources))
-        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, *options, "-shared", *sources, "-o", str(library)]
+        options = ["-include", str(folder / "lab_design.h"), "-shared", str(design.launcher)]
+        objects = [str(self.object(source)) for source in design.more_sources]
+        return [*self.nvcc(self.arch + design.arch_suffix, f"-I{folder}"), *options, *objects, "-o", str(library)]
+
+    def nvcc(self, arch, *includes):
+        """The compiler's call as far as the files; `includes` come first."""
+        others = [f"-I{LAB}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
+        gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        return [str(self.toolkit.nvcc), *COMPILE_FLAGS, gencode, *includes, *others]
+
+    def object(self, source):
+        """A source that no design changes, compiled once for all."""
+        parts = [self.arch, *self.versions.values(), *COMPILE_FLAGS, sources_digest(source)]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+        path = self.folder / f"{source.stem}-{key}.o"
+        with self.lock:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_suffix(".unfinished.o")
+                run_compiler([*self.nvcc(self.arch), "-c", str(source), "-o", str(unfinished)])
+                os.replace(unfinished, path)
+        return path
 
     def compile(self, design):
         """Compiles a design unless its library exists. Returns what is known of the kernel, as JSON holds it."""
@@ -113,11 +195,7 @@ class Compiler:
             (folder / path).write_text(text, encoding="utf-8")
         start = time.monotonic()
         unfinished = folder / "kernel.so"
-        command = self.command(design, folder, unfinished)
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
-        facts = self.facts(design, unfinished, done.stdout)
+        facts = self.facts(design, unfinished, run_compiler(self.command(design, folder, unfinished)))
         facts["seconds"] = round(time.monotonic() - start, 1)
         os.replace(unfinished, library)
         record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -144,9 +222,7 @@ class Compiler:
 
     def compile_all(self, designs, progress, jobs=None):
         """{design: facts} of those that compile; `progress` hears of each, and why one was left out."""
-        libraries, found = {}, {}  # several designs may be launches of one kernel
-        for design in dict.fromkeys(designs):
-            libraries.setdefault(self.library(design), []).append(design)
+        libraries, found = by_library(designs, self.library), {}
         with ThreadPoolExecutor(jobs or parallel_jobs()) as pool:
             futures = {pool.submit(self.compile, same[0]): same for same in libraries.values()}
             for done, future in enumerate(as_completed(futures), 1):
@@ -164,7 +240,7 @@ class Compiler:
 
 @functools.lru_cache(None)
 def compiler():
-    return Compiler()
+    return make_compiler()
 
 
 @functools.lru_cache(None)

@@ -157,18 +157,17 @@ OTHERS = {
         192: ((64, 64, 8, 4, 2, 2, 1),),
         256: ((64, 32, 8, 4, 2, 2, 1),),
     },
-    # V and O have the same head dim: 0
+    # V and O have the same head dim: 0. At 256 only the tile in use fits.
     "bwd_wgmma": {
         64: ((64, 128, 2, 0), (64, 64, 2, 0)),
         96: ((64, 128, 2, 0),),
         128: ((64, 64, 2, 0),),
         192: ((64, 64, 2, 0),),
-        256: ((64, 64, 1, 0),),
     },
 }
 KERNELS = ("fwd_mma_sync", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma")
-MOST_OF_WGMMA_FORWARD = 2  # an ablation has the others
 FP16_HEAD_DIM = 128
+MOST_OTHERS = {"bf16": 2, "fp16": 1}  # tiles beside the one in use
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class Group:
 def tiles_of(kernel, head_dim, dtype):
     """{Group: [Entry]} of the rows of a table."""
     own = shipped_row(kernel, head_dim)
-    rows = [own, *((head_dim, *row) for row in OTHERS[kernel][head_dim])]
+    rows = [own, *((head_dim, *row) for row in OTHERS[kernel][head_dim][: MOST_OTHERS[dtype]])]
     designs = [TileDesign(kernel, head_dim, row, dtype) for row in dict.fromkeys(rows)]
     kinds = ["in use", *["other"] * (len(designs) - 1)]
     entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]
@@ -201,7 +200,7 @@ def tiles_of_wgmma_forward(head_dim, dtype):
     for (dim, variant, masks), others in lab_sm90.OTHER_TILES.items():
         if dim == head_dim:
             base = replace(lab_sm90.shipped(dim, variant, masks), dtype=dtype)
-            more = lab_sm90.tile_entries(base, others[:MOST_OF_WGMMA_FORWARD])
+            more = lab_sm90.tile_entries(base, others[: MOST_OTHERS[dtype]])
             designs = [base, *(entry.design for entry in more)]
             kinds = ["in use", *["other"] * len(more)]
             entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]

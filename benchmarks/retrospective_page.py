@@ -10,11 +10,10 @@ import step_model
 import theory_model
 import triton_ladder_page as ladder
 from markdown_tables import markdown_table, rewritten
-from scores import environment_line, load_stored, ratios, rows_of, run_line, significant
+from scores import environment_line, load_stored, ratios, rows_of, run_line, significant, stored_path
 
 PAGE = Path("docs", "retrospective.md")
-GRID = Path("benchmarks", "results", "h200_grid.json")
-MACHINE = theory_model.MACHINES["h200"]
+GRID = stored_path("grid")
 MOST_TECHNIQUES = 5  # of each kernel
 
 
@@ -102,19 +101,19 @@ def limit_block(result):
     """The parts of the data sheet's rate that the longest rows reach, as a product of three."""
     if result is None:
         return missing("grid")
-    steps, rows = step_model.steps(), []
+    machine, steps, rows = theory_model.machine_of(result), step_model.steps(), []
     for head_dim, causal, by_mode in longest_rows(result):
         for mode in ("fwd", "bwd"):
             row = by_mode[mode]
             tflops = row["results"]["ours"]["tflops"]
-            reached = tflops * 1e12 / MACHINE.flops
-            clock = row["sm_mhz"] * 1e6 / MACHINE.clock if row.get("sm_mhz") else None
+            reached = tflops * 1e12 / machine.flops
+            clock = row["sm_mhz"] * 1e6 / machine.clock if row.get("sm_mhz") else None
             unit, share = steps[mode][head_dim].bound
             rest = f"{reached / clock / share:.0%}" if clock else "–"
             cells = [significant(tflops), f"{reached:.0%}", f"{clock:.0%}" if clock else "–", f"{share:.0%} ({unit})"]
             rows.append([str(head_dim), mask(causal), mode, *cells, rest])
     header = ["d", "mask", "mode", "TFLOPS", "of the data sheet", "clock", "bound", "rest"]
-    told = f"Data sheet of an {MACHINE.name}: {MACHINE.flops / 1e12:.0f} TFLOPS at {MACHINE.clock / 1e6:.0f} MHz. "
+    told = f"Data sheet of an {machine.name}: {machine.flops / 1e12:.0f} TFLOPS at {machine.clock / 1e6:.0f} MHz. "
     return [*markdown_table(header, rows), "", told + told_of_grid(result)]
 
 

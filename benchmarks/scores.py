@@ -13,6 +13,10 @@ OURS = ("ours", DETERMINISTIC, PLAIN)
 OUT_OF_MEMORY = "out of memory"  # the note of a row
 
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks", "results")
+
+
 def load(path):
     return json.loads(Path(path).read_text())
 
@@ -20,6 +24,14 @@ def load(path):
 def load_stored(path):
     """The result in a file, or None before there is one."""
     return load(path) if path.is_file() else None
+
+
+def stored_path(name, root=ROOT):
+    """Where the result of an experiment is stored, below `root`: behind the name of the GPU that measured it, whichever
+    that was; the newest of several; of an H200 before there is one."""
+    paths = [path for path in (root / RESULTS).glob(f"*_{name}.json") if "_" not in path.name[: -len(f"_{name}.json")]]
+    newest = max(paths, key=lambda path: (load(path).get("started") or "", path.name), default=None)
+    return RESULTS / (newest.name if newest else f"h200_{name}.json")
 
 
 def modes(result):

@@ -4,8 +4,10 @@ Both forwards and both backwards, every head dim in bf16 and one in fp16; the ti
 what is missing on all cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times those of a
 group interleaved, and writes the JSON after each group; then prints the tables and, where another tile won, its line
 for csrc/flash_attn/plan/tiles.h. `python benchmarks/report.py --docs` puts a stored result into docs/tuning/sweeps.md.
-A kernel that hangs ends the program after a minute, with its name; --without leaves kernels out by their names.
-Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
+A kernel that hangs ends the program after half a minute; the same command goes on without it. --without leaves kernels
+out by their names.
+Needs nvcc and the CUTLASS headers, or what `lab.py --build-only` made, torch and a GPU; --compile-only no GPU, --list
+nothing, --from-json a result.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 import ablate
 import lab_tiles
 import sweep_report
-from ablate import TORCH_DTYPES, say, watched
-from lab_build import BuildError, Compiler, backward, forward
+from ablate import TORCH_DTYPES
+from lab_build import BuildError, backward, forward, make_compiler
+from lab_progress import Ended, Progress, say
 
 SEQLENS = (1024, 8192)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
@@ -101,33 +104,29 @@ def time_cell(torch, timer, designs, case, budget):
     return {design: summarize(values)["median"] for design, values in samples.items()}
 
 
-def measure(torch, timer, group, entries, compiled, budget):
+def measure(torch, timer, progress, group, entries, compiled, budget):
     """One group as plain data."""
     from cases import bench_cells
     from reference import attention
 
-    failed, times, flops = {}, {entry.design: {} for entry in entries}, {}
-    for design in times:
-        reason = "does not compile"
-        if design in compiled:
-            with watched(f"checking {design.name}"):
-                reason = refusal(torch, attention, design)
-        if reason is not None:
-            failed[design] = reason
-            say(f"LEFT OUT: {design.name}: {reason}")
+    times, flops = {entry.design: {} for entry in entries}, {}
+    failed = ablate.failures(times, compiled, progress, lambda design: refusal(torch, attention, design))
     good = [design for design in times if design not in failed]
     for case in bench_cells((group.head_dim,)):
         mask = "causal" if case.causal else "full"
         if case.seqlen_q not in SEQLENS or mask not in group.masks or not good:
             continue
         cell = f"{mask} {case.seqlen_q}"
-        flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
-        with watched(f"timing {len(good)} kernels, {group.title}, {cell}"):
+        with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {group.title}, {cell}"):
             for design, ms in time_cell(torch, timer, good, case, budget).items():
                 times[design][cell] = ms
+            flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
     rows = [row(entry, compiled.get(entry.design), times[entry.design], failed.get(entry.design)) for entry in entries]
-    sizes = {"kernel": group.kernel, "head_dim": group.head_dim, "dtype": group.dtype, "masks": list(group.masks)}
-    return {**sizes, "flops": flops, "entries": rows}
+    return {**sizes(group), "flops": flops, "entries": rows}
+
+
+def sizes(group):
+    return {"kernel": group.kernel, "head_dim": group.head_dim, "dtype": group.dtype, "masks": list(group.masks)}
 
 
 def row(entry, facts, times, failed):
@@ -174,7 +173,7 @@ def run(arguments):
         say("\n".join(f"{group.title}: {entry.kind}: {entry.label}: {entry.design.name}"
                       for group, entries in todo.items() for entry in entries))  # fmt: skip
         return
-    compiler = Compiler()
+    compiler = make_compiler()
     designs = [entry.design for entries in todo.values() for entry in entries]
     compiled = compiler.compile_all(designs, say, arguments.jobs)
     if arguments.compile_only:
@@ -184,12 +183,15 @@ def run(arguments):
 
     timer = CudaTimer(torch.device(ablate.DEVICE))
     budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=2.0)
-    result = {**ablate.origin(torch, compiler), "seqlens": SEQLENS, "groups": []}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    progress = Progress(arguments.out, ablate.origin(torch, compiler), {"seqlens": SEQLENS, "groups": []})
+    done = [{key: found[key] for key in sizes(next(iter(todo)))} for found in progress.result["groups"]]
     for group, entries in todo.items():
-        result["groups"].append(measure(torch, timer, group, entries, compiled, budget))
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    say("\n".join(sweep_report.report(result)))
+        if sizes(group) not in done:
+            found = measure(torch, timer, progress, group, entries, compiled, budget)
+            progress.result["groups"].append(found)
+            progress.write()
+    progress.finish()
+    say("\n".join(sweep_report.report(progress.result)))
 
 
 def main(argv=None):

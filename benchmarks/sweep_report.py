@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from markdown_tables import markdown_table, rewritten
-from scores import run_line
+from scores import run_line, stored_path
 
 PAGE = Path("docs", "tuning", "sweeps.md")
-RESULT = Path("benchmarks", "results", "h200_sweep.json")
+RESULT = stored_path("sweep")
 BLOCK = "sweeps"
 TITLES = {
     "fwd_mma_sync": "mma.sync forward",

@@ -13,8 +13,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import ablate_report
 import retrospective_page
 import step_model
-from retrospective_page import MACHINE
+from theory_model import MACHINES
 
+MACHINE = MACHINES["h200"]
 PEAK = MACHINE.flops / 1e12
 
 
