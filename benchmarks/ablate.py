@@ -2,10 +2,12 @@
 
 Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
 thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
-(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, and writes the JSON,
-beside it the tables (.md) and a bar plot for each family (_mma_sync.png); with --docs into docs/tuning/ablation.md.
-A kernel that hangs ends the program after a minute, with its name; --without leaves designs out by their labels.
-Needs nvcc, the CUTLASS headers, torch and a GPU; --compile-only no GPU, --list nothing, --from-json a result.
+(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, prints the tables and
+writes the JSON and, in plots_ablate beside it, a bar plot for each family. `python benchmarks/report.py --docs` puts a
+stored result into docs/tuning/ablation.md.
+A kernel that hangs ends the program after half a minute; the same command goes on without it. --without leaves designs
+out by their labels. Needs nvcc and the CUTLASS headers, or what `lab.py --build-only` made, torch and a GPU;
+--compile-only no GPU, --list nothing, --from-json a result.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import faulthandler
 import itertools
 import json
 import os
@@ -30,19 +31,14 @@ import ablate_report
 import lab_designs
 import lab_sm90
 from ablate_report import LIBRARY
-from lab_build import BuildError, Compiler, forward
+from lab_build import BuildError, forward, make_compiler, source_key
+from lab_progress import Ended, Progress, say
 
 FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
-DOCUMENT = ROOT / "docs" / "tuning" / "ablation.md"
-PLOTS = ROOT / "benchmarks" / "results" / "plots_ablate"
 SEQLENS = (1024, 4096)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
-HANG_SECONDS = 60
+DEVICE = "cuda"  # the CPU in a dry run
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-def say(line):
-    print(line, flush=True)
 
 
 def work(families, head_dims, without=()):
@@ -54,25 +50,19 @@ def work(families, head_dims, without=()):
     return {key: [entry for entry in entries if entry.label not in without] for key, entries in found.items()}
 
 
-@contextlib.contextmanager
-def watched(what):
-    """Ends the program, which then tells `what`, if the block takes longer than a minute: a kernel hangs."""
-    say(what)
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+def identity(design):
+    """A design in a word; names alone do not tell all apart."""
+    return "-".join([design.name, source_key(design), *map(str, design.options)])
 
 
 def refusal(torch, attention, design):
     """Why not to time a kernel; None if it is as exact as tests demand: twice the error of plain 16-bit attention."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
     dtype = getattr(torch, TORCH_DTYPES[design.dtype])
     for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
         lengths = (seqlen_q, seqlen_k, seqlen_k)
         shapes = [(2, length, 3, design.head_dim) for length in lengths]
-        q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
+        q, k, v = (torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes)
         out = torch.full_like(q, float("nan"))
         try:
             forward(design, q, k, v, out, causal=mask == "causal")
@@ -109,7 +99,7 @@ def time_cell(torch, timer, designs, case, family, budget):
     calls, inputs = {}, {}
     shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
     for name in dict.fromkeys(["bf16", *(design.dtype for design in designs)]):
-        inputs[name] = [torch.randn(shape, device="cuda").to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
+        inputs[name] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[name])) for _ in range(4)]
     for design in designs:
         call = partial(forward, design, *inputs[design.dtype], causal=case.causal)
         calls[design] = contextlib.nullcontext, call
@@ -121,33 +111,42 @@ def time_cell(torch, timer, designs, case, family, budget):
     return {name: summarize(values)["median"] for name, values in samples.items()}
 
 
-def measure(torch, timer, family, head_dim, entries, compiled, budget):
+def failures(designs, compiled, progress, check):
+    """{design: why it is not timed}."""
+    failed = {}
+    for design in dict.fromkeys(designs):
+        reason = "does not compile"
+        if design in compiled:
+            try:
+                with progress.watched(f"checking {identity(design)}"):
+                    reason = check(design)
+            except Ended as error:
+                reason = str(error)
+        if reason is not None:
+            failed[design] = reason
+            say(f"LEFT OUT: {design.name}: {reason}")
+    return failed
+
+
+def measure(torch, timer, progress, family, head_dim, entries, compiled, budget):
     """One head dim of a family as plain data."""
     from cases import bench_cells
     from reference import attention
 
-    failed = {}
-    for design in dict.fromkeys(entry.design for entry in entries):
-        reason = "does not compile"
-        if design in compiled:
-            with watched(f"checking {design.name}"):
-                reason = refusal(torch, attention, design)
-        if reason is not None:
-            failed[design] = reason
-            say(f"LEFT OUT: {design.name}: {reason}")
+    designs = list(dict.fromkeys(entry.design for entry in entries))
+    failed = failures(designs, compiled, progress, lambda design: refusal(torch, attention, design))
     flops, times = {}, {}
     for case in bench_cells((head_dim,)):
         mask = "causal" if case.causal else "full"
-        good = [design for design in compiled if design not in failed and mask in design.masks]
-        good = [design for design in good if design in {entry.design for entry in entries}]
+        good = [design for design in designs if design not in failed and mask in design.masks]
         if case.seqlen_q not in SEQLENS or not good:
             continue
         cell = f"{mask} {case.seqlen_q}"
-        flops[cell] = case.flops
-        with watched(f"timing {len(good)} kernels, {family} d {head_dim} {cell}"):
+        with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {family} d {head_dim} {cell}"):
             medians = time_cell(torch, timer, good, case, family, budget)
-        for name, ms in medians.items():
-            times.setdefault(name, {})[cell] = ms
+            flops[cell] = case.flops
+            for name, ms in medians.items():
+                times.setdefault(name, {})[cell] = ms
     rows = [row(entry, compiled.get(entry.design), times.get(entry.design, {}), failed.get(entry.design))
             for entry in entries]  # fmt: skip
     if LIBRARY in times:
@@ -165,38 +164,18 @@ def row(entry, facts, times, failed):
 def origin(torch, compiler):
     from environment import describe_run
 
-    versions = {
-        "nvcc": compiler.toolkit.full_version,
-        "CUTLASS": compiler.cutlass.version,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    return describe_run(torch.device("cuda"), versions)
+    versions = {**compiler.versions, "torch": torch.__version__, "python": platform.python_version()}
+    return describe_run(torch.device(DEVICE), versions)
 
 
-def draw(result, paths):
-    """Writes the plot of each family to {family: path}; returns those written."""
-    for family, path in paths.items():
+def report(result, path):
+    """Prints the tables, draws the plots beside the JSON at `path`."""
+    say("\n" + ablate_report.report(result))
+    for family in result["families"]:
         try:
-            ablate_report.write_plot(result, family, path)
+            ablate_report.write_plot(result, family, path.parent / ablate_report.PLOTS.name / f"{family}.png")
         except ImportError as error:
             say(f"no plot: {error}")
-            return {}
-    return paths
-
-
-def report(result, path, docs):
-    """The tables and plots beside the JSON at `path`, or in the document."""
-    text = ablate_report.page(result)
-    say("\n" + text)
-    if not docs:
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        draw(result, {family: path.with_name(f"{path.stem}_{family}.png") for family in result["families"]})
-        return
-    plots = draw(result, {family: PLOTS / f"{family}.png" for family in result["families"]})
-    links = [f"![{ablate_report.TITLES[family]}](../../{PLOTS.relative_to(ROOT)}/{family}.png)" for family in plots]
-    content = "\n\n".join([text.strip(), *links])
-    DOCUMENT.write_text(ablate_report.written(DOCUMENT.read_text(encoding="utf-8"), content), encoding="utf-8")
 
 
 def listing(families, head_dims):
@@ -218,7 +197,6 @@ def parse_arguments(argv):
     parser.add_argument("--list", action="store_true", help="print what would be measured")
     parser.add_argument("--without", nargs="+", default=[], metavar="LABEL", help="leave out, like 'plain loads'")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
-    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/tuning/ablation.md")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return parser.parse_args(argv)
 
@@ -228,10 +206,10 @@ def run(arguments):
         print("\n".join(listing(arguments.family, arguments.head_dims)))
         return
     if arguments.from_json:
-        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json, arguments.docs)
+        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json)
         return
     todo = work(arguments.family, arguments.head_dims, arguments.without)
-    compiler = Compiler()
+    compiler = make_compiler()
     designs = [entry.design for entries in todo.values() for entry in entries]
     compiled = compiler.compile_all(designs, say, arguments.jobs)
     if arguments.compile_only:
@@ -239,15 +217,17 @@ def run(arguments):
     import torch
     from timing import Budget, CudaTimer
 
-    timer = CudaTimer(torch.device("cuda"))
+    timer = CudaTimer(torch.device(DEVICE))
     budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=3.0)
-    result = {**origin(torch, compiler), "seqlens": SEQLENS, "families": {}}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    progress = Progress(arguments.out, origin(torch, compiler), {"seqlens": SEQLENS, "families": {}})
     for (family, head_dim), entries in todo.items():
-        found = measure(torch, timer, family, head_dim, entries, compiled, budget)
-        result["families"].setdefault(family, {})[str(head_dim)] = found
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    report(result, arguments.out, arguments.docs)
+        parts = progress.result["families"].setdefault(family, {})
+        if str(head_dim) not in parts:
+            found = measure(torch, timer, progress, family, head_dim, entries, compiled, budget)
+            parts[str(head_dim)] = found
+            progress.write()
+    progress.finish()
+    report(progress.result, arguments.out)
 
 
 def main(argv=None):

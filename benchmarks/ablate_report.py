@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from statistics import geometric_mean
 
+from markdown_tables import rewritten
+from scores import run_line, stored_path
+
+PAGE = Path("docs", "tuning", "ablation.md")
+RESULT = stored_path("ablate")
+PLOTS = Path("benchmarks", "results", "plots_ablate")
 LIBRARY = "library"
 TITLES = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
 
@@ -14,9 +20,12 @@ def measured(found, kind):
 
 
 def in_use(found):
-    """The entry of the design in use: the last of the ladder; None if it was left out."""
+    """{"ms": …} of the design in use: the last of the ladder, or both kernels of a head dim that has one for each mask;
+    None if it was left out."""
     entries = [entry for entry in found["entries"] if entry["kind"] == "ladder"]
-    return entries[-1] if entries and entries[-1]["ms"] else None
+    kernels = [entry for entry in entries if entry["label"].endswith("in use")] or entries[-1:]
+    times = {cell: ms for entry in kernels for cell, ms in entry["ms"].items()}
+    return {"ms": times} if times else None
 
 
 def speed(entry, base):
@@ -88,27 +97,24 @@ def section(result, family, head_dim):
     return "\n".join([*lines, *(["", "Left out: " + "; ".join(left_out) + "."] if left_out else [])])
 
 
-def origin_line(result):
-    commit = (result["git"]["commit"] or "unknown")[:12] + ("-dirty" if result["git"]["dirty"] else "")
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{result['device']['name']}, commit {commit}; {versions}."
-
-
-def page(result):
+def report(result):
     """All families and head dims as Markdown."""
-    parts = [origin_line(result)]
+    parts = [run_line(result)]
     for family, dims in result["families"].items():
         parts += [section(result, family, head_dim) for head_dim in dims]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
-def written(text, content):
-    """The document `text` with `content` between its markers."""
-    begin, end = "<!-- ablation:begin -->", "<!-- ablation:end -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"expected the markers {begin} and {end}")
-    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
+def block(result):
+    """The block of the page; without a result no figure."""
+    if result is None:
+        return ["Not measured yet: `python benchmarks/lab.py ablate` does."]
+    links = [f"![{TITLES[family]}](../../{PLOTS}/{family}.png)" for family in result["families"]]
+    return ["\n\n".join([report(result), *links])]
+
+
+def page(text, result):
+    return rewritten(text, "ablation", block(result))
 
 
 def bars(found, mask):
@@ -159,6 +165,6 @@ def write_plot(result, family, path):
         title = f"head dim {head_dim}: the design in use with one thing changed"
         draw(row[1], {mask: both[1] for mask, both in drawn.items()}, title, "speed, %")
         row[0].legend(fontsize=8)
-    figure.suptitle(f"{TITLES[family]}: {origin_line(result)}", fontsize=9)
+    figure.suptitle(f"{TITLES[family]}: {run_line(result)}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import ablate_report
 import cp_page
 import cp_virtual_page
 import fp8_page
+import lab
+import retrospective_page
+import sweep_report
 import theory_page
 import triton_ladder_page
 from markdown_tables import (
-    COLUMNS,
     decode_table,
     figures_block,
+    grid_tables,
     loss_table,
     rewritten,
     row_table,
@@ -24,11 +27,22 @@ from markdown_tables import (
     steps_block,
     wrapped,
 )
-from scores import OURS, environment_line, load, load_stored, modes, overhead_lines, ratios, score_line
+from plots import figures, plot_name
+from scores import OURS, RESULTS, environment_line, load_stored, overhead_lines, ratios, score_line, stored_path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path("benchmarks", "results")
 PAGE = Path("docs", "benchmarks.md")
+GRID, SECOND_GRID = "grid", "grid_b4h8"
+BEFORE_GRID = "train"  # what the figures are read from until there is a grid
+PAGES = (
+    theory_page,
+    triton_ladder_page,
+    ablate_report,
+    sweep_report,
+    cp_page,
+    cp_virtual_page,
+    fp8_page,
+)  # each has one result
 JOIN_UNNAMED = (*OURS, "sdpa_flash_deterministic")  # measured without being named as a peer
 
 INTRODUCTION = """\
@@ -45,12 +59,17 @@ measures two installs in turns in one process. The operators beside attention (c
 """
 DECODING = """\
 One query token of each sequence over a KV cache, bfloat16. "One call" is the replay of a graph of one call after the L2
-cache was overwritten, "a layer" a graph of 20 calls, each with a cache of its own, divided by 20. The figures of
-`flash_attn_3` are those of an earlier run, `benchmarks/results/h200_decode_fa3.json`.
+cache was overwritten, "a layer" a graph of 20 calls, each with a cache of its own, divided by 20.
 """
 TRAINING = """\
 A character-level GPT (`examples/train_char_lm.py`) trained with each attention from one seed on the same batches. The
 other rows evaluate plain attention in another order or precision: their differences to it are the noise of the dtype.
+"""
+EVERYONE = """\
+Naive attention, our Triton comparator, SDPA's backends, FlexAttention and this package take turns on the same rows, in
+one run: the cells, of 16384 tokens and heads · head dim = 2048, and a grid of batch 4 and 8 heads, whose short
+sequences are little work. Where a peer is not measured, its curve ends: a cross says that memory did. FlexAttention is
+compiled anew for every shape, so that it is measured at a few lengths, up to head dim 128.
 """
 STEPS = """\
 Forward, backward and AdamW under autocast to bfloat16, the ways in turns step by step, the median (docs/sdpa.md says
@@ -60,7 +79,8 @@ what the two ways are). In PyTorch's choice most of these calls are cuDNN's.
 
 @dataclass(frozen=True)
 class Section:
-    """A result with its text. tables: groups to show row by row; plot: its place below the results."""
+    """A result with its text, left out before there is one. tables: groups to show row by row; plot: its place below
+    the results."""
 
     title: str
     result: str
@@ -70,37 +90,38 @@ class Section:
 
 
 SECTIONS = (
-    Section("Forward, head dims 64, 128 and 256", "h200_fwd"),
     Section(
         "Forward with features, of packed sequences and of small problems",
-        "h200_fwd_other",
+        "fwd_other",
         "`of plain` is the speed relative to the same call without the feature, which takes turns with it. Long calls "
         "run at the power limit, those without a slower peer beside them at lower clocks.",
         tables=("gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "small", "one_wave", "small_eager"),
     ),
+    Section("Deterministic backward", "deterministic", tables=("deterministic",)),
     Section(
         "Backward beside Triton, and deterministic",
-        "h200_bwd_triton",
+        "bwd_triton",
         "The comparator (`benchmarks/triton_attention.py`) has tuned tiles and loads them by TMA.",
         plot="plots_bwd_triton/bwd_d128.png",
     ),
     Section(
         "Forward of the mma.sync kernels, every peer",
-        "h200_fwd_peers",
-        "The kernels that GPUs other than Hopper run, measured on an H200 at a commit that had no others.",
+        "fwd_peers",
+        "The kernels that GPUs other than Hopper run, at a commit that had no others.",
         plot="plots_fwd_peers/fwd_d128.png",
     ),
     Section(
         "Forward and backward of the mma.sync kernels",
-        "h200_fwd_bwd",
-        "As above; all groups of rows.",
+        "fwd_bwd",
+        "The kernels that GPUs other than Hopper run; all groups of rows.",
         plot="plots_fwd_bwd/bwd_d128.png",
     ),
 )
 
 
 def stored(name):
-    return load(ROOT / RESULTS / f"{name}.json")
+    """The result of an experiment, or None before there is one."""
+    return load_stored(ROOT / stored_path(name))
 
 
 def method():
@@ -113,17 +134,13 @@ def method():
 
 def source_lines(result, name):
     """Where figures are from, and the command that measures them again."""
-    peers = [peer for peer in result["implementations"] if peer not in JOIN_UNNAMED]
-    words = ["--mode", *modes(result), "--groups", *result["groups"], "--peers", *peers]
-    command = textwrap.wrap(f"python benchmarks/run.py {' '.join(words)}", COLUMNS, break_on_hyphens=False)
-    return [
-        *wrapped(f"{result['dtype']}, {environment_line(result)}. {peers_text(result)} From `{RESULTS / name}.json`:"),
-        "",
-        "```",
-        *(line + " \\" for line in command[:-1]),
-        command[-1],
-        "```",
-    ]
+    return wrapped(f"{result['dtype']}, {environment_line(result)}. {peers_text(result)} {from_line(name)}")
+
+
+def from_line(name):
+    """Where a result is stored, and what measures it again, if the laboratory still does."""
+    again = f"; reproduce with `python benchmarks/lab.py {name}`" if name in lab.by_name() else ""
+    return f"From `{stored_path(name)}`{again}."
 
 
 def peers_text(result):
@@ -146,54 +163,95 @@ def section_lines(section):
     return lines + (["", plot_line(section.plot)] if section.plot else [])
 
 
+def earlier_decode(result):
+    """An earlier result with the rows of flash_attn_3, if it is of the same GPU."""
+    found = stored("decode_fa3")
+    return found if found and found["device"]["name"] == result["device"]["name"] else None
+
+
 def decoding_lines():
-    result, recorded = stored("h200_decode"), stored("h200_decode_fa3")
-    ceiling, beside = result["read_ceiling"], ratios(result, recorded, "flash_attn_3", "fwd", "decode")
-    lines = ["", "## Decoding", "", *wrapped(DECODING), "", *source_lines(result, "h200_decode"), ""]
+    result = stored("decode")
+    recorded = earlier_decode(result)
+    ceiling = result["read_ceiling"]
+    lines = ["", "## Decoding", "", *wrapped(DECODING), "", *source_lines(result, "decode"), ""]
     lines += [f"- read ceiling of this run: {ceiling['gbs']:.0f} GB/s of device memory ({ceiling['method']})"]
-    lines += [f"- {score_line(beside, 'one call, ours vs flash_attn_3')}", *(f"- {x}" for x in overhead_lines(result))]
+    if recorded:
+        beside = ratios(result, recorded, "flash_attn_3", "fwd", "decode")
+        earlier = f"one call, ours vs flash_attn_3 in an earlier run, `{stored_path('decode_fa3')}`"
+        lines += [f"- {score_line(beside, earlier)}"]
+    lines += [f"- {line}" for line in overhead_lines(result)]
     lines += ["", *decode_table(result, recorded), "", *score_table(result)]
-    for group in ("decode_append", "decode_tokens", "decode_invariant", "decode_features"):
-        lines += ["", f"### Rows of `{group}`", "", *row_table(result, group, base="decode")]
+    groups = ("decode_append", "decode_tokens", "decode_invariant", "decode_8bit", "decode_features")
+    for group in (name for name in groups if name in result["groups"]):
+        base = "decode" if group != "decode_8bit" else None
+        lines += ["", f"### Rows of `{group}`", "", *row_table(result, group, base)]
     for group in ("decode_eager", "prefill_cache"):
         lines += ["", f"### Rows of `{group}`", "", *row_table(result, group)]
     return [*lines, "", plot_line("plots_decode/decode_h32-8.png")]
 
 
 def training_lines():
-    result = stored("h200_train_char_lm")
+    result = stored("train_char_lm")
     config = ", ".join(f"{key} {value}" for key, value in result["config"].items())
-    told = f"{result['device']}, commit {result['flash_attn']['commit'][:12]}; {config}."
+    told = f"{result['device']}, commit {result['flash_attn']['commit'][:12]}; {config}. "
+    told += from_line("train_char_lm")
     lines = ["", "## Training a model", "", *wrapped(TRAINING), "", *wrapped(told), "", *loss_table(result)]
     return [*lines, "", plot_line("plots_train/train_char_lm.png")]
 
 
 def sdpa_lines():
-    name = "h100_sdpa_step"
-    command = f"python benchmarks/sdpa_step.py --out {name}.json"
-    lines = ["", "## A model that calls SDPA", "", *wrapped(STEPS), "", *steps_block(stored(name))]
-    return [*lines, "", *wrapped(f"From `{RESULTS / name}.json`; reproduce with `{command}`.")]
+    lines = ["", "## A model that calls SDPA", "", *wrapped(STEPS), "", *steps_block(stored("sdpa_step"))]
+    return [*lines, "", *wrapped(from_line("sdpa_step"))]
+
+
+def grid_name():
+    """The result that the figures of forward and backward are from."""
+    return GRID if stored(GRID) else BEFORE_GRID
+
+
+def forward_backward_block():
+    name = grid_name()
+    command = f"python benchmarks/lab.py {name}" if name == GRID else None
+    return figures_block(stored(name), stored_path(name), command)
+
+
+def grid_lines():
+    """Both grids with every implementation."""
+    lines = ["", "## Every implementation", "", *wrapped(EVERYONE)]
+    for title, name, group in (("16384 tokens", GRID, "cells"), ("Batch 4, 8 heads", SECOND_GRID, "b4h8")):
+        result = stored(name)
+        lines += ["", f"### {title}", ""]
+        if result is None:
+            lines.append(f"Not measured yet: `python benchmarks/lab.py {name}` does.")
+            continue
+        lines += [*source_lines(result, name), "", *score_table(result, [group]), *grid_tables(result, group), ""]
+        lines += [plot_line(f"plots_{name}/{plot_name(*figure)}") for figure in figures(result)]
+    return lines
 
 
 def page():
     """The text of docs/benchmarks.md."""
-    name = "h200_train"
     lines = ["# Benchmarks", "", *wrapped(INTRODUCTION), "", "## Method", "", *method(), "", *wrapped(COMPARING)]
-    lines += ["", "## Forward and backward", "", *figures_block(stored(name), RESULTS / f"{name}.json")]
-    lines += ["", *score_table(stored(name), ["gqa"])]
-    lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
-    for section in SECTIONS:
+    lines += ["", "## Forward and backward", "", *forward_backward_block()]
+    lines += ["", *score_table(stored(grid_name()), ["gqa"])]
+    if grid_name() != GRID:
+        lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
+    lines += grid_lines()
+    for section in (section for section in SECTIONS if stored(section.result)):
         lines += section_lines(section)
     return "\n".join([*lines, *decoding_lines(), *training_lines(), *sdpa_lines()]) + "\n"
 
 
 def readme(text):
     """README.md's `text` with its blocks of figures, those that it has, written anew."""
-    trained = stored("h200_train")
+    trained = stored(grid_name())
+    plots = "plots_grid" if grid_name() == GRID else "plots_hopper"
+    decoded = stored("decode")
     blocks = {
-        "figures": figures_block(trained, RESULTS / "h200_train.json"),
-        "steps": steps_block(stored("h100_sdpa_step")),
-        "speed": speed_block(trained, stored("h200_fwd_other"), stored("h200_decode"), stored("h200_decode_fa3")),
+        "plot": [f"![forward, head dim 128, beside its peers]({RESULTS / plots}/fwd_d128.png)"],
+        "figures": forward_backward_block(),
+        "steps": steps_block(stored("sdpa_step")),
+        "speed": speed_block(trained, stored("fwd_other"), decoded, earlier_decode(decoded)),
     }
     for name, block in blocks.items():
         if f"<!-- {name}:begin -->" in text:
@@ -202,12 +260,13 @@ def readme(text):
 
 
 def write_docs():
-    """Write the page, the README's blocks and those of other documents; returns their paths."""
+    """Write the page, the README's blocks and those of the other pages; returns their paths."""
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
-    others = (theory_page, triton_ladder_page, cp_page, cp_virtual_page, fp8_page)
-    return PAGE, Path("README.md"), *map(write_blocks, others)
+    path = ROOT / retrospective_page.PAGE
+    path.write_text(retrospective_page.page(path.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
+    return PAGE, Path("README.md"), *map(write_blocks, PAGES), retrospective_page.PAGE
 
 
 def write_blocks(other):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import cp_page
 from markdown_tables import markdown_table, rewritten, wrapped
-from scores import environment_line, significant
+from scores import environment_line, significant, stored_path
 
 PAGE = cp_page.PAGE
-RESULT = Path("benchmarks", "results", "h100_cp_virtual.json")
+RESULT = stored_path("cp_virtual")
 BLOCK = "cp-virtual"
 NOTHING = "The virtual ring has not been measured yet."
 MODES = ("forward", "both")

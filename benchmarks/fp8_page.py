@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from markdown_tables import markdown_table, rewritten, wrapped
-from scores import environment_line, score_line
+from scores import environment_line, score_line, stored_path
 
 PAGE = Path("docs", "fp8.md")
-RESULT = Path("benchmarks", "results", "h100_fp8_forward.json")
+RESULT = stored_path("fp8_forward")
 BLOCK = "fp8_speed"
 NOTHING = "Nothing has been measured yet."
 BASE = "bf16"

@@ -228,12 +228,10 @@ IMPLEMENTATIONS = {
             "sdpa_efficient", "memory-efficient backend", SDPBackend.EFFICIENT_ATTENTION, more=frozenset({VALUE_DIM})
         ),
         sdpa_peer(
-            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU, VALUE_DIM}),
-            limits=torch_peers.score_matrix_limits,
+            "sdpa_math", "math backend", SDPBackend.MATH, more=frozenset({CPU, VALUE_DIM})
         ),
         Implementation(
-            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT},
-            torch_peers.score_matrix_limits,
+            "naive", "softmax(q k^T) v in torch operations", torch_peers.naive, COMMON - {PACKED, DROPOUT}
         ),
         Implementation(
             "flex", "torch FlexAttention, compiled", torch_peers.flex, COMMON - {CPU, DROPOUT},

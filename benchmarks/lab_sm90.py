@@ -8,52 +8,15 @@ producer warpgroup, S = Q K^T behind P V of the block before.
 
 from __future__ import annotations
 
-import functools
-import re
-import subprocess
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from lab_designs import LAB, Entry
-from sweep_configs import SMEM_BYTES_PER_BLOCK
+from lab_designs import DTYPES, LAB, SMEM_BYTES_PER_BLOCK, Entry
+from lab_plan import POLICY, TILES, fits, names, shipped_row, with_first_return
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc" / "flash_attn"
-TILES, POLICY = "plan/tiles.h", "plan/fwd_policy_sm90.h"
 TILE_FUNCTION = "constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {\n"
 POLICY_FUNCTION = "constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant variant) {\n"
 SCHEDULERS = ("kPlanned", "kStatic", "kNone")
 THRESHOLD = 8.0  # kRescaleThresholdLog2
-
-
-@functools.lru_cache(None)
-def names(header, enum):
-    """The enumerators of a plan header's enum, in order."""
-    text = re.sub(r"//.*", "", (CSRC / header).read_text(encoding="utf-8"))
-    body = re.search(rf"enum (?:class )?{enum}\b[^{{]*\{{(.*?)\}}", text, re.DOTALL)[1]
-    return [word.split("=")[0].strip() for word in body.split(",") if word.strip()]
-
-
-@functools.lru_cache(None)
-def checker():
-    """A function that runs lab/sm90_check.cpp, compiled once, and returns what it prints."""
-    folder = tempfile.TemporaryDirectory()
-    program = Path(folder.name, "sm90_check")
-    command = ["g++", "-std=c++17", "-O1", f"-I{CSRC}", str(LAB / "sm90_check.cpp"), "-o", str(program)]
-    subprocess.run(command, check=True)
-
-    def run(*words, _keeps=folder):
-        return subprocess.run([str(program), *map(str, words)], capture_output=True, text=True, check=True).stdout
-
-    return run
-
-
-def with_first_return(path, function, value):
-    """The text of a shipped header in which `function` returns `value`."""
-    text = (CSRC / path).read_text(encoding="utf-8")
-    if text.count(function) != 1:
-        raise ValueError(f"{path}: expected one line {function.strip()!r}, found {text.count(function)}")
-    return text.replace(function, f"{function}  if (head_dim > 0) return {value};\n")
 
 
 @dataclass(frozen=True)
@@ -73,16 +36,18 @@ class Sm90Design:
     features: frozenset[str]
     scheduler: str = "kPlanned"
     threshold: float = THRESHOLD  # log2 of how far the row max may lag
+    dtype: str = "bf16"
 
-    dtype = "bf16"
     family = "wgmma"
     launcher = LAB / "sm90_launcher.cu"
+    more_sources = ()
+    entry = ""
     arch_suffix = "a"
 
     @property
     def name(self):
         tile = f"m{self.block_m}_n{self.block_n}_kv{self.kv_stages}_q{self.q_stages}_g{self.consumer_groups}"
-        return f"d{self.head_dim}_{self.variant}_{tile}"
+        return f"d{self.head_dim}_{self.dtype}_{self.variant}_{tile}"
 
     @property
     def threads(self):
@@ -100,7 +65,7 @@ class Sm90Design:
 
     @property
     def smem_bytes(self):
-        return int(self.checked()[0])
+        return self.checked()[0]
 
     @property
     def mma_per_step(self):
@@ -115,13 +80,12 @@ class Sm90Design:
     def checked(self):
         """(bytes of shared memory, what is wrong) by the shipped plan."""
         variant = names(TILES, "FwdVariant").index(self.variant)
-        memory, _, problem = checker()("fits", self.head_dim, variant, *self.tile, self.feature_bits).partition("\n")
-        return memory, problem
+        return fits("fwd_wgmma", self.head_dim, *map(int, self.tile), variant, self.feature_bits)
 
     def header(self):
         variables = {
-            "HEAD_DIM": self.head_dim, "VARIANT": self.variant, "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "FEATURES": f"{self.feature_bits}u",
+            "HEAD_DIM": self.head_dim, "DTYPE": DTYPES[self.dtype].split("::")[1], "VARIANT": self.variant,
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "FEATURES": f"{self.feature_bits}u",
         }  # fmt: skip
         return "".join(f"#define LAB_{name} {value}\n" for name, value in variables.items())
 
@@ -142,15 +106,14 @@ class Sm90Design:
             return [f"{expected}; got {', '.join([*unknown, self.scheduler])}"]
         memory, problem = self.checked()
         found = [problem] if problem else []
-        if int(memory) > SMEM_BYTES_PER_BLOCK:
+        if memory > SMEM_BYTES_PER_BLOCK:
             found.append(f"shared memory: {memory} bytes, at most {SMEM_BYTES_PER_BLOCK}")
         return found
 
 
 def shipped(head_dim, variant, masks):
     """The design of a shipped kernel."""
-    words = checker()("shipped", head_dim, names(TILES, "FwdVariant").index(variant)).split()
-    *tile, o_cols, bits = map(int, words)
+    *tile, o_cols, bits = shipped_row("fwd_wgmma", head_dim, names(TILES, "FwdVariant").index(variant))
     tile[4] = bool(tile[4])
     features = frozenset(name for i, name in enumerate(names(POLICY, "Feature")) if bits >> i & 1)
     return Sm90Design(head_dim, variant, masks, *tile, o_cols, features)
@@ -175,16 +138,26 @@ NOT_EARLY = ("next tile's Q K^T behind the store of O",
              lambda d: changed(d, ["kIssueNextQkEarly", "kHasStoreWarp"]))  # fmt: skip
 
 
-def tiles(*others):
-    """(label, change) of other tiles: block_m, block_n, K/V stages."""
+# (head dim, variant, masks) of the kernels in use for long sequences -> block_m, block_n, K/V stages of other tiles
+OTHER_TILES = {
+    (64, "kPlain", ("full", "causal")): ((192, 128, 2), (192, 128, 4), (192, 64, 6), (128, 128, 3)),
+    (96, "kPlain", ("full", "causal")): ((128, 128, 3), (192, 96, 2)),
+    (128, "kPlain", ("full",)): ((192, 80, 2), (192, 64, 4), (128, 128, 2)),
+    (128, "kMasked", ("causal",)): ((192, 64, 3), (192, 80, 3), (128, 128, 2)),
+    (192, "kPlain", ("full", "causal")): ((128, 80, 2), (128, 64, 3)),
+    (256, "kPlain", ("full", "causal")): ((128, 48, 2), (128, 32, 4)),
+}
+
+
+def tile_entries(base, others, kernel=""):
+    """[Entry] of a kernel with other tiles."""
     return [
-        (f"{m} × {n}, {stages} stages", lambda d, m=m, n=n, stages=stages: replace(
-            d, block_m=m, block_n=n, kv_stages=stages))
+        Entry("switch", f"{kernel}{m} × {n}, {stages} stages", replace(base, block_m=m, block_n=n, kv_stages=stages))
         for m, n, stages in others
-    ]  # fmt: skip
+    ]
 
 
-# (head dim, variant, masks) of the kernels in use for long sequences -> changes beside COMMON
+# The same -> changes beside COMMON and other tiles
 KERNELS = {
     (64, "kPlain", ("full", "causal")): [
         AFTER_PV,
@@ -192,19 +165,16 @@ KERNELS = {
         ("one Q stage, O staged apart", lambda d: replace(d, overlaps=False, q_stages=1, o_cols=64)),
         ("two consumer groups of 128 rows", lambda d: replace(d, block_m=128, block_n=64, kv_stages=4, q_stages=2,
                                                               consumer_groups=2)),
-        *tiles((192, 128, 2), (192, 128, 4), (192, 64, 6), (128, 128, 3)),
     ],
     (128, "kPlain", ("full",)): [
         AFTER_PV,
         ("an epilogue warp, next Q K^T early", lambda d: changed(d, plus=["kIssueNextQkEarly", "kHasStoreWarp"])),
-        *tiles((192, 80, 2), (192, 64, 4), (128, 128, 2)),
     ],
     (128, "kMasked", ("causal",)): [
         ("no speculation on masked blocks", lambda d: changed(d, ["kSpeculativeOnMasked"])),
         ("softmax behind P V", lambda d: changed(d, plus=["kExpAfterPvWait"])),
         NOT_EARLY,
         ("next tile fetched early", lambda d: changed(d, ["kFetchNextTileLate"])),
-        *tiles((192, 64, 3), (192, 80, 3), (128, 128, 2)),
     ],
 }  # fmt: skip
 
@@ -218,4 +188,5 @@ def entries(head_dim):
             kernel = "" if len(masks) > 1 else f"{masks[0]}: "
             found.append(Entry("ladder", f"{kernel}in use", base))
             found += [Entry("switch", f"{kernel}{label}", change(base)) for label, change in (*COMMON, *more)]
+            found += tile_entries(base, OTHER_TILES[dim, variant, masks], kernel)
     return found

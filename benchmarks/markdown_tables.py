@@ -8,6 +8,7 @@ from statistics import geometric_mean
 
 from plots import PLOTTED_GROUPS
 from scores import (
+    OUT_OF_MEMORY,
     PLAIN,
     environment_line,
     gigabytes_per_second,
@@ -70,8 +71,8 @@ def cell_entry(row, peers):
     return f"{significant(mine['tflops'])} ({', '.join(against)})"
 
 
-def figures_block(result, source):
-    """The cells of a result with scores, host time and memory, for a document."""
+def figures_block(result, source, command=None):
+    """The cells of a result with scores, host time and memory, for a document. command: what measures it again."""
     peers = [name for name in result["implementations"] if name in README_PEERS]
     lines = [
         f"{result['dtype']}, {environment_line(result)}.",
@@ -80,7 +81,26 @@ def figures_block(result, source):
         "",
     ]
     lines += [f"- {line}" for line in score_lines(result) + overhead_lines(result) + memory_lines(result)]
-    return lines + ["", f"From `{source}`; reproduce with `python benchmarks/run.py --mode {' '.join(modes(result))}`."]
+    command = command or f"python benchmarks/run.py --mode {' '.join(modes(result))}"
+    return lines + ["", f"From `{source}`; reproduce with `{command}`."]
+
+
+def grid_tables(result, group):
+    """A table per mode: a line per row, TFLOPS of every implementation, or that its memory did not suffice."""
+    lines = []
+    for mode in modes(result):
+        rows = [row for row in rows_of(result, group, mode) if row["results"]]
+        names = [name for name in result["implementations"] if any(name in row["results"] for row in rows)]
+        if rows:
+            table = [[row["label"], *(implementation_cell(row, name) for name in names)] for row in rows]
+            lines += ["", *markdown_table([f"{mode}, TFLOPS", *(f"`{name}`" for name in names)], table)]
+    return lines
+
+
+def implementation_cell(row, name):
+    if name in row["results"]:
+        return speed(row, name)
+    return OUT_OF_MEMORY if row["notes"].get(name) == OUT_OF_MEMORY else "–"
 
 
 def score_table(result, groups=None):
@@ -127,11 +147,11 @@ def cache_key(row):
 def decode_table(result, recorded):
     """One token over a cache: µs by page size, the share of the read ceiling, peers, a layer of a model.
 
-    recorded: an earlier result with the rows of flash_attn_3.
+    recorded: an earlier result with the rows of flash_attn_3, or None.
     """
     ceiling = result["read_ceiling"]["gbs"]
     layers = {cache_key(row): row for row in rows_of(result, "decode_layers")}
-    theirs = {cache_key(row): row for row in rows_of(recorded, "decode")}
+    theirs = {cache_key(row): row for row in rows_of(recorded, "decode")} if recorded else {}
     by_size = {}
     for row in rows_of(result, "decode"):
         by_size.setdefault((row["nheads"], row["nheads_k"], row["batch"], row["seqlen_k"]), []).append(row)
@@ -145,14 +165,14 @@ def decode_table(result, recorded):
         beside = [layers.get(cache_key(row)) for row in rows[:2]]
         share = f"{gigabytes_per_second(dense, 'ours') / ceiling:.0%}"
         share += f" (layers {gigabytes_per_second(beside[0], 'ours') / ceiling:.0%})" if beside[0] else ""
-        peers = [times([theirs.get(cache_key(row)) for row in rows], "flash_attn_3"), times([dense], "sdpa_flash")]
+        peers = [times([theirs.get(cache_key(row)) for row in rows], "flash_attn_3")] if recorded else []
+        peers.append(times([dense], "sdpa_flash"))
         layer = times(beside, "ours") if any(beside) else "–"
         lines.append([f"{heads}/{heads_k}, {batch} × {keys}", times(rows, "ours"), share, *peers, layer])
     pages = " / ".join(f"pages of {row['page_size']}" if row.get("page_size") else "dense" for row in rows)
     header = ["heads, batch × keys", f"one call, µs: {pages}", "share of the read ceiling, dense"]
-    return markdown_table(
-        [*header, "`flash_attn_3`, µs", "`sdpa_flash`, µs", "a layer, µs: dense / pages of 16"], lines
-    )
+    header += ["`flash_attn_3`, µs"] if recorded else []
+    return markdown_table([*header, "`sdpa_flash`, µs", "a layer, µs: dense / pages of 16"], lines)
 
 
 def loss_table(result):
@@ -177,18 +197,18 @@ def speed_block(trained, other, decoded, recorded):
         rows = [row for row in rows_of(result, group, mode) if "ours" in row["results"]]
         fastest = max(row["results"]["ours"]["tflops"] for row in rows)
         against = [score(ratios(result, result, peer, mode, group)) for peer in README_PEERS]
-        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against, "–"]
+        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against, *(["–"] if recorded else [])]
 
     decode = rows_of(decoded, "decode", "fwd")
     share = max(gigabytes_per_second(row, "ours") for row in decode) / decoded["read_ceiling"]["gbs"]
     beside = score(ratios(decoded, decoded, "sdpa_flash", "fwd", "decode"))
-    newest = score(ratios(decoded, recorded, "flash_attn_3", "fwd", "decode"))
+    newest = [score(ratios(decoded, recorded, "flash_attn_3", "fwd", "decode"))] if recorded else []
     rows = [
         line("forward", trained, "cells", "fwd"),
         line("backward", trained, "cells", "bwd"),
         line("forward and backward", trained, "cells", "fwd+bwd"),
         line("packed sequences, forward", other, "varlen", "fwd"),
-        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", beside, "–", newest],
+        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", beside, "–", *newest],
         line("prompts over a cache", decoded, "prefill_cache", "fwd"),
     ]
     header = [
@@ -196,7 +216,7 @@ def speed_block(trained, other, decoded, recorded):
         "this package",
         "FlashAttention-2 (SDPA)",
         "cuDNN (SDPA)",
-        "FlashAttention-3, earlier run",
+        *(["FlashAttention-3, earlier run"] if recorded else []),
     ]
     told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}; the others "
     told += f"at {environment_line(other).rsplit(', ', 1)[1]} and {environment_line(decoded).rsplit(', ', 1)[1]}."

@@ -9,6 +9,7 @@ import warnings
 import torch
 from check import MAX_RELATIVE_ERROR, relative_error
 from implementations import make_inputs, timed_call
+from scores import OUT_OF_MEMORY
 from timing import CALLS_PER_GRAPH, captured, interleave, summarize
 
 REPORTED_FIELDS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "causal")
@@ -40,6 +41,8 @@ def probe(implementation, row, inputs, mode, device):
             result, facts = first_run(call, device)
     except NotImplementedError as error:
         raise NotMeasured(f"not implemented: {error}") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise NotMeasured(OUT_OF_MEMORY) from error
     except Exception as error:  # other packages and compilers raise types of their own; one peer must not end the run
         text = first_line(error)
         refused = text.startswith(REFUSALS)

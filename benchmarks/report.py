@@ -3,9 +3,8 @@
 python benchmarks/report.py RESULT.json                 print the table and the scores
 python benchmarks/report.py --plots RESULT.json OUTDIR  draw the plots (needs matplotlib)
 python benchmarks/report.py --readme RESULT.json        rewrite the figures block of README.md from the result
-python benchmarks/report.py --docs                      write docs/benchmarks.md, and blocks of README.md,
-                                                        docs/theory.md, docs/context_parallel.md,
-                                                        docs/fp8.md and docs/tuning/triton.md
+python benchmarks/report.py --docs                      write docs/benchmarks.md, and blocks of README.md and of
+                                                        docs/{theory,retrospective,fp8,context_parallel,tuning/*}.md
 """
 
 from __future__ import annotations

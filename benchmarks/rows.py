@@ -11,6 +11,7 @@ GROUPS = (
     "cells", "dims", "gqa", "window", "varlen", "varlen_equal", "features", "value_dim", "deterministic",
     "invariant", "invariant_small", "small", "one_wave", "small_eager",
 )  # fmt: skip
+GRIDS = ("cells", "b4h8")  # the same cells, of one number of tokens and of one batch size
 BACKWARD_GROUPS = ("deterministic",)
 GRAPH_GROUPS = ("invariant_small", "small", "one_wave")  # timed without the host
 # How the rows over a KV cache are timed; they are measured where asked for.
@@ -25,12 +26,12 @@ CACHE_TIMING = {
     "decode_features": "replay",
     "prefill_cache": "event",
 }
-ALL_GROUPS = GROUPS + tuple(CACHE_TIMING)
+ALL_GROUPS = GROUPS + GRIDS[1:] + tuple(CACHE_TIMING)
 HOST_CASE = Case(1, 128, 128, 16, 16, 64, "bfloat16")
 CACHE_HOST_CASE = Case(1, 1, 1024, 32, 8, 128, "bfloat16", kind="cache")
 MODE_FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 QUICK_SEQLENS = (1024, 8192)
-THINNED_GROUPS = ("cells", "dims", "deterministic")
+THINNED_GROUPS = (*GRIDS, "dims", "deterministic")
 
 
 def modes_of(group):

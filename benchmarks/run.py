@@ -5,7 +5,7 @@ python benchmarks/run.py --mode fwd bwd fwd+bwd     the modes to measure
 python benchmarks/run.py --peers all --plots        every implementation that is installed, and PNGs beside the JSON
 python benchmarks/run.py --quick                    a third of the cells, shorter
 python benchmarks/run.py --groups decode decode_layers prefill_cache   attention over a KV cache, not in the default
-python benchmarks/run.py --groups cells --peers sdpa_flash sdpa_cudnn naive --budget 40
+python benchmarks/run.py --groups cells b4h8 --peers sdpa_flash naive --budget 40   at one batch size too, likewise
 python benchmarks/run.py --mode bwd --groups gqa window varlen features deterministic --peers sdpa_flash triton
 
 Method: standard-normal inputs; all implementations get the same tensors, are checked against float64 once, and run in
@@ -102,8 +102,8 @@ def progress_text(entry):
     return f"{entry['label']} {entry['mode']}, {unit}: {figures or 'none'}{missing}"
 
 
-def measure_all(options, device, budget, timers):
-    """The rows of the result, one per row of the table and mode."""
+def measure_all(options, device, budget, timers, keep):
+    """The rows of the result, one per row of the table and mode; `keep` gets those so far, after each."""
     rows = select(options.groups, options.quick, device.type, options.dtype)
     work = [(row, mode) for mode in options.mode for row in rows if mode in row.modes]
     implementations = options.implementations
@@ -116,6 +116,7 @@ def measure_all(options, device, budget, timers):
             else:
                 own, may_compile = allowance.budget(budget, index), not allowance.behind(index)
                 entries.append(measure(row, mode, implementations, timers, device, own, may_compile))
+            keep(entries)
             done(progress_text(entries[-1]))
     return entries, {"budget_s": allowance.seconds, "spent_s": round(allowance.spent(), 1)}
 
@@ -152,16 +153,20 @@ def main(arguments=None):
     )  # fmt: skip
     timers = make_timers(device)
     result = describe_run(options, device, budget, timers)
-    result["rows"], spent = measure_all(options, device, budget, timers)
+    path = result_path(options, result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(entries):  # so that a run that is cut off leaves something
+        path.write_text(json.dumps({**result, "rows": entries}, indent=1) + "\n", encoding="utf-8")
+
+    result["rows"], spent = measure_all(options, device, budget, timers, keep)
     result["method"].update(spent)
     if device.type == "cuda":
         result["host_overhead"] = measure_host_overhead(options.implementations, device)
         if any(group in CACHE_TIMING for group in options.groups):
             result["read_ceiling"] = read_ceiling(device)
             result["host_overhead_cache"] = measure_host_overhead(options.implementations, device, CACHE_HOST_CASE)
-    path = result_path(options, result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result["rows"])
     print("\n".join([f"{path} ({spent['spent_s']} s)"] + full_report(result)))
     if options.plots:
         print("\n".join(plot_lines(result, path.with_suffix(""))))

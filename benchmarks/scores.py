@@ -10,6 +10,11 @@ from statistics import geometric_mean
 PLAIN = "ours_plain"  # computes another problem than the row's: what the row's share of plain is measured by, no peer
 DETERMINISTIC = "ours_deterministic"
 OURS = ("ours", DETERMINISTIC, PLAIN)
+OUT_OF_MEMORY = "out of memory"  # the note of a row
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks", "results")
 
 
 def load(path):
@@ -19,6 +24,14 @@ def load(path):
 def load_stored(path):
     """The result in a file, or None before there is one."""
     return load(path) if path.is_file() else None
+
+
+def stored_path(name, root=ROOT):
+    """Where the result of an experiment is stored, below `root`: behind the name of the GPU that measured it, whichever
+    that was; the newest of several; of an H200 before there is one."""
+    paths = [path for path in (root / RESULTS).glob(f"*_{name}.json") if "_" not in path.name[: -len(f"_{name}.json")]]
+    newest = max(paths, key=lambda path: (load(path).get("started") or "", path.name), default=None)
+    return RESULTS / (newest.name if newest else f"h200_{name}.json")
 
 
 def modes(result):
@@ -88,11 +101,17 @@ def score_lines(result, group="cells"):
 
 def measured_commit(result):
     """The commit of the package that was measured, where its build knows it; else of the tree beside it."""
-    built = result["build"].get("commit") or "unknown"
+    built = result.get("build", {}).get("commit") or "unknown"
     commit, changed = built.removesuffix("-dirty"), built.endswith("-dirty")
     if commit == "unknown":
         commit, changed = result["git"]["commit"] or "unknown commit", result["git"]["dirty"]
     return commit[:12] + ("+changes" if changed else "")
+
+
+def run_line(result):
+    """Device, commit and versions of a result of the laboratory's own kernels."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['device']['name']}, commit {measured_commit(result)}; {versions}."
 
 
 def environment_line(result):

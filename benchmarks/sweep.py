@@ -1,17 +1,19 @@
-"""Compiles and times tile configurations of the forward: `python benchmarks/sweep.py --head-dims 64,128 --out DIR`.
+"""Other tiles of the kernels in use: `python benchmarks/sweep.py --out DIR/h200_sweep.json`.
 
-The configurations are data (sweep_configs.py); the tile in use comes from csrc/flash_attn/plan/tiles.h. Compiles all
-on all cores; then, for each head dim, compares each with float64 attention, times them interleaved on the cells of the
-head dim, prints scores and the effect of each choice, writes DIR/sweep_d64.json, and with --write-docs puts the table
-into docs/tuning/sweeps.md.
-Needs nvcc, the CUTLASS headers (CUTLASS_PATH or the pip package), torch and a GPU; --compile-only needs no GPU.
+Both forwards and both backwards, every head dim in bf16 and one in fp16; the tiles are data, lab_tiles.py. Compiles
+what is missing on all cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times those of a
+group interleaved, and writes the JSON after each group; then prints the tables and, where another tile won, its line
+for csrc/flash_attn/plan/tiles.h. `python benchmarks/report.py --docs` puts a stored result into docs/tuning/sweeps.md.
+A kernel that hangs ends the program after half a minute; the same command goes on without it. --without leaves kernels
+out by their names.
+Needs nvcc and the CUTLASS headers, or what `lab.py --build-only` made, torch and a GPU; --compile-only no GPU, --list
+nothing, --from-json a result.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
@@ -21,164 +23,175 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
+import ablate
+import lab_tiles
 import sweep_report
-from sweep_build import BuildError, Kernel, compile_all, table_tile
-from sweep_configs import ALTERNATIVES
+from ablate import TORCH_DTYPES
+from lab_build import BuildError, backward, forward, make_compiler
+from lab_progress import Ended, Progress, say
 
-SWEEPS = ROOT / "docs" / "tuning" / "sweeps.md"
-SEQLENS = (512, 1024, 4096, 16384)
-CHECKED_SEQLENS = (1, 200, 577)
-
-
-def say(line):
-    print(line, flush=True)
+SEQLENS = (1024, 8192)
+CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
+BACKWARD_FLOPS = 2.5  # times the forward's
 
 
-def tiles_of(head_dim, only):
-    """The tile of plan/tiles.h, then the alternatives, or those of them whose names are in `only`."""
-    others = [tile for tile in ALTERNATIVES[head_dim] if not only or tile.name in only]
-    return list(dict.fromkeys([table_tile(head_dim), *others]))
+def gradients(torch, attention, tensors, dout, causal, dtype):
+    """(out, lse, [dq, dk, dv]) by the definition, in a dtype."""
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    found = attention(*leaves, causal=causal, dtype=dtype)
+    return found.out.detach(), found.lse.detach(), torch.autograd.grad(found.out, leaves, dout.to(dtype))
 
 
-def outputs(torch, q):
-    batch, seqlen, heads, _ = q.shape
-    return torch.empty_like(q), torch.empty(batch, heads, seqlen, device=q.device, dtype=torch.float32)
-
-
-def refusal(torch, attention, kernel, head_dim):
-    """Why not to time a kernel, None if it is as exact as tests demand: twice the error of plain bf16 attention."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    stream = torch.cuda.current_stream().cuda_stream
-    for seqlen, causal in itertools.product(CHECKED_SEQLENS, (False, True)):
-        shape = (2, seqlen, 3, head_dim)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
-        out, lse = outputs(torch, q)
-        status = kernel(q, k, v, out, lse, causal, stream)
-        if status != 0:
-            return f"CUDA error {status}"
-        exact = attention(q, k, v, causal=causal)
-        plain = attention(q, k, v, causal=causal, dtype=torch.bfloat16)
-        error = (out.double() - exact.out).abs().max().item()
-        bound = 2 * (plain.out.double() - exact.out).abs().max().item() + 1e-5
-        lse_error = (lse.double() - exact.lse).abs().max().item()
-        if not (error <= bound and lse_error <= 1e-3):
-            return f"s {seqlen}, causal {causal}: error {error:.2e} (bound {bound:.2e}), LSE error {lse_error:.2e}"
+def backward_refusal(torch, attention, design):
+    """Why not to time a backward; None if it is as exact as plain 16-bit attention, within twice its error."""
+    generator = torch.Generator(device=ablate.DEVICE).manual_seed(0)
+    dtype = getattr(torch, TORCH_DTYPES[design.dtype])
+    for (seqlen_q, seqlen_k), mask in itertools.product(CHECKED, design.masks):
+        causal = mask == "causal"
+        shapes = [(2, length, 3, design.head_dim) for length in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)]
+        *tensors, dout = (torch.randn(shape, device=ablate.DEVICE, generator=generator).to(dtype) for shape in shapes)
+        out, lse, exact = gradients(torch, attention, tensors, dout, causal, torch.float64)
+        _, _, plain = gradients(torch, attention, tensors, dout, causal, dtype)
+        found = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+        out, lse = out.to(dtype).contiguous(), lse.float().contiguous()
+        try:
+            backward(design, *tensors, out, lse, dout, *found, causal=causal)
+        except (BuildError, RuntimeError) as error:
+            return str(error)
+        for name, own, right, other in zip(("dq", "dk", "dv"), found, exact, plain):
+            error = (own.double() - right).abs().max().item()
+            bound = 2 * (other.double() - right).abs().max().item() + 1e-5
+            if not error <= bound:
+                return f"s {seqlen_q}, {seqlen_k}, {mask}: {name}: error {error:.2e} (bound {bound:.2e})"
     return None
 
 
-def time_cells(torch, kernels, head_dim, budget):
-    """({cell: flops}, {tile: {cell: median ms}}) of kernels {tile: Kernel}, interleaved."""
+def refusal(torch, attention, design):
+    check = backward_refusal if is_backward(design) else ablate.refusal
+    return check(torch, attention, design)
+
+
+def is_backward(design):
+    return getattr(design, "is_backward", False)
+
+
+def flash_attention(torch, q, k, v, causal):
+    """O (b, s, h, d) and LSE (b, h, s) of torch's flash attention."""
+    views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*views, 0.0, causal)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def make_call(torch, design, tensors, causal):
+    """The function that is timed: the forward, or the backward with O and LSE of torch's flash attention."""
+    q, k, v, dout = tensors
+    if not is_backward(design):
+        return partial(forward, design, q, k, v, torch.empty_like(q), causal=causal)
+    out, lse = flash_attention(torch, q, k, v, causal)
+    found = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    return partial(backward, design, q, k, v, out, lse, dout, *found, causal=causal)
+
+
+def time_cell(torch, timer, designs, case, budget):
+    """{design: median ms} on one problem, interleaved."""
+    from timing import interleave, summarize
+
+    shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
+    dtype = getattr(torch, TORCH_DTYPES[designs[0].dtype])
+    tensors = [torch.randn(shape, device=ablate.DEVICE).to(dtype) for _ in range(4)]
+    calls = {design: (contextlib.nullcontext, make_call(torch, design, tensors, case.causal)) for design in designs}
+    samples, _ = interleave(timer, calls, budget)
+    return {design: summarize(values)["median"] for design, values in samples.items()}
+
+
+def measure(torch, timer, progress, group, entries, compiled, budget):
+    """One group as plain data."""
     from cases import bench_cells
-    from timing import CudaTimer, interleave, summarize
-
-    timer = CudaTimer(torch.device("cuda"))
-    flops, medians = {}, {tile: {} for tile in kernels}
-    for case in bench_cells((head_dim,)):
-        if case.seqlen_q not in SEQLENS:
-            continue
-        cell = f"{'causal' if case.causal else 'full'} {case.seqlen_q}"
-        shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        out, lse = outputs(torch, q)
-        stream = torch.cuda.current_stream().cuda_stream
-        arguments = (q, k, v, out, lse, case.causal, stream)
-        calls = {tile: (contextlib.nullcontext, partial(kernel, *arguments)) for tile, kernel in kernels.items()}
-        samples, _ = interleave(timer, calls, budget)
-        flops[cell] = case.flops
-        for tile, values in samples.items():
-            medians[tile][cell] = summarize(values)["median"]
-        say(f"d {head_dim} {cell}: best {case.flops / min(m[cell] for m in medians.values()) / 1e9:.0f} TFLOPS")
-    return flops, medians
-
-
-def measure(torch, head_dim, compiled, budget):
-    """The result of one head dim as plain data. compiled: [Compiled], the tile in use among them."""
-    from environment import git_state
     from reference import attention
 
-    kernels = {}
-    for entry in compiled:
-        kernel = Kernel(entry)
-        reason = refusal(torch, attention, kernel, head_dim)
-        if reason is None:
-            kernels[entry.tile] = kernel
-        else:
-            say(f"LEFT OUT: d {head_dim}, {entry.tile}: {reason}")
-    if table_tile(head_dim) not in kernels:
-        raise BuildError(f"d {head_dim}: the tile in use failed")
-    flops, medians = time_cells(torch, kernels, head_dim, budget)
-    commit, dirty = git_state()
+    times, flops = {entry.design: {} for entry in entries}, {}
+    failed = ablate.failures(times, compiled, progress, lambda design: refusal(torch, attention, design))
+    good = [design for design in times if design not in failed]
+    for case in bench_cells((group.head_dim,)):
+        mask = "causal" if case.causal else "full"
+        if case.seqlen_q not in SEQLENS or mask not in group.masks or not good:
+            continue
+        cell = f"{mask} {case.seqlen_q}"
+        with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {group.title}, {cell}"):
+            for design, ms in time_cell(torch, timer, good, case, budget).items():
+                times[design][cell] = ms
+            flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
+    rows = [row(entry, compiled.get(entry.design), times[entry.design], failed.get(entry.design)) for entry in entries]
+    return {**sizes(group), "flops": flops, "entries": rows}
+
+
+def sizes(group):
+    return {"kernel": group.kernel, "head_dim": group.head_dim, "dtype": group.dtype, "masks": list(group.masks)}
+
+
+def row(entry, facts, times, failed):
+    """What the JSON says of an entry."""
+    told = {"kind": entry.kind, "label": entry.label, "line": lab_tiles.table_line(entry.design)}
+    return {**told, "facts": facts, "ms": times, "failed": failed}
+
+
+def work(arguments):
+    """{Group: [Entry]}, except those whose name is in --without."""
+    found = lab_tiles.groups(arguments.kernels, arguments.head_dims, arguments.dtypes)
+    known = {entry.design.name for entries in found.values() for entry in entries}
+    unknown = sorted(set(arguments.without) - known)
+    if unknown:
+        raise BuildError(f"--without: expected names of --list, got {', '.join(unknown)}")
     return {
-        "head_dim": head_dim,
-        "device": torch.cuda.get_device_name(),
-        "commit": (commit or "unknown")[:12] + ("-dirty" if dirty else ""),
-        "seqlens": SEQLENS,
-        "table_tile": dataclasses.asdict(table_tile(head_dim)),
-        "flops": flops,
-        "alternatives": [
-            {
-                "tile": dataclasses.asdict(entry.tile),
-                "registers": entry.registers,
-                "spills": entry.spills,
-                "ms": medians[entry.tile],
-            }
-            for entry in compiled
-            if entry.tile in kernels
-        ],
+        group: [entry for entry in entries if entry.design.name not in arguments.without]
+        for group, entries in found.items()
     }
-
-
-def report(result, folder, write_docs):
-    head_dim = result["head_dim"]
-    (folder / f"sweep_d{head_dim}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    say("\n" + sweep_report.section(result))
-    say(f"\nplan/tiles.h: {sweep_report.table_line(result)}")
-    if write_docs:
-        text = SWEEPS.read_text(encoding="utf-8")
-        SWEEPS.write_text(sweep_report.written(text, result), encoding="utf-8")
 
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", default="64,128,256", help="like 64,128")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "sweep", help="folder of libraries and JSON")
-    parser.add_argument("--arch", help="like 90; default: of the visible GPU")
-    parser.add_argument("--only", default="", help="names of alternatives, like m64_n64_w4_b3; default: all")
+    kernels = lab_tiles.KERNELS
+    parser.add_argument("--kernels", nargs="+", choices=kernels, default=list(kernels), help="default: all")
+    parser.add_argument("--head-dims", nargs="+", type=int, help="default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(TORCH_DTYPES), default=list(TORCH_DTYPES))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / "sweep.json", help="the JSON result")
+    parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
+    parser.add_argument("--min-ms", type=float, default=15.0, help="time per kernel and cell")
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out, by the names of --list")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling; needs no GPU")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/tuning/sweeps.md")
-    parser.add_argument("--min-ms", type=float, default=40.0, help="time per alternative and cell")
-    parser.add_argument("--from-json", type=Path, nargs="*", help="report earlier results instead of measuring")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="report an earlier result")
     return parser.parse_args(argv)
-
-
-def default_arch():
-    from machine import visible_gpu_archs
-
-    visible = visible_gpu_archs()
-    if not visible:
-        raise BuildError("no GPU: state what to compile for with --arch")
-    return visible[0]
 
 
 def run(arguments):
     if arguments.from_json:
-        for path in arguments.from_json:
-            report(json.loads(path.read_text(encoding="utf-8")), path.parent, arguments.write_docs)
+        say("\n".join(sweep_report.report(json.loads(arguments.from_json.read_text(encoding="utf-8")))))
         return
-    head_dims = [int(word) for word in arguments.head_dims.replace(",", " ").split()]
-    only = set(arguments.only.replace(",", " ").split())
-    work = [(head_dim, tile) for head_dim in head_dims for tile in tiles_of(head_dim, only)]
-    arch = arguments.arch or default_arch()
-    compiled = compile_all(work, arch, arguments.out, say)
+    todo = work(arguments)
+    if arguments.list:
+        say("\n".join(f"{group.title}: {entry.kind}: {entry.label}: {entry.design.name}"
+                      for group, entries in todo.items() for entry in entries))  # fmt: skip
+        return
+    compiler = make_compiler()
+    designs = [entry.design for entries in todo.values() for entry in entries]
+    compiled = compiler.compile_all(designs, say, arguments.jobs)
     if arguments.compile_only:
         return
     import torch
-    from timing import Budget
+    from timing import Budget, CudaTimer
 
-    budget = Budget(min_rounds=10, min_ms=arguments.min_ms, warmup_ms=5.0)
-    for head_dim in head_dims:
-        entries = [entry for (dim, _), entry in compiled.items() if dim == head_dim]
-        report(measure(torch, head_dim, entries, budget), arguments.out, arguments.write_docs)
+    timer = CudaTimer(torch.device(ablate.DEVICE))
+    budget = Budget(min_rounds=8, min_ms=arguments.min_ms, warmup_ms=2.0)
+    progress = Progress(arguments.out, ablate.origin(torch, compiler), {"seqlens": SEQLENS, "groups": []})
+    done = [{key: found[key] for key in sizes(next(iter(todo)))} for found in progress.result["groups"]]
+    for group, entries in todo.items():
+        if sizes(group) not in done:
+            found = measure(torch, timer, progress, group, entries, compiled, budget)
+            progress.result["groups"].append(found)
+            progress.write()
+    progress.finish()
+    say("\n".join(sweep_report.report(progress.result)))
 
 
 def main(argv=None):

@@ -31,6 +31,12 @@ MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS = 7, 30.0, 10.0, 1500.0
 MAX_RELATIVE_ERROR = 2e-2  # rounding leaves 1e-3; a wrong mask or scale is far above
 
 
+class Tiny(model.Problem):
+    """For the CPU."""
+
+    batch, heads = 1, 2
+
+
 def standard_attention(torch, q, k, v, mask):
     """softmax(q kᵀ / √d + mask) v of (batch, heads, seqlen, d), in six kernels, in five without a mask."""
     scores = torch.matmul(q, k.transpose(-1, -2))
@@ -70,8 +76,10 @@ def count_kernels(torch, call):
     return sum(not name.startswith(("Memset", "Memcpy")) for name in names) or None
 
 
-def describe_call(torch, call):
+def describe_call(torch, call, device):
     """(result, {kernels, peak_bytes}) of one call on a GPU; (None, None) if its memory does not suffice."""
+    if device.type == "cpu":
+        return call(), {"kernels": None, "peak_bytes": 0}
     try:
         kernels = count_kernels(torch, call)  # the first call, whose libraries allocate workspaces that they keep
         torch.cuda.reset_peak_memory_stats()
@@ -83,13 +91,13 @@ def describe_call(torch, call):
     return out, {"kernels": kernels, "peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def measure(torch, problem, timer, budget):
+def measure(torch, problem, timer, budget, device):
     """The row of one problem: {standard, fused: {kernels, peak_bytes, ms} or None, ...}."""
     from timing import interleave
 
-    calls = make_calls(torch, problem, "cuda", torch.float16)
+    calls = make_calls(torch, problem, device, torch.float16)
     with torch.no_grad():
-        described = {name: describe_call(torch, call) for name, call in calls.items()}
+        described = {name: describe_call(torch, call, device) for name, call in calls.items()}
         outs = [out for out, _ in described.values() if out is not None]
         if len(outs) == 2:
             error = ((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()).item()
@@ -106,23 +114,30 @@ def measure(torch, problem, timer, budget):
     return {**shape, "batch": problem.batch, "heads": problem.heads, "sm_mhz": clock, **entries}
 
 
-def measure_all(out):
-    """Measures every problem of the tables and writes the result after each."""
+def measure_all(out, device_name="cuda"):
+    """Measures every problem of the tables and writes the result after each; tiny ones on the CPU."""
     import torch
     from environment import describe_origin
     from over_cache import read_ceiling
     from shared import row_bar
-    from timing import Budget, CudaTimer
+    from timing import Budget, make_timers
 
-    if not torch.cuda.is_available():
+    cuda = device_name == "cuda"
+    if cuda and not torch.cuda.is_available():
         raise SystemExit("error: --measure needs a GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    timer, budget = CudaTimer(device), Budget(MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS)
-    result = {**describe_origin(device), "dtype": "float16", "read_ceiling": read_ceiling(device), "rows": []}
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    budget = Budget(MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
+    timer, problems = (
+        make_timers(device)["event"],
+        model.problems() if cuda else [Tiny(64, 64, False), Tiny(64, 64, True)],
+    )
+    result = {**describe_origin(device), "dtype": "float16", "rows": []}
+    if cuda:
+        result["read_ceiling"] = read_ceiling(device)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with row_bar(len(model.problems())) as done:
-        for problem in model.problems():
-            result["rows"].append(measure(torch, problem, timer, budget))
+    with row_bar(len(problems)) as done:
+        for problem in problems:
+            result["rows"].append(measure(torch, problem, timer, budget, device))
             gc.collect()
             torch.cuda.empty_cache()
             entries = {name: result["rows"][-1][name] for name in ("standard", "fused")}
@@ -134,7 +149,8 @@ def measure_all(out):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=list(model.MACHINES), default=theory_page.MACHINE)
+    parser.add_argument("--machine", choices=list(model.MACHINES), help="default: that of the result")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: tiny problems, to try it")
     parser.add_argument("--measure", action="store_true", help="measure on the GPU of this machine; needs --out")
     parser.add_argument("--out", type=Path, help="the JSON that --measure writes")
     parser.add_argument("--result", type=Path, help="a JSON of --measure to show beside the predictions")
@@ -142,8 +158,9 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.measure and options.out is None:
         parser.error("--measure needs --out FILE.json")
-    machine = model.MACHINES[options.machine]
-    result = measure_all(options.out) if options.measure else load(options.result) if options.result else None
+    device = options.device
+    result = measure_all(options.out, device) if options.measure else load(options.result) if options.result else None
+    machine = model.MACHINES[options.machine] if options.machine else model.machine_of(result)
     for block in (theory_page.kernels_block(machine), theory_page.speed_block(machine, result)):
         print("\n".join([*block, ""]))
     print("\n".join(theory_page.memory_block(machine, result)))

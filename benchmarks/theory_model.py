@@ -41,6 +41,12 @@ MACHINES = {
 }
 
 
+def machine_of(result, otherwise="h200"):
+    """The machine that a result was measured on; `otherwise` before there is one."""
+    name = result["device"]["name"].lower() if result else ""
+    return MACHINES[next((key for key in MACHINES if key in name), otherwise)]
+
+
 @dataclass(frozen=True)
 class Problem:
     """Self-attention in a dtype of two bytes."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import theory_model as model
 from markdown_tables import markdown_table, rewritten
-from scores import measured_commit, significant
+from scores import measured_commit, significant, stored_path
 
 PAGE = Path("docs", "theory.md")
-RESULT = Path("benchmarks", "results", "h200_theory.json")
+RESULT = stored_path("theory")
 PLOT = Path("benchmarks", "results", "plots_theory", "roofline.png")
-MACHINE = "h200"
+MACHINE = "h200"  # of the predictions without a measurement
 EXAMPLE = model.Problem(seqlen=4096, head_dim=128, causal=True)
 
 
@@ -90,8 +90,9 @@ def origin_lines(machine, result):
         f"Predictions by the data sheet of an {machine.name}, 16-bit, {model.TOKENS} tokens, heads · d = {model.WIDTH}."
     )
     if result:
+        ceiling = result.get("read_ceiling", {}).get("gbs", 0.0) / 1e3
         told += f" Measured on an {result['device']['name']}, commit {measured_commit(result)}, "
-        told += f"whose device memory was read at {result['read_ceiling']['gbs'] / 1e3:.2f} TB/s in the same run."
+        told += f"whose device memory was read at {ceiling:.2f} TB/s in the same run."
     else:
         told += " Nothing of this table is measured yet."
     return textwrap.wrap(told, 118, break_on_hyphens=False)
@@ -119,7 +120,7 @@ def memory_block(machine, result):
 
 def page(text, result):
     """docs/theory.md's `text` with its blocks written anew."""
-    machine = model.MACHINES[MACHINE]
+    machine = model.machine_of(result, MACHINE)
     blocks = {
         "theory_kernels": kernels_block(machine),
         "theory_speed": speed_block(machine, result),

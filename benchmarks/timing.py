@@ -12,7 +12,7 @@ import torch
 
 L2_FLUSH_BYTES = 256 * 2**20
 MAX_ROUNDS = 1000
-FEWEST_ROUNDS = 3  # where the time runs out
+FEWEST_ROUNDS = 3  # of the slowest, and where the time runs out
 COMPARABLE = 4.0  # an implementation slower than this many times the fastest gets fewer rounds
 CALLS_PER_GRAPH = 20
 EAGER_CALLS = 50
@@ -20,8 +20,8 @@ EAGER_CALLS = 50
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one row is measured: at least `min_rounds` rounds and `min_ms` milliseconds per implementation, as far
-    as `max_ms`, for all of them together, allows."""
+    """How long one row is measured: at least `min_rounds` rounds and `min_ms` milliseconds per implementation that is
+    comparable with the fastest, as far as `max_ms`, for all of them together, allows."""
 
     min_rounds: int = 20
     min_ms: float = 60.0
@@ -33,7 +33,7 @@ class Budget:
         fastest = max(min(estimates.values()), 1e-6)
         most = min(MAX_ROUNDS, max(self.min_rounds, int(self.min_ms / fastest) + 1))
         counts = {
-            name: most if ms <= COMPARABLE * fastest else max(self.min_rounds, int(most * COMPARABLE * fastest / ms))
+            name: most if ms <= COMPARABLE * fastest else max(FEWEST_ROUNDS, int(most * COMPARABLE * fastest / ms))
             for name, ms in estimates.items()
         }
         share = self.max_ms / sum(counts[name] * ms for name, ms in estimates.items())

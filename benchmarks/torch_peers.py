@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from rows import windows
 
-SCORE_BYTES = 8 * 2**30
-# FlexAttention is compiled anew for every shape, which takes seconds.
-COMPILED_SEQLENS = (1024, 4096, 16384)
+# FlexAttention is compiled anew for every shape, which takes seconds: of the grids at these lengths and head dims.
+COMPILED_SEQLENS = {"cells": (1024, 4096, 16384), "dims": (1024, 4096, 16384), "b4h8": (1024, 4096)}
+MOST_COMPILED_HEAD_DIM = 128
 
 
 def sdpa(row, inputs):
@@ -58,13 +58,6 @@ def sdpa_flash_limits(row, device_type, mode):
     return None
 
 
-def score_matrix_limits(row, device_type, mode):
-    case = row.case
-    if 4 * case.batch * case.nheads * case.seqlen_q * case.seqlen_k > SCORE_BYTES:
-        return "score matrix too large"
-    return None
-
-
 def naive(row, inputs):
     """softmax(q k^T) v in plain tensor operations of the inputs' dtype, the score matrix in memory."""
     case = row.case
@@ -98,8 +91,10 @@ def naive(row, inputs):
 def flex_limits(row, device_type, mode):
     if row.timing != "event":
         return "compiled anew for every shape: not measured on small shapes"
-    if row.group in ("cells", "dims") and row.case.seqlen_q not in COMPILED_SEQLENS:
-        return f"compiled anew for every shape: measured at s {', '.join(map(str, COMPILED_SEQLENS))}"
+    seqlens = COMPILED_SEQLENS.get(row.group)
+    if seqlens and (row.case.seqlen_q not in seqlens or row.case.head_dim > MOST_COMPILED_HEAD_DIM):
+        measured = f"s {', '.join(map(str, seqlens))}, head dims up to {MOST_COMPILED_HEAD_DIM}"
+        return f"compiled anew for every shape: measured at {measured}"
     return None
 
 

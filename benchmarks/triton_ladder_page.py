@@ -7,11 +7,11 @@ from statistics import geometric_mean
 
 from markdown_tables import markdown_table, rewritten
 from plots import curves, draw_panel
-from scores import environment_line, ratios, score_line, significant
+from scores import environment_line, ratios, score_line, significant, stored_path
 from triton_variants import MODES, RUNGS
 
 PAGE = Path("docs", "tuning", "triton.md")
-RESULT = Path("benchmarks", "results", "h200_triton_ladder.json")
+RESULT = stored_path("triton_ladder")
 PLOT = Path("benchmarks", "results", "plots_triton", "ladder.png")
 BLOCK = "triton_ladder"
 TILES_TOLD = "Tiles are queries × keys (warps, stages), of the forward / of dK and dV / of dQ."

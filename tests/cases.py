@@ -88,13 +88,16 @@ class Case:
         return full // 2 if self.causal else full
 
 
+CELL_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
 def bench_cells(head_dims=(64, 128, 256), dtype: str = "bfloat16") -> list[Case]:
     """Head dim x causal x seqlen 512..16384 with batch * seqlen = 16384 and heads * head_dim = 2048 (or just below)."""
     return [
         Case(16384 // s, s, s, 2048 // d, 2048 // d, d, dtype, causal=causal)
         for d in head_dims
         for causal in (False, True)
-        for s in (512, 1024, 2048, 4096, 8192, 16384)
+        for s in CELL_SEQLENS
     ]
 
 
@@ -108,6 +111,10 @@ def bench_groups(dtype: str = "bfloat16") -> dict[str, list[Case]]:
     features = ({}, {"softcap": 30.0}, {"alibi": "heads"}, {"dropout": 0.1}, {"sinks": True}, {"max_logit": True})
     return {
         "dims": bench_cells((96, 192), dtype),
+        # The cells at one batch size and one number of heads: short sequences are little work, long ones much.
+        "b4h8": [
+            Case(4, s, s, 8, 8, d, dtype, causal) for d in (64, 128) for causal in (False, True) for s in CELL_SEQLENS
+        ],
         "gqa": [Case(b, s, s, 32, 8, 128, dtype, causal=True) for b, s in ((8, 2048), (2, 8192))],
         "window": [
             Case(2, 8192, 8192, 16, 16, 128, dtype, causal=True, window=(1024, -1)),

@@ -2,10 +2,9 @@
 // LAB_DESIGN, the fields of FwdDesign in braces.
 #include <cmath>
 
+#include "dense_call.h"
 #include "fwd_kernel.h"
 #include "kernels/common/launch.h"
-
-#define LAB_EXPORT extern "C" __attribute__((visibility("default")))
 
 using LabConfig = flash::lab::FwdConfig;
 

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +21,18 @@ import ablate
 import ablate_report
 import lab_build
 import lab_designs
+import lab_plan
+import lab_progress
 import lab_sass
 import lab_sm90
-import sweep_build
+import lab_tiles
 from errors import BuildError
 from lab_designs import FwdDesign, default_design, ladder, switches
 from toolchain import find_cutlass, find_toolkit
 
 HEAD_DIMS = lab_designs.HEAD_DIMS
+FACTS = {"registers": 255, "spills": 24, "smem_bytes": 49152, "ctas_per_sm": 2, "threads": 128,
+         "loop": {"all": 1300, "HMMA": 256}, "serialized": False}  # fmt: skip
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
@@ -47,9 +50,10 @@ def test_every_design_of_the_list_exists_and_labels_are_distinct(head_dim):
 @needs_gxx
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_default_design_has_the_tile_in_use(head_dim):
-    tile, design = sweep_build.table_tile(head_dim), default_design(head_dim)
-    assert (tile.block_m, tile.block_n, tile.warps, tile.blocks_per_sm) == lab_designs.TILE[head_dim]
-    assert design.smem_bytes == tile.smem_bytes(head_dim)
+    row = lab_plan.shipped_row("fwd_mma_sync", head_dim)
+    assert row == (head_dim, *lab_designs.TILE[head_dim])
+    shipped = lab_tiles.TileDesign("fwd_mma_sync", head_dim, row)
+    assert default_design(head_dim).smem_bytes == shipped.smem_bytes
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -187,19 +191,18 @@ def test_hopper_designs_are_refused_by_the_rules_of_the_shipped_plan():
 def test_the_overlay_changes_two_lookups_and_nothing_else():
     design = lab_sm90.entries(64)[1].design
     for path, text in design.overlay().items():
-        shipped = (lab_sm90.CSRC / path).read_text(encoding="utf-8").splitlines()
+        shipped = (lab_plan.CSRC / path).read_text(encoding="utf-8").splitlines()
         added = [line for line in text.splitlines() if line not in shipped]
         assert len(added) == 1 and added[0].startswith("  if (head_dim > 0) return ")
         assert len(text.splitlines()) == len(shipped) + 1
     with pytest.raises(ValueError, match="expected one line"):
-        lab_sm90.with_first_return(lab_sm90.TILES, "int missing_lookup() {\n", "0")
+        lab_plan.with_first_return(lab_plan.TILES, "int missing_lookup() {\n", "0")
 
 
 def fake_result():
     """Two head dims of the one family, one of the other; each rung 10 % faster than the one before."""
     flops = {"full 1024": 2e11, "full 4096": 4e11, "causal 1024": 1e11, "causal 4096": 2e11}
-    facts = {"registers": 255, "spills": 24, "smem_bytes": 49152, "ctas_per_sm": 2, "threads": 128,
-             "loop": {"all": 1300, "HMMA": 256}, "serialized": False}  # fmt: skip
+    facts = FACTS
 
     def found(entries):
         rows = []
@@ -219,8 +222,8 @@ def fake_result():
 
 
 def test_tables_state_gains_resources_and_what_was_left_out():
-    text = ablate_report.page(fake_result())
-    assert text.startswith("GPU, commit 0123456789ab-dirty; nvcc 13.0.\n")
+    text = ablate_report.report(fake_result())
+    assert text.startswith("GPU, commit 0123456789ab+changes; nvcc 13.0.\n")
     assert "### mma.sync forward, head dim 64" in text and "### mma.sync forward, head dim 128" in text
     cells = "| 255, 24 | 48.0 | 2 × 4 | 1300 (5.1) |"
     assert f"| plain loads, 64 × 64 tiles | 100 | 100 | 100 | 100 | – {cells}" in text
@@ -233,7 +236,7 @@ def test_tables_state_gains_resources_and_what_was_left_out():
 def test_serialised_wgmma_are_told():
     result = fake_result()
     result["families"]["mma_sync"]["64"]["entries"][0]["facts"]["serialized"] = True
-    assert ablate_report.page(result).count("| 255, 24, serialised |") == 1
+    assert ablate_report.report(result).count("| 255, 24, serialised |") == 1
 
 
 def test_without_the_design_in_use_switches_have_no_delta():
@@ -249,29 +252,22 @@ def one_family():
     return {**result, "families": {"mma_sync": {"64": result["families"]["mma_sync"]["64"]}}}
 
 
-def test_reports_are_written_beside_the_json(tmp_path, capsys):
+def test_plots_are_drawn_beside_the_json(tmp_path, capsys):
     path = tmp_path / "h200_ablate.json"
     path.write_text(json.dumps(one_family()))
     ablate.main(["--from-json", str(path)])
-    assert (tmp_path / "h200_ablate.md").read_text() in capsys.readouterr().out
+    assert ablate_report.report(one_family()) in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "h200_ablate_mma_sync.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plots_ablate" / "mma_sync.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_document_keeps_everything_else(tmp_path, monkeypatch):
-    document, path = tmp_path / "ablation.md", tmp_path / "h200_ablate.json"
-    text = ablate.DOCUMENT.read_text(encoding="utf-8")
-    document.write_text(text)
-    path.write_text(json.dumps(one_family()))
-    drawn = []
-    monkeypatch.setattr(ablate, "DOCUMENT", document)
-    monkeypatch.setattr(ablate_report, "write_plot", lambda result, family, path: drawn.append(path))
-    ablate.main(["--from-json", str(path), "--docs"])
-    new = document.read_text()
-    assert drawn == [ablate.PLOTS / "mma_sync.png"]
+def test_the_document_keeps_everything_else():
+    text = (ROOT / ablate_report.PAGE).read_text(encoding="utf-8")
+    new = ablate_report.page(text, one_family())
     assert "(../../benchmarks/results/plots_ablate/mma_sync.png)" in new and "| lagging row max |" in new
     begin = "<!-- ablation:begin -->"
     assert new.partition(begin)[0] == text.partition(begin)[0] and new.endswith("<!-- ablation:end -->\n")
+    assert "Not measured yet" in ablate_report.page(new, None)
 
 
 def test_bars_are_of_one_mask():
@@ -293,14 +289,54 @@ def test_designs_are_left_out_by_their_labels():
         ablate.work(["mma_sync"], [64], ["nothing"])
 
 
-def test_a_hang_ends_the_program_and_names_the_kernel():
-    code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); import ablate; ablate.HANG_SECONDS = 0.2\n"
-        "with ablate.watched('checking d64'): time.sleep(30)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "benchmarks")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25)
-    assert done.returncode == 1 and done.stdout == "checking d64\n" and "Timeout" in done.stderr
+class FakeCompiler:
+    """Compiles all but one design."""
+
+    versions = {"nvcc": "13.0", "CUTLASS": "4.2"}
+
+    def compile_all(self, designs, progress, jobs):
+        return dict.fromkeys(designs[:-1], {**FACTS, "seconds": 1.0})
+
+
+@needs_gxx
+def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
+    """All but nvcc and the kernels: checks, timing, the JSON, the report, and a run that goes on."""
+    import cases
+    import timing
+    import torch
+    from reference import attention
+
+    def forward(design, q, k, v, out, causal):
+        scale = 1.1 if design.dtype == "fp16" else 1.0  # a wrong kernel
+        out.copy_(scale * attention(q, k, v, causal=causal, dtype=torch.float32).out)
+
+    small = [cases.Case(1, 32, 32, 2, 2, 64, "bfloat16", causal) for causal in (False, True)]
+    monkeypatch.setattr(ablate, "DEVICE", "cpu")
+    monkeypatch.setattr(ablate, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(ablate, "SEQLENS", (32,))
+    monkeypatch.setattr(ablate, "forward", forward)
+    monkeypatch.setattr(ablate, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(cases, "bench_cells", lambda dims: small)
+    monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
+    monkeypatch.setattr(lab_progress.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
+    out = tmp_path / "h200_ablate.json"
+    arguments = ["--head-dims", "64", "--min-ms", "0", "--out", str(out)]
+    ablate.main(arguments)
+    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    assert result["finished"] and {family: list(dims) for family, dims in result["families"].items()} == {
+        "mma_sync": ["64"], "wgmma": ["64"]
+    }  # fmt: skip
+    reasons = {row["label"]: row["failed"] for row in result["families"]["mma_sync"]["64"]["entries"] if row["failed"]}
+    assert list(reasons) == ["fp16"] and "error" in reasons["fp16"]
+    assert [row["failed"] for row in result["families"]["wgmma"]["64"]["entries"] if row["failed"]] == [
+        "does not compile"
+    ]
+    assert "### Hopper forward, head dim 64" in text and "| lagging row max |" in text
+    del result["families"]["wgmma"]["64"]
+    out.write_text(json.dumps({**result, "finished": False}))
+    ablate.main(arguments)
+    assert "mma_sync d 64" not in capsys.readouterr().out.split("### ")[0]
+    assert json.loads(out.read_text())["families"]["wgmma"]["64"]["entries"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def test_rounds_stay_within_the_budget():
     budget = timing.Budget(min_rounds=20, min_ms=60.0)
     assert budget.rounds({"a": 1.0, "b": 2.0}) == {"a": 61, "b": 61}
     slow = budget.rounds({"a": 1.0, "slow": 40.0})
-    assert slow["a"] == 61 and slow["slow"] == 20
+    assert slow["a"] == 61 and slow["slow"] == 6
+    assert budget.rounds({"a": 1.0, "slow": 4000.0})["slow"] == timing.FEWEST_ROUNDS
     tight = timing.Budget(20, 60.0, max_ms=61.0).rounds({"a": 1.0, "b": 1.0})
     assert tight == {"a": 30, "b": 30}
     assert timing.Budget(20, 60.0, max_ms=0.1).rounds({"a": 1.0}) == {"a": timing.FEWEST_ROUNDS}
@@ -153,7 +154,7 @@ def test_interleave_rotates_and_spares_slow_calls():
 
     calls = {name: (measure.contextlib.nullcontext, call(name, ms)) for name, ms in (("a", 1), ("b", 2), ("slow", 50))}
     times, clock = timing.interleave(RecordedTimer(), calls, timing.Budget(min_rounds=4, min_ms=11.5, warmup_ms=0.0))
-    assert {name: len(samples) for name, samples in times.items()} == {"a": 12, "b": 12, "slow": 4}
+    assert {name: len(samples) for name, samples in times.items()} == {"a": 12, "b": 12, "slow": 3}
     timed = [name for name in order[3:] if name != "slow"]
     assert timed[:6] == ["a", "b", "b", "a", "a", "b"]
     assert clock is None
@@ -271,11 +272,16 @@ def test_missing_pieces_become_notes():
     def broken(row, inputs):
         raise OSError("no compiler")
 
+    def large(row, inputs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
+
     inputs = implementations.make_inputs(TINY, CPU)
-    peers = [implementations.Implementation(f.__name__, "", f) for f in (unfinished, broken)]
+    peers = [implementations.Implementation(f.__name__, "", f) for f in (unfinished, broken, large)]
     calls, _, notes, failures = measure.prepare(peers, TINY, inputs, "fwd", CPU)
     assert not calls and failures == {"broken"}
-    assert notes == {"unfinished": "not implemented: no backward yet", "broken": "failed: no compiler"}
+    assert notes == {
+        "unfinished": "not implemented: no backward yet", "broken": "failed: no compiler", "large": "out of memory"
+    }  # fmt: skip
     flex = implementations.IMPLEMENTATIONS["flex"]
     _, _, notes, failures = measure.prepare([flex], TINY, inputs, "fwd", CPU, may_compile=False)
     assert notes == {"flex": "skipped: no time left to compile"} and not failures
@@ -474,18 +480,41 @@ def test_report_states_the_commit_of_the_package(result, tmp_path, built, shown)
 
 
 def test_curves_hold_every_cell(result):
-    assert plots.figures(result) == [(mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
+    assert plots.figures(result) == [("", mode, d) for mode in ("bwd", "fwd") for d in (64, 128, 256)]
     lines = plots.curves(result, 128, "fwd", True)
     assert set(lines) == {"ours", "sdpa_flash", "naive"}
     assert [length for length, _ in lines["ours"]] == [16, 128]
 
 
-def test_plots_are_png(result_path, tmp_path):
+def with_second_grid(result):
+    """The result with a grid of another group, in which one implementation runs out of memory at the longest rows."""
+    rows = [json.loads(json.dumps(row)) for row in result["rows"] if row["group"] == "cells" and row["head_dim"] == 64]
+    longest = max(row["seqlen_k"] for row in rows)
+    for row in rows:
+        row["group"] = "b4h8"
+        if row["seqlen_k"] == longest:
+            del row["results"]["naive"]
+            row["notes"]["naive"] = "out of memory"
+    return {**result, "groups": [*result["groups"], "b4h8"], "rows": result["rows"] + rows}
+
+
+def test_a_curve_ends_where_memory_does(result):
+    both = with_second_grid(result)
+    panel = (64, "fwd", True, plots.GRIDS["b4h8"])
+    assert [length for length, _ in plots.curves(both, *panel)["naive"]] == [16]
+    assert plots.out_of_memory(both, *panel) == {"naive": 128}
+    assert plots.out_of_memory(result, 64, "fwd", True) == {}
+    assert ("b4h8", "bwd", 64) in plots.figures(both) and len(plots.figures(both)) == len(plots.figures(result)) + 2
+
+
+def test_plots_are_png(result, tmp_path):
     pytest.importorskip("matplotlib")
-    done = run_script("report.py", "--plots", result_path, tmp_path)
+    (tmp_path / "both.json").write_text(json.dumps(with_second_grid(result)))
+    done = run_script("report.py", "--plots", tmp_path / "both.json", tmp_path)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {f"{mode}_d{d}.png" for mode in ("fwd", "bwd") for d in (64, 128, 256)}
+    wanted = {f"{mode}_d{d}.png" for mode in ("fwd", "bwd") for d in (64, 128, 256)}
+    assert names == wanted | {"b4h8_fwd_d64.png", "b4h8_bwd_d64.png"}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 

@@ -28,7 +28,10 @@ DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT_DOCUMENTS, *(ROOT / "e
 TUNING = ROOT / "docs" / "tuning"
 LOG = TUNING / "log"
 TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "triton")
-PAGES = ("how_it_works", "hopper", "design", "semantics", "build", "glossary", "integrations", "theory", "learn")
+PAGES = (
+    "how_it_works", "hopper", "design", "semantics", "build", "glossary", "integrations", "theory", "learn",
+    "retrospective",
+)  # fmt: skip
 COLUMNS = ["version", "change", "predicted", "measured, worst", "verdict", "commit, GPU"]
 BASES = ("", "csrc/flash_attn", "csrc/flash_attn/kernels", "flash_attn")
 SOURCE_FOLDERS = ("csrc", "flash_attn", "tests", "benchmarks", "examples", "tools", ".ci")

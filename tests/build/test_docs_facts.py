@@ -7,16 +7,38 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import zipfile
 from collections import Counter
 
 import pytest
-from test_docs import CODE_SPAN, ROOT, cells
+from test_docs import CODE_SPAN, DOCUMENTS, LOG, ROOT, cells
 from test_layering import LAYERS
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import benchmarks_page
+import lab
+import scores
+import step_model
 
 CHANGES = ("A mask rule", "A score modifier with its gradient", "A dtype", "A head dim", "An architecture", "A variant")
 KERNELS = ROOT / "csrc" / "flash_attn" / "kernels"
-TILES = ROOT / "csrc" / "flash_attn" / "plan" / "tiles.h"
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+# Commits other than the newest result's that documents quote figures of, and which: to be measured again, not added to.
+EARLIER = {
+    "ef700800f55d": "h200_train, h200_fwd_other",
+    "c51a560989a1": "h200_bwd_triton",
+    "c12ed2d7ea28": "h200_decode",
+    "26a87beef817": "h200_fwd_peers",
+    "e387f151eaf0": "h200_fwd_bwd",
+    "9f7547e79f01": "h200_train_char_lm",
+    "d180db60e1d3": "h100_sdpa_step, h100_decode_8bit",
+}
+# Results that do not know their commit: of a peer that is no longer installed, and of before the commit was written.
+WITHOUT_COMMIT = {"h200_decode_fa3", "h200_minimal"}
 
 
 def document(name):
@@ -118,22 +140,12 @@ def test_the_size_of_a_wheel_holds_for_those_that_are_there():
         pytest.skip("no wheel of 80;90 has been built here")
 
 
-def braced(name, text):
-    """The rows of numbers in the initialiser of a table of plan/tiles.h, {head dim: row}; of several, the first's."""
-    body = re.search(rf"\b{name}\b[^=;]*= (\{{.*?\}});", text, re.DOTALL)[1]
-    rows = {}
-    for row in re.findall(r"\{([^{}]+)\}", re.sub(r"//[^\n]*", "", body)):
-        numbers = [int(value) if value.isdigit() else value for value in row.replace(" ", "").split(",")]
-        rows.setdefault(numbers[0], numbers)
-    return rows
-
-
 def figures(row):
     return [float(cell) for cell in row]
 
 
 def test_clocks_of_the_mma_sync_forward_follow_from_its_tiles():
-    tiles = braced("kFwdTiles", TILES.read_text(encoding="utf-8"))
+    tiles = step_model.tile_rows("kFwdTiles")
     expected = []
     for _, m, n, warps, _ in (tiles[128], tiles[64]):
         d = 128 if len(expected) == 0 else 64
@@ -148,36 +160,25 @@ def test_clocks_of_the_mma_sync_forward_follow_from_its_tiles():
 
 
 def test_bounds_of_the_hopper_forward_follow_from_its_tiles():
-    tiles = braced("kSm90FwdTiles", TILES.read_text(encoding="utf-8"))
+    tiles = step_model.tile_rows("kSm90FwdTiles")
     rows = rows_below(document("docs/hopper.md"), "## 2. Forward: the bound")
     assert [int(row[0]) for row in rows] == sorted(tiles)
     for row in rows:
         d, m, n = int(row[0]), *tiles[int(row[0])][1:3]
         assert row[1] == f"{m} × {n}"
-        operands = m / 64 * (2 * 64 * d + 4 * n * d) / 128
-        assert figures(row[2:]) == [4 * m * n * d / 4096, m * n / 16, operands, round(4096 / m, 1)]
-
-
-def backward_bound(d, m, n):
-    """Clocks of a step of m x n: tensor cores, shared memory, exp2, additions to dQ."""
-    if n == 128:  # each of two consumers has 64 keys; one warpgroup has all of dQ, which is staged
-        products, scores = 10, 2 * 2 * (64 * d + m * d) * 2
-        rest = 2 * 2 * m * d * 2 + 2 * m * n + (m * n * 2 + n * d * 2) + 2 * 4 * m * d
-    else:  # both have all 64 keys and half of the columns; a slice of dQ reads dS again
-        products, scores = 14, 2 * 2 * (64 * d + m * d) * 2
-        rest = 2 * 2 * m * d // 2 * 2 + 2 * 2 * m * n + 2 * (2 * m * n * 2 + n * d // 2 * 2)
-    copies = 2 * m * d * 2
-    return [products * m * n * d / 4096, (scores + rest + copies) / 128, m * n / 16, 4 * m * d / 16]
+        step = step_model.forward_step(d, m, n)
+        clocks = [step.clocks[unit] for unit in ("tensor cores", "exp2", "shared memory")]
+        assert figures(row[2:]) == [*clocks, round(4096 / m, 1)]
 
 
 def test_bounds_of_the_hopper_backward_follow_from_its_tiles():
-    tiles = braced("kSm90BwdTiles", TILES.read_text(encoding="utf-8"))
+    tiles = step_model.tile_rows("kSm90BwdTiles")
     rows = rows_below(document("docs/hopper.md"), "## 5. Backward: the bound")
     assert [int(row[0]) for row in rows] == sorted(tiles)
     for row in rows:
         d, m, n = int(row[0]), *tiles[int(row[0])][1:3]
         assert row[1] == f"{m} × {n}"
-        assert figures(row[2:]) == backward_bound(d, m, n)
+        assert figures(row[2:]) == [*step_model.backward_step(d, m, n).clocks.values()]
 
 
 def test_every_barrier_of_the_mma_sync_backward_has_its_row():
@@ -196,3 +197,60 @@ def test_every_mbarrier_of_the_hopper_kernels_has_its_row(storage, heading):
     names = set(re.findall(r"\b([a-z]\w*)\b(?=\[|,|$|\s*//)", declared))
     told = {name for row in rows_below(document("docs/hopper.md"), heading) for name in spans(row[0])}
     assert names and names - told == set()
+
+
+def commit_of(result):
+    """The commit of the package that a result is of, 12 digits; None where it does not say."""
+    if "flash_attn" in result:
+        return result["flash_attn"]["commit"][:12]
+    commit = scores.measured_commit(result) if "git" in result else result.get("commit") or "unknown"
+    return None if commit.startswith("unknown") else commit[:12]
+
+
+def quoted_commits(documents):
+    """{commit: documents} of the text `commit 0123456…`."""
+    found = {}
+    for path in documents:
+        for commit in re.findall(r"commit\s+([0-9a-f]{7,40})\b", path.read_text(encoding="utf-8")):
+            found.setdefault(commit[:12], set()).add(path.name)
+    return found
+
+
+def of_several_gpus(name):
+    """Whether a result needs more GPUs than the one that measures all others."""
+    return any(name.endswith(f"_{experiment.name}") for experiment in lab.EXPERIMENTS if experiment.gpus > 1)
+
+
+def newest_commit(results):
+    """Of the result that was started last."""
+    return commit_of(max(results, key=lambda result: result.get("started") or ""))
+
+
+def test_quoted_figures_are_of_the_newest_results_commit():
+    """All documents but the tuning tables' log and the changelog, whose figures are of the commit that each names."""
+    if not RESULTS.is_dir():
+        pytest.skip("a source distribution has no results")
+    results = {path.stem: scores.load(path) for path in RESULTS.glob("*.json")}
+    newest = newest_commit(results.values())
+    others = {commit_of(result) for name, result in results.items() if of_several_gpus(name)}
+    quoted = quoted_commits(path for path in DOCUMENTS if path.parent != LOG)
+    assert newest in {commit_of(result) for result in results.values()} and quoted
+    assert {commit: names for commit, names in quoted.items() if commit not in {newest, *others, *EARLIER}} == {}
+    assert {commit for commit in EARLIER if commit not in quoted or commit == newest} == set(), "no longer quoted"
+    assert {name for name, result in results.items() if commit_of(result) is None} <= WITHOUT_COMMIT
+
+
+def test_a_figure_of_an_earlier_commit_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("NVIDIA H200, commit\n0123456789ab. Later at commit fedcba9876543210, but not of commit messages.")
+    assert quoted_commits([page]) == {"0123456789ab": {"page.md"}, "fedcba987654": {"page.md"}}
+    old, new = ({"started": f"2026-01-0{n}", "git": {"commit": 12 * str(n), "dirty": None}} for n in (1, 2))
+    assert newest_commit([new, old, {"device": "without a date"}]) == 12 * "2"
+
+
+def test_every_stored_result_is_read_by_a_document():
+    if not RESULTS.is_dir():
+        pytest.skip("a source distribution has no results")
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    read = {module.RESULT.stem for module in benchmarks_page.PAGES} | {scores.stored_path("minimal").stem}
+    assert {path.stem for path in RESULTS.glob("*.json") if path.stem not in text} - read == set()

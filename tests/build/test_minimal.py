@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal"
-sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL)]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(MINIMAL), str(ROOT / "benchmarks")]
 
+import scores
 import table
 import worked_example
 from toolchain import find_toolkit
@@ -158,7 +159,7 @@ def test_table_states_gains_and_shares_of_the_library():
 
 
 def test_readme_has_the_table_of_the_result():
-    path = ROOT / "benchmarks" / "results" / "h200_minimal.json"
+    path = ROOT / scores.stored_path("minimal")
     if not path.is_file():
         pytest.skip("a source distribution has no results")
     written = table.table(json.loads(path.read_text(encoding="utf-8")))

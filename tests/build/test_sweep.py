@@ -1,13 +1,14 @@
-"""The sweep of tile configurations (benchmarks/sweep.py): its data, its report, and a build without a GPU."""
+"""The sweep of tiles (benchmarks/sweep.py): its list, its report, and a build without a GPU."""
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,69 +16,135 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(ROOT / "benchmarks")]
 
+import ablate
+import lab_plan
+import lab_progress
+import lab_tiles
+import scores
+import sweep
+import sweep_report
 from errors import BuildError
-from sweep_configs import ALTERNATIVES, Alternative
-from sweep_report import effects, scored, section, table_line, written
+from lab_tiles import KERNELS, TABLES, TileDesign
 from toolchain import find_cutlass, find_toolkit
 
-IN_USE, BETTER, WORSE = Alternative(128, 64, 4, 2), Alternative(64, 64, 4, 2), Alternative(64, 32, 4, 3)
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
-@pytest.fixture
-def result():
-    def entry(tile, factor):
-        times = {"full 512": 1.0 * factor, "causal 512": 0.5 * factor}
-        return {"tile": dataclasses.asdict(tile), "registers": 128, "spills": 0, "ms": times}
-
-    return {
-        "head_dim": 64,
-        "device": "GPU",
-        "commit": "0123",
-        "seqlens": [512],
-        "table_tile": dataclasses.asdict(IN_USE),
-        "flops": {"full 512": 2e11, "causal 512": 1e11},
-        "alternatives": [entry(WORSE, 2.0), entry(IN_USE, 1.0), entry(BETTER, 0.8)],
-    }
-
-
-@pytest.mark.parametrize("head_dim", ALTERNATIVES)
-def test_alternatives_can_run(head_dim):
-    tiles = ALTERNATIVES[head_dim]
-    assert {tile: tile.problems(head_dim) for tile in tiles if tile.problems(head_dim)} == {}
-    assert len(set(tiles)) == len(tiles) >= 5
+@needs_gxx
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
+    groups = lab_tiles.groups([kernel])
+    missing = {"fwd_wgmma": {32}, "bwd_wgmma": {32, 256}}.get(kernel, set())  # one tile at most
+    assert {group.head_dim for group in groups} == set(HEAD_DIMS) - missing
+    assert {group.head_dim for group in groups if group.dtype == "fp16"} == {lab_tiles.FP16_HEAD_DIM}
+    for group, entries in groups.items():
+        assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
+        assert [entry.kind for entry in entries] == ["in use", *["other"] * (len(entries) - 1)] and len(entries) > 1
+        assert len({entry.design for entry in entries}) == len({entry.label for entry in entries}) == len(entries)
+        assert {entry.design.dtype for entry in entries} == {group.dtype}
+    lines = re.sub(r"\s+", " ", (lab_plan.CSRC / lab_plan.TILES).read_text(encoding="utf-8")).replace(" 0}", "}")
+    for group, (in_use, *_) in groups.items():
+        numbers = lab_tiles.table_line(in_use.design).rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
+        assert numbers in lines, group.title
 
 
-def test_impossible_tiles_are_refused():
-    assert Alternative(96, 64, 4, 2).problems(64) != []
-    assert Alternative(128, 256, 4, 2).problems(128) != []
-    assert Alternative(128, 64, 8, 5).problems(32) != []
+@needs_gxx
+def test_the_whole_sweep_is_small():
+    designs = [entry.design for entries in lab_tiles.groups().values() for entry in entries]
+    assert len(set(designs)) == len(designs) <= 80
+    assert len({design.name for design in designs}) == len(designs)
 
 
-def test_scores_are_relative_to_the_tile_in_use(result):
-    rows = [(tile, pytest.approx(score)) for tile, _, score, _ in scored(result)]
-    assert rows == [(BETTER, 1.25), (IN_USE, 1.0), (WORSE, 0.5)]
-    assert effects(result) == ["block_m 64 → 128: -20.0%"]
-    assert table_line(result) == "{64, 64, 64, 4, 2, 1},"
+@needs_gxx
+@pytest.mark.parametrize(
+    "kernel, row, reason",
+    [
+        ("fwd_mma_sync", (64, 96, 64, 4, 2), "block_m: expected whole 16-row bands"),
+        ("fwd_mma_sync", (128, 128, 256, 4, 2), "shared memory: 2 CTAs of"),
+        ("fwd_mma_sync", (32, 128, 64, 8, 5), "registers: fewer than 64 per thread"),
+        ("bwd_mma_sync", (96, 64, 64, 8, 4, 2, 2, 1), "warps: expected whole 16 x 16 tiles"),
+        ("bwd_mma_sync", (256, 128, 128, 8, 4, 2, 2, 1), "shared memory: 1 CTAs of"),
+        ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
+        ("bwd_wgmma", (96, 64, 64, 2, 0), "block_n: halves of the columns"),
+    ],
+)
+def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
+    assert any(problem.startswith(reason) for problem in TileDesign(kernel, row[0], row).problems())
 
 
-def test_section_states_figures(result):
-    text = section(result)
-    assert "| **64 × 64, 4, 2** | 128, 0 | 1.250 | 1.250 | 250 | 250 |" in text
-    assert "| 128 × 64, 4, 2 (in use) | 128, 0 | 1.000 | 1.000 | 200 | 200 |" in text
+@needs_gxx
+@pytest.mark.parametrize("kernel", TABLES)
+def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
+    design = TileDesign(kernel, 128, lab_plan.shipped_row(kernel, 128))
+    ((path, text),) = design.overlay().items()
+    shipped = (lab_plan.CSRC / path).read_text(encoding="utf-8").splitlines()
+    added = [line for line in text.splitlines() if line not in shipped]
+    assert added == [f"  if (head_dim > 0) return {design.table.struct}{design.braces()};"]
+    assert len(text.splitlines()) == len(shipped) + 1
+    assert "#define LAB_DTYPE kFp16\n" in replace(design, dtype="fp16").header()
 
 
-def test_tuning_log_keeps_everything_else(result):
-    log = "# Tuning log\n\ntext\n"
-    once = written(log, result)
-    assert once.startswith(log) and once.count("## Sweeps") == 1
-    other = {**result, "head_dim": 128}
-    both = written(once, other)
-    assert both.startswith(once.rstrip()) and both.count("## Sweeps") == 1
-    again = written(both, {**result, "device": "another"})
-    assert again.count("sweep:d64 begin") == 1 and "another" in again and section(other) in again
+@needs_gxx
+def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
+    sweep.main(["--list", "--kernels", "bwd_wgmma", "--head-dims", "96"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("bwd_wgmma, head dim 96, bf16: in use: kernel of 128: 64 × 128, 2 stages: bwd_wgmma_d96")
+    sweep.main(["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "--without", lines[0].split(": ")[-1]])
+    assert capsys.readouterr().out.splitlines() == lines[1:]
+    with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
+        sweep.main(["--list", "--without", "nothing"])
 
 
-def test_one_alternative_compiles_and_links(tmp_path):
+def fake_result():
+    """Two groups; in the second another tile is a quarter faster, and one failed."""
+
+    def entry(kind, label, factor):
+        times = {"full 1024": 1.0 * factor, "causal 1024": 0.5 * factor}
+        facts = {"registers": 168, "spills": 0, "smem_bytes": 65536, "serialized": False}
+        return {"kind": kind, "label": label, "line": f"{{{label}}},", "facts": facts, "ms": times, "failed": None}
+
+    def group(kernel, *entries):
+        sizes = {"kernel": kernel, "head_dim": 64, "dtype": "bf16", "masks": ["full", "causal"]}
+        return {**sizes, "flops": {"full 1024": 2e11, "causal 1024": 1e11}, "entries": list(entries)}
+
+    broken = entry("other", "broken", 1.0) | {"ms": {}, "failed": "error 1.0"}
+    origin = {"device": {"name": "GPU"}, "git": {"commit": "0123456789abcdef", "dirty": None}}
+    groups = [
+        group("fwd_wgmma", entry("in use", "a", 1.0), entry("other", "b", 2.0)),
+        group("bwd_mma_sync", entry("in use", "a", 1.0), entry("other", "c", 0.8), broken),
+    ]
+    return {**origin, "versions": {"nvcc": "13.0"}, "seqlens": [1024], "groups": groups}
+
+
+def test_scores_are_relative_to_the_tile_in_use():
+    found = sweep_report.scored(fake_result()["groups"][1])
+    rows = [(entry["label"], pytest.approx(score)) for entry, score, _ in found]
+    assert rows == [("c", 1.25), ("a", 1.0)]
+
+
+def test_the_report_states_figures_and_what_is_faster():
+    lines = sweep_report.report(fake_result())
+    assert lines[0] == "GPU, commit 0123456789ab; nvcc 13.0."
+    assert "| 64 bf16 | **a** (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
+    assert "| 64 bf16 | **c** | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
+    assert [line for line in lines if "× the tile in use" in line] == [
+        "- mma.sync backward, 64 bf16: `{c},` 1.250 × the tile in use, worst 1.250"
+    ]
+    assert lines[-1] == "- left out: mma.sync backward, 64 bf16, broken: error 1.0"
+
+
+def test_the_page_is_what_the_result_says():
+    text = (ROOT / sweep_report.PAGE).read_text(encoding="utf-8")
+    assert sweep_report.page(text, fake_result()).partition("<!-- sweeps:begin -->")[0] in text
+    assert "Not measured yet" in sweep_report.page(text, None)
+    if (ROOT / "benchmarks" / "results").is_dir():
+        assert sweep_report.page(text, scores.load_stored(ROOT / sweep_report.RESULT)) == text, "report.py --docs"
+
+
+def test_one_tile_compiles_and_links(tmp_path):
+    """The checks in the launcher fail to compile where the copied header is not the one that is included."""
     if find_toolkit(sys.path) is None or shutil.which("g++") is None:
         pytest.skip("nvcc or g++ is not installed")
     try:
@@ -86,18 +153,99 @@ def test_one_alternative_compiles_and_links(tmp_path):
         if "FLASH_ATTN_KERNEL_ARCHIVE" not in os.environ:
             raise
         pytest.skip("no CUTLASS headers, which an install from a kernel archive does not need")
-    tile = Alternative(64, 64, 4, 4)
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
-        "import sweep_build, sweep_configs\n"
-        f"tile = sweep_configs.{tile!r}\n"
-        "assert sweep_build.table_tile(32).problems(32) == []\n"
-        "compiled = sweep_build.compile_all([(32, tile)], '90', Path(sys.argv[2]), print)\n"
-        "sweep_build.Kernel(compiled[32, tile])\n"
+        "import sys, ctypes, json; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "import lab_build; from lab_tiles import TileDesign\n"
+        "design = TileDesign('fwd_mma_sync', 32, (32, 64, 64, 4, 4))\n"
+        "compiler = lab_build.Compiler(folder=Path(sys.argv[2]))\n"
+        "facts = compiler.compile(design)\n"
+        "ctypes.CDLL(str(compiler.library(design))).lab_forward\n"
+        "print(json.dumps(facts))\n"
     )
     command = [sys.executable, "-c", program, str(ROOT / "benchmarks"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    fields = (ctypes.c_int * 5)()
-    ctypes.CDLL(str(tmp_path / f"fwd_d32_{tile.name}.so")).sweep_tile(fields)
-    assert list(fields) == [64, 64, 4, 4, tile.smem_bytes(32)]
+    facts = json.loads(done.stdout)
+    assert facts["threads"] == 128 and facts["smem_bytes"] == 12288 and 0 < facts["registers"] <= 128
+    assert facts["loop"] is None and not facts["serialized"]
+
+
+def exact(torch, attention, scale=1.0):
+    """(forward, backward) in place of the kernels, on the CPU; results times `scale`."""
+
+    def forward(design, q, k, v, out, causal):
+        out.copy_(scale * attention(q, k, v, causal=causal, dtype=torch.float32).out)
+
+    def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal):
+        _, _, grads = sweep.gradients(torch, attention, (q, k, v), dout, causal, torch.float32)
+        for target, grad in zip((dq, dk, dv), grads):
+            target.copy_(scale * grad)
+
+    return forward, backward
+
+
+def test_backwards_are_checked_against_float64(monkeypatch):
+    import torch
+    from reference import attention
+
+    design = TileDesign("bwd_wgmma", 64, (64, 64, 128, 3, 0))
+    monkeypatch.setattr(ablate, "DEVICE", "cpu")
+    monkeypatch.setattr(sweep, "CHECKED", ((20, 20), (7, 33)))
+    monkeypatch.setattr(sweep, "backward", exact(torch, attention)[1])
+    assert sweep.refusal(torch, attention, design) is None
+    monkeypatch.setattr(sweep, "backward", exact(torch, attention, 1.1)[1])
+    assert "dq: error" in sweep.refusal(torch, attention, design)
+
+
+class FakeCompiler:
+    """Compiles all but one design."""
+
+    versions = {"nvcc": "13.0", "CUTLASS": "4.2"}
+
+    def compile_all(self, designs, progress, jobs):
+        facts = {"registers": 168, "spills": 0, "smem_bytes": 1024, "serialized": False}
+        return dict.fromkeys(designs[:-1], facts)
+
+
+@needs_gxx
+def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
+    """All but nvcc and the kernels: checks, timing, the JSON and the report."""
+    import cases
+    import timing
+    import torch
+    from reference import attention
+
+    forward, backward = exact(torch, attention)
+    small = [cases.Case(1, s, s, 2, 2, 128, "bfloat16", causal) for causal in (False, True) for s in (16, 128)]
+    monkeypatch.setattr(ablate, "DEVICE", "cpu")
+    monkeypatch.setattr(ablate, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(ablate, "forward", forward)
+    monkeypatch.setattr(sweep, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(sweep, "forward", forward)
+    monkeypatch.setattr(sweep, "backward", backward)
+    monkeypatch.setattr(sweep, "flash_attention", lambda torch, q, k, v, causal: (q, None))
+    monkeypatch.setattr(sweep, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(sweep, "SEQLENS", (16, 128))
+    monkeypatch.setattr(cases, "bench_cells", lambda dims: small)
+    monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
+    monkeypatch.setattr(lab_progress.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
+    out = tmp_path / "h200_sweep.json"
+    arguments = ["--head-dims", "128", "--dtypes", "bf16", "--min-ms", "0", "--out", str(out)]
+    sweep.main(arguments)
+    result = json.loads(out.read_text())
+    kernels = [group["kernel"] for group in result["groups"]]
+    assert kernels == ["fwd_mma_sync", "fwd_wgmma", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma"]
+    assert [sorted(group["flops"]) for group in result["groups"][:2]] == [
+        ["causal 128", "causal 16", "full 128", "full 16"], ["full 128", "full 16"]
+    ]  # fmt: skip
+    failed = [entry for group in result["groups"] for entry in group["entries"] if entry["failed"]]
+    assert [entry["failed"] for entry in failed] == ["does not compile"]
+    text = capsys.readouterr().out
+    assert "### Hopper backward" in text and "- left out: Hopper backward, 128 bf16, 64 × 64, 2 stages: does" in text
+    sweep.main(["--from-json", str(out)])
+    assert capsys.readouterr().out.strip() in text
+    out.write_text(json.dumps({**result, "groups": result["groups"][:3], "finished": False}))
+    sweep.main(arguments)
+    again = json.loads(out.read_text())
+    assert again["groups"][:3] == result["groups"][:3] and len(again["groups"]) == 5 and again["finished"]
+    assert "checking fwd" not in capsys.readouterr().out

@@ -147,7 +147,7 @@ def test_six_kernels_and_one_on_a_gpu(device):
     from timing import Budget, CudaTimer
 
     problem = model.Problem(1024, 64, True)
-    row = theory.measure(torch, problem, CudaTimer(torch.device(device)), Budget(3, 1.0, 1.0))
+    row = theory.measure(torch, problem, CudaTimer(torch.device(device)), Budget(3, 1.0, 1.0), torch.device(device))
     assert row["standard"]["kernels"] in (6, None) and row["fused"]["kernels"] in (1, None)
     for name, predicted in (("standard", model.standard_memory), ("fused", model.fused_memory)):
         assert predicted(problem) <= row[name]["peak_bytes"] <= 1.1 * predicted(problem) + 2**21

@@ -82,15 +82,8 @@ constexpr int head_dim_index(int head_dim) {
   return index;
 }
 
-// The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim). A tile sweep compiles one file with a tile
-// of its own.
+// The tile of the smallest head dim that holds `head_dim` (<= kMaxHeadDim).
 constexpr FwdTile fwd_tile(int head_dim, FwdVariant variant) {
-#if defined(FLASH_ATTN_SWEEP_WARPS)
-  if (variant == FwdVariant::kPlain) {
-    return FwdTile{kFwdTiles[0][head_dim_index(head_dim)].head_dim, FLASH_ATTN_SWEEP_M, FLASH_ATTN_SWEEP_N,
-                   FLASH_ATTN_SWEEP_WARPS, FLASH_ATTN_SWEEP_BLOCKS_PER_SM};
-  }
-#endif
   return kFwdTiles[static_cast<int>(variant)][head_dim_index(head_dim)];
 }
 
