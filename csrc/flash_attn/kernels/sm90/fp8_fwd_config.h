@@ -27,10 +27,6 @@ template <>
 struct Fp8PvOf<72> {
   using Atom = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;
 };
-template <>
-struct Fp8PvOf<136> {
-  using Atom = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;
-};
 template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;
 
@@ -54,8 +50,9 @@ struct Fp8FwdConfig {
   static constexpr int kWarpGroups = kBlockM / 64;
   static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = plan::sm90_fwd_threads(kTile);
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static_assert(kConsumerGroups == 1 && kWarpGroups == 2, "the register budget is that of two consumers");
+  static constexpr int kProducerRegisters = kWarpGroups == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kWarpGroups == 3 ? 160 : 240;
+  static_assert(kConsumerGroups == 1 && (kWarpGroups == 2 || kWarpGroups == 3), "register budgets");
 
   // Features of FwdConfig.
   static constexpr bool kHasPages = false, kHasScoreMod = false, kNoMask = false, kHasStoreWarp = false;
@@ -74,12 +71,12 @@ struct Fp8FwdConfig {
 
   // S is computed for so many keys at a time.
   static constexpr int kStepKeys = 64, kBlockSteps = kBlockN / kStepKeys;
-  // A wgmma accumulator of e4m3 products keeps 13 bits: P V is added up in fp32 after so many steps.
-  static constexpr int kFlushSteps = 8;
-  // Two accumulators of all columns do not fit: P V of so many columns at a time, added up in fp32 after each step.
-  static constexpr bool kSlicedPv = kHeadDim > 128;
+  // P V of so many columns at a time goes to an accumulator of its own, which is added to O in fp32 after each block: a
+  // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
-  static_assert(kBlockSteps == (kSlicedPv ? 1 : 2));
+  // Accumulators of S: of both steps of a block where there are registers for them.
+  static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
+  static_assert(kBlockSteps == 1 || kBlockSteps == 2);
   // Columns of ones behind those of V: P V makes the sums of P as it was rounded.
   static constexpr bool kHasOnes = plan::fp8_has_ones(kTile);
   static_assert(kHasOnes || !kCodes, "only exp2 sums P as well");

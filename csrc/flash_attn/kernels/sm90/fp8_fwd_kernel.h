@@ -29,7 +29,7 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct Fp8FwdConsumer {
-  using Mainloop = std::conditional_t<Config::kSlicedPv, Fp8FwdSlicedMainloop<Config>, Fp8FwdMainloop<Config>>;
+  using Mainloop = std::conditional_t<Config::kBlockSteps == 1, Fp8FwdSlicedMainloop<Config>, Fp8FwdMainloop<Config>>;
   static constexpr int kRows = 2;
 
   const Fp8FwdLaunch& launch;
@@ -109,8 +109,7 @@ struct Fp8FwdConsumer {
     const float sink = row_sink(params, tile);
     const int row_begin = tile.row_begin + 64 * mainloop.group;
     float o_scale[kRows];
-    mainloop.softmax.finalize_rounded(o_scale, mainloop.acc_o, Config::kHeadDimV, descale_of(launch.v_descale, tile),
-                                      sink);
+    mainloop.softmax.finalize_rounded(o_scale, descale_of(launch.v_descale, tile), sink);
     store_o(tile, row_begin, o_scale);
     store_lse(mainloop.softmax, params, tile, mainloop.coords, row_begin, sink);
   }

@@ -1,6 +1,8 @@
-// Mainloop of the e4m3 forward where two accumulators of all columns of O fit: KV blocks in halves, the upper keys of a
-// block, then the lower ones. While a half's S becomes P, S of the next half and P V of the one before are computed.
-// P V adds to T, whose 13 bits are added to O, in fp32, after kFlushSteps halves.
+// Mainloop of the e4m3 forward for head dims up to 128: three consumers, of 64 rows each, take turns at the tensor
+// cores. A KV block is two steps of S, the upper keys, then the lower ones; P V of the whole block follows, in slices
+// of columns, each of which goes to T and is added to O in fp32. At head dim 128 S, P and T of a consumer follow each
+// other in the same registers; with fewer columns S of the lower keys is computed beside P of the upper ones, and S of
+// the next block beside P V.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -12,135 +14,139 @@ template <class Config>
 struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   using Base = Fp8FwdMainloopBase<Config>;
   using Base::acc_o;
+  using Base::kStepKeys;
   using Base::softmax;
   using Base::storage;
   using Base::v_state;
-  using typename Base::AccO;
   using typename Base::AccS;
-  using typename Base::FragmentP;
   using typename Base::Storage;
   using typename Base::Walk;
-  using MmaPv = decltype(cute::make_tiled_mma(Fp8PvAtom<Config::kVtRows>{}));
-  static_assert(decltype(cute::tile_size<1>(MmaPv{}))::value == Config::kVtRows);
+  static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
+  static constexpr int kSlices = Config::kHeadDimV / kCols;
+  static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
+  static_assert(Config::kBlockSteps == 2 && kOnes == 8 && (kSlices == 1 || kSlices == 2));
   enum Half { kLower, kUpper };  // keys of a block
 
-  AccS acc_s[2];  // of each half
-  AccO acc_t;
-  FragmentP tOrP[2];
-  int halves_in_t = 0;
-  bool k_is_full = false, v_is_full = false;  // K of the next block and V of this one, as far as is known
+  AccS acc_s[Config::kScoreBuffers];
+  // One for all slices, of which the last has sums of P too: of several, ptxas would keep all at once.
+  typename Base::template Accumulator<kCols + kOnes> acc_t;
+  typename Base::template FragmentP<Config::kBlockN> tOrP;
 
   __device__ __forceinline__ Fp8FwdMainloop(Storage& storage_, int group_, uint32_t code_shift)
       : Base(storage_, group_, code_shift) {}
 
   template <Half kHalf>
+  __device__ __forceinline__ AccS& scores() {
+    return acc_s[kHalf == kUpper ? 0 : Config::kScoreBuffers - 1];
+  }
+  template <Half kHalf>
   __device__ __forceinline__ void issue_qk(int q_stage) {
-    Base::issue_qk(acc_s[kHalf], q_stage, kHalf);
+    Base::issue_qk(scores<kHalf>(), q_stage, kHalf);
   }
   // Of a tile's first half.
   __device__ __forceinline__ void issue_first_qk(int q_stage) { issue_qk<kUpper>(q_stage); }
-  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(acc_s[kUpper]); }
+  __device__ __forceinline__ void wait_for_scores() { wait_for<0>(scores<kUpper>()); }
 
-  // T += P V of half the block at v_state: issued, not waited for. The upper half comes first, and sets T where it was
-  // flushed: by a count, so that the predicate is one of the whole warpgroup.
-  template <Half kHalf>
+  // T = P V of a slice of the block at v_state: issued, not waited for.
+  template <int kSlice>
   __device__ __forceinline__ void issue_pv() {
     using namespace cute;
-    MmaPv mma;
-    const auto thread = mma.get_slice(threadIdx.x % 128);
-    auto vt =
-        make_tensor(make_smem_ptr(storage.v[v_state.stage]), typename Config::template SmemLayoutVt<Config::kVtRows>{});
-    auto tOrV = domain_offset(make_coord(_0{}, _0{}, Int<kHalf*(Config::kStepKeys / 32)>{}),
-                              thread.partition_fragment_B(vt)(_, _, _, _0{}));
-    start_gemm(mma, tOrP[kHalf], tOrV, acc_t, kHalf == kUpper && halves_in_t == 0);
-    ++halves_in_t;
+    constexpr int kRows = kCols + (kSlice == kSlices - 1 ? kOnes : 0);
+    using Mma = decltype(make_tiled_mma(Fp8PvAtom<kRows>{}));
+    Mma mma;
+    auto acc = make_tensor(acc_t.data(), typename Base::template Accumulator<kRows>::layout_type{});
+    const auto* const rows = storage.v[v_state.stage] + kSlice * kCols * Config::kBlockN;
+    auto vt = make_tensor(make_smem_ptr(rows), typename Config::template SmemLayoutVt<kRows>{});
+    start_gemm(mma, tOrP, mma.get_slice(threadIdx.x % 128).partition_fragment_B(vt)(_, _, _, _0{}), acc, true);
   }
-
-  template <Half kHalf, bool kFirst = false, bool kMayMask = true>
-  __device__ __forceinline__ int make_p(const Walk& at, float (&correction)[2]) {
-    return Base::template make_p<kFirst, kMayMask>(
-        acc_s[kHalf], tOrP[kHalf], at, at.n_block * Config::kBlockN + kHalf * Config::kStepKeys, correction);
-  }
-
-  // O += T, which the next P V sets.
-  __device__ __forceinline__ void flush() {
+  // O += T, columns of a slice.
+  __device__ __forceinline__ void add_slice(int slice) {
 #pragma unroll
-    for (int i = 0; i < cute::size(acc_o); ++i) acc_o(i) += acc_t(i);
-    halves_in_t = 0;
+    for (int i = 0; i < kCols / 2; ++i) acc_o(slice * kCols / 2 + i) += acc_t(i);
   }
 
-  // Behind the wait for everything: only here may T be read. Corrections are powers of 2: T loses nothing.
-  __device__ __forceinline__ void rescale(const float (&correction)[2]) {
-    auto partial = row_col_view(acc_t), out = row_col_view(acc_o);
-    softmax.rescale(partial, correction);
-    softmax.rescale(out, correction);
-  }
-
-  // Waits for S of half kNext and for P V of it, of the block before.
-  template <Half kNext>
-  __device__ __forceinline__ void wait_for_gemms() {
-    wait_for<0>(acc_t);
-    cute::warpgroup_fence_operand(acc_s[kNext]);
-    cute::warpgroup_fence_operand(tOrP[kNext]);
-  }
-
-  // P of a tile's first half, whose S is complete.
-  __device__ __forceinline__ void first_step(int slot, int q_stage) {
-    issue_qk<kLower>(q_stage);
-    this->reset();
-    halves_in_t = 0;
-    k_is_full = v_is_full = false;
-    float correction[2];
-    make_p<kUpper, true>(this->walk(slot), correction);
-    wait_for<0>(acc_s[kLower]);
-    this->release_k();
-  }
-
-  // P of the lower keys of a block; S of the upper keys of the next block, P V of this block's upper keys.
-  template <bool kMayMask>
-  __device__ __forceinline__ void lower_step(const Walk& at, int q_stage) {
-    if (!(k_is_full && v_is_full)) {
-      this->wait_for_k();
-      this->wait_for_v();
+  // O += P V of the block at v_state but for the last slice, which is issued.
+  __device__ __forceinline__ void start_pv() {
+    this->wait_for_v();
+    if constexpr (kSlices == 2) {
+      issue_pv<0>();
+      wait_for<0>(acc_t);
+      add_slice(0);
     }
-    issue_qk<kUpper>(q_stage);
-    issue_pv<kUpper>();
-    float correction[2];
-    const int rescales = make_p<kLower, false, kMayMask>(at, correction);
-    wait_for_gemms<kUpper>();
-    if (rescales) rescale(correction);
+    issue_pv<kSlices - 1>();
   }
-
-  // P of the upper keys of a block; S of its lower keys, P V of the lower keys of the block before.
-  template <bool kMayMask>
-  __device__ __forceinline__ void upper_step(const Walk& at, int q_stage) {
-    issue_qk<kLower>(q_stage);
-    issue_pv<kLower>();
-    k_is_full = this->next_is_full(storage.k_full, this->k_state);
-    v_is_full = this->next_is_full(storage.v_full, v_state);
-    float correction[2];
-    const int rescales = make_p<kUpper, false, kMayMask>(at, correction);
-    wait_for_gemms<kLower>();
-    this->release_k();
+  // The last slice; so many later groups stay under way.
+  template <int kPending>
+  __device__ __forceinline__ void finish_pv() {
+    wait_for<kPending>(acc_t);
+    cute::warpgroup_fence_operand(tOrP);
     this->release_v();
-    if (rescales) rescale(correction);
-    if (halves_in_t == Config::kFlushSteps) flush();
+    add_slice(kSlices - 1);
+    softmax.add_rounded(acc_t(kCols / 2), acc_t(kCols / 2 + 2));
   }
 
+  // P of half of the block where the walk is, S of which is complete.
+  template <Half kHalf, bool kFirst, bool kMayMask>
+  __device__ __forceinline__ void make_half(const Walk& at) {
+    using Layout = typename Base::template LayoutP<kStepKeys>;
+    const auto half = [&](Half which) { return cute::make_tensor(tOrP.data() + which * (kStepKeys / 2), Layout{}); };
+    auto p = half(kHalf);
+    float correction[2];
+    const int updates = Base::template make_p<kFirst, kMayMask>(
+        scores<kHalf>(), p, at, at.n_block * Config::kBlockN + kHalf * kStepKeys, correction);
+    if (kFirst || !updates) return;
+    auto out = row_col_view(acc_o);
+    softmax.rescale(out, correction);
+    if constexpr (kHalf == kLower) {
+      auto words = cute::recast<uint32_t>(half(kUpper));
+      softmax.rescale_codes(words, correction);
+    }
+  }
+
+  // P of the block where the walk is; S of its upper keys is complete and, if this overlaps, of the lower ones issued.
+  template <bool kFirst, bool kMayMask>
+  __device__ __forceinline__ void make_block(const Walk& at, int q_stage) {
+    make_half<kUpper, kFirst, kMayMask>(at);
+    if constexpr (!kOverlaps) issue_qk<kLower>(q_stage);
+    wait_for<0>(scores<kLower>());
+    this->release_k();
+    make_half<kLower, false, kMayMask>(at);
+  }
+
+  // P of a tile's first block, S of whose upper keys is complete.
+  __device__ __forceinline__ void first_step(int slot, int q_stage) {
+    if constexpr (kOverlaps) issue_qk<kLower>(q_stage);
+    this->reset();
+    make_block<true, true>(this->walk(slot), q_stage);
+  }
+
+  // P V of a block, P of the next.
   template <bool kMayMask>
   __device__ __forceinline__ void step(Walk& at, int q_stage) {
-    lower_step<kMayMask>(at, q_stage);
+    start_pv();
     --at.n_block;
-    upper_step<kMayMask>(at, q_stage);
+    if constexpr (kOverlaps) {
+      this->wait_for_k();
+      issue_qk<kUpper>(q_stage);
+      finish_pv<1>();
+      issue_qk<kLower>(q_stage);
+      wait_for<1>(scores<kUpper>());
+    } else {
+      finish_pv<0>();
+      this->wait_for_k();
+      issue_qk<kUpper>(q_stage);
+      wait_for_scores();
+    }
+    make_block<false, kMayMask>(at, q_stage);
   }
 
-  // All KV blocks of the tile after first_step(), but for P V of the last one's lower keys, which finish() awaits.
+  // All KV blocks of the tile after first_step(), but for P V of the last one.
   __device__ __forceinline__ void run(int slot, int q_stage) {
     Walk at = this->walk(slot);
 #pragma unroll 1
     while (at.n_block > at.last) {
       const int last_unmasked = Config::kHasUnmaskedLoop ? max(at.unmasked_begin, at.last) : at.n_block;
-      if (at.n_block >= at.unmasked_end || at.n_block <= last_unmasked) {
+      if (at.n_block > at.unmasked_end || at.n_block <= last_unmasked) {
         step<true>(at, q_stage);
         continue;
       }
@@ -149,23 +155,11 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
         step<false>(at, q_stage);
       } while (at.n_block > last_unmasked);
     }
-    this->wait_for_v();
-    issue_pv<kUpper>();
-    float correction[2];
-    const int rescales = make_p<kLower>(at, correction);
-    wait_for<0>(acc_t);
-    cute::warpgroup_fence_operand(tOrP[kUpper]);
-    if (rescales) rescale(correction);
   }
-  __device__ __forceinline__ void issue_last_pv() { issue_pv<kLower>(); }
+  __device__ __forceinline__ void issue_last_pv() { start_pv(); }
 
   // With S of the next tile, issued behind the last P V, under way.
-  __device__ __forceinline__ void finish() {
-    wait_for<1>(acc_t);
-    cute::warpgroup_fence_operand(tOrP[kLower]);
-    this->release_v();
-    flush();
-  }
+  __device__ __forceinline__ void finish() { finish_pv<1>(); }
 };
 
 }  // namespace sm90

@@ -26,10 +26,11 @@ struct Fp8FwdMainloopBase {
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kCols / 8>>, cute::_1, cute::_1>>{}));
-  using AccO = Accumulator<Config::kVtRows>;
-  using LayoutP =
-      cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kStepKeys / 32>>>;
-  using FragmentP = decltype(cute::make_tensor<Element>(LayoutP{}));
+  using AccO = Accumulator<Config::kHeadDimV>;
+  template <int kKeys>
+  using LayoutP = cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kKeys / 32>>>;
+  template <int kKeys>
+  using FragmentP = decltype(cute::make_tensor<Element>(LayoutP<kKeys>{}));
 
   Storage& storage;
   const int group;
@@ -52,11 +53,6 @@ struct Fp8FwdMainloopBase {
 
   __device__ __forceinline__ void wait_for_k() const { storage.k_full[k_state.stage].wait(k_state.phase); }
   __device__ __forceinline__ void wait_for_v() const { storage.v_full[v_state.stage].wait(v_state.phase); }
-  // Of the stage after that of `state`: asked ahead, so that the answer is there when it is needed.
-  __device__ __forceinline__ static bool next_is_full(const Barrier* full, KvState state) {
-    state.advance();
-    return full[state.stage].is_complete(state.phase);
-  }
 
   // S = Q K^T of step `step` of the block at k_state: issued, not waited for.
   __device__ __forceinline__ void issue_qk(AccS& acc_s, int q_stage, int step) {
@@ -114,17 +110,22 @@ struct Fp8FwdMainloopBase {
             own.unmasked_end};
   }
 
+  // S of the kStepKeys keys from `key` on, of the block where the walk is, as its mask and its sign have it.
+  __device__ __forceinline__ void mask(AccS& acc_s, const Walk& at, int key) {
+    if (at.n_block >= at.unmasked_begin && at.n_block < at.unmasked_end) return;
+    auto scores = row_col_view(acc_s);
+    if (at.unmasked_begin == kNegates) negate(acc_s);
+    const WorkTile& own = tile(at.slot);
+    const int rows = min(64, own.seqlen_q - own.row_begin - 64 * group);
+    apply_bounds(scores, coords, steps(at.slot).bounds, rows, own.seqlen_k, key, key + kStepKeys);
+  }
+
   // S of the kStepKeys keys from `key` on, of the block where the walk is, to P. Returns, warp-uniform, whether row_max
   // was updated. kMayMask: whether some may be masked, or S negated.
-  template <bool kFirst, bool kMayMask = true>
-  __device__ __forceinline__ int make_p(AccS& acc_s, FragmentP& p, const Walk& at, int key, float (&correction)[2]) {
+  template <bool kFirst, bool kMayMask = true, class P>
+  __device__ __forceinline__ int make_p(AccS& acc_s, P& p, const Walk& at, int key, float (&correction)[2]) {
+    if constexpr (kMayMask) mask(acc_s, at, key);
     auto scores = row_col_view(acc_s);
-    if (kMayMask && (at.n_block < at.unmasked_begin || at.n_block >= at.unmasked_end)) {
-      if (at.unmasked_begin == kNegates) negate(acc_s);
-      const WorkTile& own = tile(at.slot);
-      const int rows = min(64, own.seqlen_q - own.row_begin - 64 * group);
-      apply_bounds(scores, coords, steps(at.slot).bounds, rows, own.seqlen_k, key, key + kStepKeys);
-    }
     auto words = cute::recast<uint32_t>(p);
     typename decltype(softmax)::Sums sums;
     if constexpr (kFirst) softmax.update_row_max(scores, scale_log2, correction);

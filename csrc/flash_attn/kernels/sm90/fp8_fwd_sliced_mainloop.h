@@ -16,7 +16,6 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   using Base::storage;
   using Base::v_state;
   using typename Base::AccS;
-  using typename Base::FragmentP;
   using typename Base::Storage;
   using typename Base::Walk;
   static constexpr int kSlices = Config::kHeadDimV / Config::kSliceCols;
@@ -25,7 +24,7 @@ struct Fp8FwdSlicedMainloop : Fp8FwdMainloopBase<Config> {
   AccS acc_s;
   // One for all slices: of several, ptxas would keep all at once.
   typename Base::template Accumulator<Config::kSliceCols> acc_t;
-  FragmentP tOrP;
+  typename Base::template FragmentP<Config::kStepKeys> tOrP;
 
   __device__ __forceinline__ Fp8FwdSlicedMainloop(Storage& storage_, int group_, uint32_t code_shift)
       : Base(storage_, group_, code_shift) {}

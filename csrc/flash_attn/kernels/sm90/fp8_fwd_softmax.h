@@ -35,6 +35,24 @@ __device__ __forceinline__ __half2 add_pairs(uint32_t word) {
   return __hadd2(*reinterpret_cast<const __half2*>(&low), *reinterpret_cast<const __half2*>(&high));
 }
 
+// Four codes times powers of 2.
+__device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor) {
+  uint32_t result;
+  asm("{.reg .b16 low, high;\n"
+      ".reg .b32 first, second;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 first, low;\n"
+      "cvt.rn.f16x2.e4m3x2 second, high;\n"
+      "mul.rn.f16x2 first, first, %2;\n"
+      "mul.rn.f16x2 second, second, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, first;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, second;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(result)
+      : "r"(word), "r"(*reinterpret_cast<const uint32_t*>(&factor)));
+  return result;
+}
+
 // Two codes from the low 16 bits of floats, in 16 bits each: 0 below all codes, NaN above them and of NaN.
 __device__ __forceinline__ uint32_t clamp_codes(float a, float b, uint32_t shift) {
   const uint32_t pair = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
@@ -75,7 +93,7 @@ struct Fp8Softmax : Softmax<2, int> {
   };
 
   uint32_t code_shift;  // e4m3::kCodeShift, twice; a kernel parameter, for ptxas would remake a constant at each use
-  float rounded_sum[kHasOnes ? 1 : kRows] = {};  // over this thread's columns, of P as it was rounded
+  float rounded_sum[kRows] = {};  // of P as it was rounded: over this thread's columns, or (kHasOnes) all
 
   __device__ __forceinline__ explicit Fp8Softmax(uint32_t code_shift_) : code_shift(code_shift_) {}
 
@@ -99,7 +117,7 @@ struct Fp8Softmax : Softmax<2, int> {
       correction[mi] = exp2f(row_max[mi] - new_row_max);
       row_max[mi] = new_row_max;
       row_sum[mi][0] *= correction[mi];
-      if constexpr (!kHasOnes) rounded_sum[mi] *= correction[mi];
+      rounded_sum[mi] *= correction[mi];
     }
   }
 
@@ -158,6 +176,21 @@ struct Fp8Softmax : Softmax<2, int> {
     }
   }
 
+  // P of a smaller row_max, in words of its codes. Corrections are powers of 2: what is rounded is denormal.
+  template <class Words>
+  __device__ __forceinline__ void rescale_codes(Words& words, const float (&correction)[kRows]) const {
+    static_assert(kHasOnes);
+#pragma unroll
+    for (int i = 0; i < cute::size(words); ++i) {
+      words(i) = multiply_codes(words(i), __float2half2_rn(correction[i % 2]));
+    }
+  }
+
+  __device__ __forceinline__ void add_rounded(float first, float second) {
+    rounded_sum[0] += first;
+    rounded_sum[1] += second;
+  }
+
   template <class Acc, class Words>
   __device__ __forceinline__ bool make_codes(const Acc& acc_s, float scale, bool is_new, Words& words) const {
     constexpr float kZero = e4m3::kCodeMagic + e4m3::kCodesPerOctave * e4m3::kExponentBias;
@@ -195,18 +228,11 @@ struct Fp8Softmax : Softmax<2, int> {
   // finalize(), with the sums of P as it was rounded, of which `acc_o` has columns from ones_col on, the same in every
   // lane of a quad: numerator and denominator lose alike, and a row of one key is exact. The LSE keeps the sums before
   // rounding, if there are any.
-  template <class Acc>
-  __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], const Acc& acc_o, int ones_col,
-                                                   float v_descale, float sink) {
+  __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], float v_descale, float sink) {
     Fp8Softmax rounded = *this;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      float sum;
-      if constexpr (kHasOnes) {
-        sum = 0.25f * acc_o(ones_col / 2 + 2 * mi);
-      } else {
-        sum = rounded_sum[mi];
-      }
+      const float sum = (kHasOnes ? 0.25f : 1.0f) * rounded_sum[mi];  // finalize() adds up a quad
       rounded.row_sum[mi][0] = row_max[mi] != row_max[mi] ? row_max[mi] : sum;
       if (kCodes) rounded.row_max[mi] -= e4m3::kCodeMeanLog2;
     }
