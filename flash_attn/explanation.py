@@ -69,7 +69,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             "none" where there is nothing to compute.
         variant, dtype, head_dim, head_dim_v: of the instantiation, whose head dims are those of the call rounded up.
         kv_dtype: "e4m3" or "int8", of an 8-bit cache on CUDA.
-        block_m, block_n: rows and keys of a tile. stages, warps, smem_bytes: of a thread block.
+        block_m, block_n: rows and keys of a tile. tile_heads: its K/V heads ("split_kv").
+        stages, warps, smem_bytes: of a thread block.
         grid, num_work_tiles: thread blocks launched, and the tiles that they take.
         num_splits, split: how keys are split. workspace_bytes: memory beside the results.
         threads: of the CPU.

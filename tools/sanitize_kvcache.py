@@ -12,6 +12,7 @@ from kvcache_harness import KvCase, check_append, check_attention, make_problem,
 
 from flash_attn import flash_attn_combine
 
+PAIRS = {"nheads": 128, "nheads_k": 128}
 CASES = (
     (KvCase(seqlen_new=1), {}),
     (KvCase((300, 0, -1, 17), seqlen_new=1, capacity=330, page_size=16, rotary_dim=32, nheads=8), {"num_splits": 4}),
@@ -43,6 +44,9 @@ CASES = (
     (KvCase((700, 3), capacity=720, nheads=2, sinks=True), {}),
     (KvCase((1200, 31), 2, 2, 1300, head_dim=96, causal=True, sinks=True), {"batch_invariant": True}),
     (KvCase((300, 0, -1, 64), 40, 40, 400, causal=True, head_dim=128, page_size=16, sinks=True), {}),
+    # So many tiles that each has two K/V heads.
+    (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, **PAIRS), {}),
+    (KvCase((150, 17, 64, 0), 2, 2, 160, head_dim=24, layout="unaligned", causal=True, **PAIRS), {"num_splits": 3}),
 )
 # Over caches of codes: (case, codes, shape of descales, options).
 EIGHT_BIT_CASES = (
@@ -61,6 +65,11 @@ EIGHT_BIT_CASES = (
     (KvCase((300, 0, -1, 64), 130, None, 400, page_size=16, leftpad=(7, 0, 0, 64), dtype="float16"), INT8, "token", {}),
     (KvCase((300, 64), 90, 3, 400, page_size=7, window=(50, 0), head_dim=72, sinks=True), E4M3, "page", {}),
     (KvCase((300, 64), 90, None, 400, layout="unaligned", causal=True, nheads_k=4), INT8, "inline", {}),
+    # So many tiles that each has two K/V heads.
+    (KvCase((150, 0, -1, 17), 1, 1, 160, page_size=16, head_dim=128, **PAIRS), E4M3, "token", {"num_splits": 3}),
+    (KvCase((150, 0, -1, 17), 2, 2, 160, page_size=3, causal=True, rotary_dim=32, **PAIRS), INT8, "inline", {}),
+    (KvCase((150, 17, 64, 0), capacity=160, head_dim=100, alibi=True, sinks=True, **PAIRS), E4M3, "head", {}),
+    (KvCase((600, 64, 1, 17), capacity=640, head_dim=64, **PAIRS), INT8, "batch", {}),
 )
 # Queries of codes: (case, out_dtype).
 CODE_QUERIES = (

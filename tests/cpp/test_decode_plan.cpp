@@ -363,7 +363,7 @@ void check_many_splits() {
 void check_large_plans() {
   using namespace flash::plan;
   constexpr int kMost = 0x7fffffff, kRows = 0x3fffffff;
-  for (int i = 0; i < 2 * 3 * 2 * 4 * 4 * 3; ++i) {
+  for (int i = 0; i < 2 * 2 * 3 * 2 * 4 * 4 * 3; ++i) {
     int rest = i;
     auto one_of = [&rest](std::initializer_list<int> values) {
       const int count = static_cast<int>(values.size()), chosen = rest % count;
@@ -373,9 +373,11 @@ void check_large_plans() {
     const bool batch_invariant = one_of({0, 1});
     const int num_splits = one_of({0, 1, kMost}), capacity = one_of({0, kRows}), heads = one_of({0, 1, 1 << 20, kMost});
     const int batch = one_of({0, 1, 1 << 11, kMost}), seqlen_q = one_of({0, 1, kRows});
-    const DecodePlan plan =
-        plan_decode({batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant}, kDevices[0]);
-    const double tiles = static_cast<double>(plan.work_items) * std::max(heads, 1);
+    DecodeProblem problem{batch, seqlen_q, heads, heads, 256, capacity, num_splits, batch_invariant};
+    problem.kv_dtype = one_of({0, 1}) ? Dtype::kE4m3 : Dtype::kBf16;
+    if (problem.kv_dtype == Dtype::kE4m3) problem.head_dim = 128;  // two heads a tile
+    const DecodePlan plan = plan_decode(problem, kDevices[0]);
+    const double tiles = static_cast<double>(plan.work_items) * std::max(plan.head_tiles, 1);
     check::that(plan.is_too_large == (tiles > kMaxKvTiles), "too large", plan.work_items, heads);
     if (plan.is_too_large) continue;
     check::that(plan.thread_blocks >= 0 && plan.thread_blocks <= 1000, "thread blocks", plan.thread_blocks);

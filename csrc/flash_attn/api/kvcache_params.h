@@ -186,7 +186,11 @@ inline void set_params_plan(Flash_kvcache_params& params, const plan::DecodePlan
   const plan::KvTile tile = plan::kv_tile(params.d, plan.tile_size, params.kv_dtype);
   params.tile_size = plan.tile_size;
   params.tile_rows = tile.rows();
-  params.block_n = plan::kv_block_n(tile);
+  params.block_n = plan.block_n;
+  params.tile_heads = plan.tile_heads;
+  params.head_tiles = plan.head_tiles;
+  params.tile_query_heads = std::max(params.h_h_k_ratio * plan.tile_heads, 1);
+  params.tile_group = FastDiv(params.tile_query_heads);
   params.padded_dim = tile.head_dim;
   params.stages = plan.stages;
   params.row_tiles = plan.row_tiles;

@@ -1,7 +1,8 @@
 // Stream-K schedule of attention over a KV cache. The n_blocks of all tiles are linearised: sequences, their row tiles,
-// the K/V heads of these, and the n_blocks that the tile visits. Every CTA takes an equal range of them; a tile that a
-// CTA range splits leaves partial results, which are combined afterwards. Lengths are only known on the device, so the
-// host decides the number of CTAs and nothing else. tests/cpp checks the arithmetic by brute force.
+// the head tiles of these (a K/V head or a pair), and the n_blocks that the tile visits. Every CTA takes an equal range
+// of them; a tile that a CTA range splits leaves partial results, which are combined afterwards. Lengths are only known
+// on the device, so the host decides the number of CTAs and nothing else. tests/cpp checks the arithmetic by brute
+// force.
 #pragma once
 
 #include <cstdint>
@@ -112,16 +113,17 @@ FLASH_HOST_DEVICE constexpr int kv_combine_blocks(const int& slot_rows, const bo
 }
 
 // Few tiles: in a dense batch each has CTAs of its own in the combine; else each CTA boundary has.
-FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& work_items, const int& heads_k, const int& thread_blocks) {
-  return static_cast<int64_t>(work_items) * heads_k < thread_blocks;
+FLASH_HOST_DEVICE constexpr bool kv_has_few_tiles(const int& work_items, const int& head_tiles,
+                                                  const int& thread_blocks) {
+  return static_cast<int64_t>(work_items) * head_tiles < thread_blocks;
 }
 
 // CTAs of the combine.
-constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int work_items, int heads_k, int thread_blocks,
+constexpr int64_t kv_combine_grid(SplitRule rule, bool is_varlen, int work_items, int head_tiles, int thread_blocks,
                                   int slot_rows, bool one_row) {
-  const int64_t tiles = static_cast<int64_t>(work_items) * heads_k;
+  const int64_t tiles = static_cast<int64_t>(work_items) * head_tiles;
   if (rule == SplitRule::kFixedSplits) return tiles;
-  const bool by_tile = !is_varlen && kv_has_few_tiles(work_items, heads_k, thread_blocks);
+  const bool by_tile = !is_varlen && kv_has_few_tiles(work_items, head_tiles, thread_blocks);
   return (by_tile ? tiles : thread_blocks - 1) * kv_combine_blocks(slot_rows, one_row);
 }
 

@@ -49,7 +49,7 @@ struct Flash_kvcache_params : Flash_fwd_params {
   Rotary rotary;
 
   FastDiv group;           // query heads of a K/V head
-  int row_tiles = 0;       // row tiles of one K/V head and sequence of a dense batch
+  int row_tiles = 0;       // row tiles of one head tile and sequence of a dense batch
   int work_items = 0;      // work items: row tiles of all sequences, or slots of a packed batch; each of all K/V heads
   bool q_vectors = false;  // rows of q may be read in 16-byte vectors
   bool o_vectors = false;  // rows of o may be written in 8-byte vectors
@@ -82,6 +82,12 @@ struct Flash_kvcache_params : Flash_fwd_params {
 
   // The schedule of a packed batch is empty unless some sequence has more keys than this; -1: it never is.
   int skip_up_to_keys = -1;
+
+  // Attention, combine and schedule: a tile has a K/V head or two neighbouring ones, and their query heads.
+  int tile_heads = 1;
+  int head_tiles = 0;  // tiles of all K/V heads
+  int tile_query_heads = 1;
+  FastDiv tile_group;  // tile_query_heads; kernels that read the divisor from it take more registers
 };
 
 // Where the codes of K and V go as fp16, for kernels that read no codes.

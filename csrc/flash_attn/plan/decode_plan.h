@@ -86,7 +86,10 @@ struct DecodePlan {
   // ---- the schedule: by the sizes alone ----
   int tile_size;       // index into kKvTiles
   int stages;          // 0: the GPU has too little shared memory
-  int row_tiles;       // tiles of one K/V head and sequence of a dense batch
+  int tile_heads;      // K/V heads of a tile: 1, or 2 neighbouring ones
+  int head_tiles;      // tiles of all K/V heads
+  int block_n;         // keys
+  int row_tiles;       // tiles of one head tile and sequence of a dense batch
   int64_t work_items;  // row tiles of all sequences, or varlen slots; each of all K/V heads
   bool is_too_large;   // more than kMaxKvTiles: nothing below is set
   int thread_blocks;
@@ -143,9 +146,24 @@ constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
   return thread_blocks % 2 == 0 && 2 * tiles <= thread_blocks && 2 * tiles * 20 >= thread_blocks * 19;
 }
 
+// A tile has two K/V heads where their rows fit the smallest one and there are still tiles for all CTAs that are
+// resident: with fewer, more of them would be split. Not in batch-invariant mode, where a row's arithmetic may not
+// depend on the batch.
+constexpr int kv_tile_heads(const DecodeProblem& problem, const Device& device) {
+  const KvTile tile = kv_tile(problem.head_dim, 0, problem.kv_dtype);
+  if (!kv_may_pair_heads(tile) || problem.batch_invariant || problem.is_packed) return 1;
+  if (problem.heads_k % 2 != 0 || problem.rows() > tile.rows() / 2) return 1;
+  const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
+  const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * (problem.heads_k / 2);
+  return tiles >= ceil_div(resident * 9, 10) ? 2 : 1;  // nine tenths as in splitting_ctas()
+}
+
 // Tiles and their rows.
 constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, DecodePlan& plan) {
-  const int64_t rows = problem.rows();
+  plan.tile_heads = kv_tile_heads(problem, device);
+  plan.head_tiles = problem.heads_k / plan.tile_heads;
+  const int64_t rows = problem.rows() * plan.tile_heads;
   plan.tile_size = kv_tile_size(problem.head_dim, rows, problem.kv_dtype);
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
   plan.stages = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block).stages;
@@ -154,20 +172,21 @@ constexpr void plan_tiles(const DecodeProblem& problem, const Device& device, De
                         ? varlen_slot_count(static_cast<int>(problem.all_rows()), problem.batch, tile.rows())
                         : static_cast<int64_t>(problem.batch) * plan.row_tiles;
   plan.slot_rows = static_cast<int>(rows < tile.rows() && !problem.is_packed ? rows : tile.rows());
-  plan.is_too_large = plan.work_items > kMaxKvTiles / (problem.heads_k > 0 ? problem.heads_k : 1);
+  plan.is_too_large = plan.work_items > kMaxKvTiles / (plan.head_tiles > 0 ? plan.head_tiles : 1);
+  plan.block_n = kv_block_n(tile) / plan.tile_heads;
 }
 
 // Number of CTAs, and where they may split a tile. `even`: evenly, wherever that splits a tile.
 constexpr void plan_splits(const DecodeProblem& problem, const Device& device, bool even, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  const int block_n = kv_block_n(tile);
+  const int block_n = plan.block_n;
   // Packed sequences count with their mean length, so that they are split as the same sequences in a dense batch.
-  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * plan.head_tiles;
   const int64_t least_bytes = 2 * tiles <= device.multiprocessors ? kMinCtaBytes / 2 : kMinCtaBytes;
   plan.min_blocks_per_cta =
-      even ? ceil_div(least_bytes, static_cast<int64_t>(block_n) * tile.head_dim * 2 * tile.kv_bytes) : 1;
+      even ? ceil_div(least_bytes, static_cast<int64_t>(kv_block_n(tile)) * tile.head_dim * 2 * tile.kv_bytes) : 1;
   // More CTAs than a full cache has CTA ranges for would idle. The bound changes no range.
-  const int64_t max_blocks = plan.work_items * problem.heads_k * kv_max_blocks(problem.capacity, block_n);
+  const int64_t max_blocks = plan.work_items * plan.head_tiles * kv_max_blocks(problem.capacity, block_n);
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;
   const int64_t ctas = even ? splitting_ctas(tiles, resident) : resident;
@@ -191,8 +210,8 @@ constexpr void plan_splits(const DecodeProblem& problem, const Device& device, b
 // for no split, or where the partial results would take too much memory.
 constexpr void plan_fixed_splits(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * problem.heads_k;
-  plan.split_blocks = kSplitKeys / kv_block_n(tile);
+  const int64_t tiles = static_cast<int64_t>(problem.batch) * plan.row_tiles * plan.head_tiles;
+  plan.split_blocks = kSplitKeys / plan.block_n;
   plan.max_splits = static_cast<int>(ceil_div(problem.capacity, kSplitKeys));
   const int64_t slots = tiles * plan.max_splits;
   const int64_t slot_bytes = 4 * kv_slot_floats(tile, plan.slot_rows);
@@ -215,12 +234,12 @@ constexpr bool kv_may_split(const SplitPoints& split_points, int64_t max_blocks)
 // The combine and the memory of partial results.
 constexpr void plan_combine(const DecodeProblem& problem, DecodePlan& plan) {
   const KvTile tile = kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype);
-  plan.combines = kv_may_split(plan.split_points, kv_max_blocks(problem.capacity, kv_block_n(tile)));
+  plan.combines = kv_may_split(plan.split_points, kv_max_blocks(problem.capacity, plan.block_n));
   plan.schedule_words = static_cast<int64_t>(sizeof(SchedHeader) + plan.thread_blocks * sizeof(SchedEntry)) / 4;
   plan.workspace_words = plan.slots * kv_slot_floats(tile, plan.slot_rows);
   if (!plan.combines) return;
   plan.combine_blocks = kv_combine_grid(plan.split_points.rule, problem.is_packed, static_cast<int>(plan.work_items),
-                                        problem.heads_k, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
+                                        plan.head_tiles, plan.thread_blocks, plan.slot_rows, plan.combines_one_row);
 }
 
 // Whether the kernel without what decoding rarely needs serves the call.
@@ -231,7 +250,7 @@ constexpr bool kv_is_plain(const DecodeProblem& problem, const DecodePlan& plan)
       options.page_size == 0 || (options.page_size % kv_page_rows(tile) == 0 && !options.has_leftpad);
   const bool any_split_point =
       plan.split_points.rule == SplitRule::kAnywhere || plan.split_points.rule == SplitRule::kNowhere;
-  const int64_t max_blocks = plan.work_items * problem.heads_k * (problem.capacity / kv_block_n(tile) + 1);
+  const int64_t max_blocks = plan.work_items * plan.head_tiles * (problem.capacity / plan.block_n + 1);
   return tile.has_plain && !options.v_per_channel && !problem.is_packed && !options.has_score_mod &&
          !options.has_rotary && problem.head_dim == tile.head_dim && options.q_vectors &&
          options.kv_vector_bytes == 16 && whole_steps && any_split_point && plan.split_blocks == kUnbounded &&

@@ -82,14 +82,15 @@ inline void explain_split(const DecodeProblem& problem, const DecodePlan& plan, 
   result["variant"] = std::string(plan.is_plain ? "plain" : "all features");
   if (is_eight_bit(problem.kv_dtype)) result["kv_dtype"] = std::string(dtype_name(problem.kv_dtype));
   result["head_dim"] = int64_t{tile.head_dim};
-  result["block_m"] = int64_t{tile.rows()};  // packed rows (query token, query head) of a K/V head
-  result["block_n"] = int64_t{kv_block_n(tile)};
+  result["block_m"] = int64_t{tile.rows()};  // packed rows (query token, query head)
+  result["block_n"] = int64_t{plan.block_n};
+  result["tile_heads"] = int64_t{plan.tile_heads};
   result["warps"] = int64_t{kv_threads(tile) / 32};
   result["stages"] = int64_t{plan.stages};
   result["smem_bytes"] = int64_t{kv_smem_bytes(tile, plan.stages)};
   result["grid"] = int64_t{plan.thread_blocks};
   result["cluster"] = int64_t{plan.in_clusters ? 2 : 1};
-  result["num_work_tiles"] = plan.work_items * problem.heads_k;
+  result["num_work_tiles"] = plan.work_items * plan.head_tiles;
   result["least_blocks"] = plan.min_blocks_per_cta;  // n_blocks of a CTA, unless the work is less
   result["split"] = std::string(split_rule_name(plan.split_points.rule));
   if (plan.split_points.rule == SplitRule::kEqualSplits) result["num_splits"] = int64_t{plan.split_points.value};

@@ -26,6 +26,7 @@ struct KvConfig {
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize, kDtype);
   static constexpr bool kPlain = kVariant == KvVariant::kPlain;
   static constexpr bool kMayCluster = plan::kv_may_cluster(kPlain, kSize);
+  static constexpr bool kMayPairHeads = plan::kv_may_pair_heads(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kStep = kTile.step;
   static constexpr int kRowTiles = kTile.row_tiles;

@@ -121,15 +121,15 @@ __device__ __forceinline__ CtaWork find_cta_work(const Flash_kvcache_params& par
 
 // The tile in which a CTA range begins.
 struct TilePosition {
-  int head = 0;  // K/V head
+  int head_tile = 0;
   int64_t tile_begin = 0;
 };
 
-// count: n_blocks of each of the work item's tiles. A stale schedule may name a head that does not exist.
+// count: n_blocks of each of the work item's tiles. A stale schedule may name one that does not exist.
 __device__ __forceinline__ TilePosition first_tile_position(const CtaWork& cta_work, int index, int count) {
   const int64_t offset = max(index * cta_work.cta_blocks - cta_work.work_item_begin, int64_t{0});
-  const int64_t head = offset / count;
-  return {static_cast<int>(min(head, int64_t{kUnbounded})), cta_work.work_item_begin + head * count};
+  const int64_t head_tile = offset / count;
+  return {static_cast<int>(min(head_tile, int64_t{kUnbounded})), cta_work.work_item_begin + head_tile * count};
 }
 
 }  // namespace decode

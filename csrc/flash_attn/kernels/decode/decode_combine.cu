@@ -223,7 +223,7 @@ struct RowOutput {
   float sink;
 
   __device__ RowOutput(const Flash_kvcache_params& params, const SplitTile& tile, int row) {
-    const PackedRow at = packed_row(params, tile.head, tile.first_row + row);
+    const PackedRow at = packed_row(params, tile.head_tile, tile.first_row + row);
     sink = head_sink(params, min(at.head, params.h - 1));  // a tile without rows may lie beyond the last head
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -246,7 +246,7 @@ __device__ int blocks_per_tile(const Flash_kvcache_params& params) {
 }
 
 __device__ bool combines_by_tile(const Flash_kvcache_params& params) {
-  return !params.is_varlen() && kv_has_few_tiles(params.work_items, params.h_k, params.thread_blocks);
+  return !params.is_varlen() && kv_has_few_tiles(params.work_items, params.head_tiles, params.thread_blocks);
 }
 
 // Sum over the warps of one row; on return the first warp has it.
@@ -319,8 +319,9 @@ template <class Element, int kQuads>
 cudaError_t run(const Flash_kvcache_params& params, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
   constexpr int kSmemBytes = (kWarps - 1) * kQuads * 32 * sizeof(float4);
-  const int64_t blocks = kv_combine_grid(params.split_points.rule, params.is_varlen(), params.work_items, params.h_k,
-                                         params.thread_blocks, params.slot_rows, params.combines_one_row);
+  const int64_t blocks =
+      kv_combine_grid(params.split_points.rule, params.is_varlen(), params.work_items, params.head_tiles,
+                      params.thread_blocks, params.slot_rows, params.combines_one_row);
   if (params.split_points.rule == SplitRule::kFixedSplits) {
     return launch_dependent(decode_combine_ordered_kernel<Element, kQuads>, blocks, kThreads, 0, params, params.device,
                             stream, configured_devices);

@@ -111,7 +111,7 @@ struct KvEpilogue {
   }
 
   __device__ __forceinline__ void scale_channels(float4& value, int col) const {
-    const float* const descales = params.v_descale.of_head(part.request.index, part.head);
+    const float* const descales = params.v_descale.of_head(part.request.index, ring.head(part));
     float* const values = &value.x;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -125,7 +125,7 @@ struct KvEpilogue {
     for (int i = threadIdx.x; i < rows * kQuads; i += Config::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       RowStats total;
-      float4 value = combined_groups(row, col, scale, total);
+      float4 value = combined_groups(first + row, row, col, scale, total);
       if (accumulates) {
         RowStats sum = stats[Config::kGroups * 16 + row];
         float4 accumulated = *reinterpret_cast<const float4*>(partial_row(slot, first + row) + col);
@@ -155,24 +155,38 @@ struct KvEpilogue {
   }
   __device__ __forceinline__ RowStats* half_stats() const { return stats + Config::kGroups * 16; }
 
-  __device__ __forceinline__ float4 combined_groups(int row, int col, float scale, RowStats& total) const {
+  // The first warp group that has the K/V head of row `tile_row`; all of them are `tile_heads` apart.
+  __device__ __forceinline__ int first_group(int tile_row) const {
+    if (ring.group_step.pair_bit() == 0) return 0;
+    const int row = part.row_tile * Config::kRows + tile_row;
+    return params.group.divide(row - params.tile_group.divide(row) * params.tile_query_heads);
+  }
+
+  // tile_row: of the tile; it is `row` of the 16 rows in shared memory.
+  __device__ __forceinline__ float4 combined_groups(int tile_row, int row, int col, float scale,
+                                                    RowStats& total) const {
+    const int first = first_group(tile_row), heads = Config::kMayPairHeads ? params.tile_heads : 1;
     RowStats group[Config::kGroups];
     total.max = -INFINITY;
     bool rejected = false;
 #pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
-      group[g] = stats[g * 16 + row];
-      total.max = fmaxf(total.max, group[g].max);
-      rejected |= group[g].rejected();
+    for (int i = 0; i < Config::kGroups; ++i) {
+      const int g = first + i * heads;
+      if (g >= Config::kGroups) break;
+      group[i] = stats[g * 16 + row];
+      total.max = fmaxf(total.max, group[i].max);
+      rejected |= group[i].rejected();
     }
     float4 value{};
     total.sum = 0.0f;
 #pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
-      const float weight = partial_weight(group[g].max, total.max, scale);
+    for (int i = 0; i < Config::kGroups; ++i) {
+      const int g = first + i * heads;
+      if (g >= Config::kGroups) break;
+      const float weight = partial_weight(group[i].max, total.max, scale);
       const float4 partial = *reinterpret_cast<const float4*>(ring.free_stage(g) + smem_offset(row, col));
       value = add_scaled(value, weight, partial);
-      total.sum = __fmaf_rn(weight, group[g].sum, total.sum);
+      total.sum = __fmaf_rn(weight, group[i].sum, total.sum);
     }
     if (rejected) total.sum = RowStats::kRejected;
     return value;
@@ -189,7 +203,7 @@ struct KvEpilogue {
 
   __device__ __forceinline__ void write_output(const KvQueries& queries, int row, int col, const RowStats& total,
                                                const float4& value) const {
-    const PackedRow at = packed_row(params, part.head, part.row_tile * Config::kRows + row);
+    const PackedRow at = packed_row(params, part.head_tile, part.row_tile * Config::kRows + row);
     if (Config::kEightBit && params.q_dtype == Dtype::kBf16) {
       write_output_row<ElementOf<Dtype::kBf16>>(params, queries, at, col, total, value);
     } else {

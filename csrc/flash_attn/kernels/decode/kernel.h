@@ -33,7 +33,7 @@ __device__ __forceinline__ PartialLocation partial_location(const Flash_kvcache_
       return {PartialKind::kOutput, 0};
     }
     const int64_t work_item = static_cast<int64_t>(part.request.index) * params.row_tiles + part.row_tile;
-    return {PartialKind::kPartial, (work_item * params.h_k + part.head) * params.max_splits + split};
+    return {PartialKind::kPartial, (work_item * params.head_tiles + part.head_tile) * params.max_splits + split};
   }
   if (Config::kMayCluster && params.in_clusters &&
       kv_is_cluster_half(part.span, part.count(), ring.work.cta_blocks, blockIdx.x)) {

@@ -1,5 +1,6 @@
 // Mainloop of the decode kernel: S = Q K^T, online softmax, O += P V, a warp takes one step of keys at a time. Warp
-// groups visit the same n_blocks, each its own keys of them, and meet only when a split is combined.
+// groups visit the same n_blocks, each its own step of them, and meet only when a split is combined. Where a tile has
+// two K/V heads, a group multiplies the queries of both by its own; the rows of the other one come to nothing.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -39,7 +40,7 @@ struct KvMainloop {
   // Keys [full_begin, full_end) are unmasked for every row of the tile.
   Visibility visibility;
   int full_begin = 0, full_end = 0;
-  float k_descale = 1.0f, v_descale = 1.0f;  // of the tile's head, unless by row or channel
+  float k_descale = 1.0f, v_descale = 1.0f;  // of the group's head, unless by row or channel
   std::conditional_t<Config::kEightBit, ValueUnits<kRows>, NoUnits> units;
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
@@ -55,8 +56,8 @@ struct KvMainloop {
     full_end = visibility.key_end(tokens.begin);
     has_invalid_page = part.request.rejected;
     if constexpr (Config::kEightBit) {
-      k_descale = head_descale(params.k_descale, part.request.index, part.head);
-      v_descale = head_descale(params.v_descale, part.request.index, part.head);
+      k_descale = head_descale(params.k_descale, part.request.index, ring.head(part));
+      v_descale = head_descale(params.v_descale, part.request.index, ring.head(part));
     }
   }
 
@@ -78,11 +79,11 @@ struct KvMainloop {
     }
     auto scores = row_col_view(acc_s);  // ((2, MMA_M), (2, MMA_N))
     if constexpr (Config::kEightBit) scale_scores(scores);
-    const int key = block * Config::kBlockN + ring.group() * Config::kStep;
-    const PackedCoords coords{params.group, part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles,
-                              tokens.begin};
+    const int key = ring.first_key(block);
+    const PackedCoords coords{params.tile_group,
+                              part.row_tile * Config::kRows + ring.row_warp() * 16 * Config::kRowTiles, tokens.begin};
     if (!Config::kPlain && params.has_score_mod) {
-      modify_packed_scores(scores, params, coords, part.request.fits ? part.request.index : 0, part.head,
+      modify_packed_scores(scores, params, coords, part.request.fits ? part.request.index : 0, part.head_tile,
                            visibility.diagonal(tokens.begin), key);
     }
     const bool is_masked = key < full_begin || key + Config::kStep > full_end;

@@ -1,4 +1,5 @@
-// Tiles whose rows are the (query token, query head) pairs of one K/V head: row r is head r % group of token r / group.
+// Tiles whose rows are the (query token, query head) pairs of a head tile, which is one K/V head or two neighbouring
+// ones: row r is head r % tile_group of token r / tile_group.
 #pragma once
 
 #include "kernels/common/score_mod.h"
@@ -12,9 +13,9 @@ struct PackedRow {
   int head;  // query head
 };
 
-__device__ __forceinline__ PackedRow packed_row(const Flash_kvcache_params& params, int head_k, int row) {
-  const int token = params.group.divide(row);
-  return {token, head_k * params.h_h_k_ratio + row - token * params.h_h_k_ratio};
+__device__ __forceinline__ PackedRow packed_row(const Flash_kvcache_params& params, int head_tile, int row) {
+  const int token = params.tile_group.divide(row), heads = params.tile_query_heads;
+  return {token, head_tile * heads + row - token * heads};
 }
 
 // Accumulator coordinates of a warp for masks and biases, whose rows are query tokens. Computed where they are used, so
@@ -34,8 +35,8 @@ struct PackedCoords {
 // ScoreMod of packed rows: slopes differ between the rows.
 template <class Scores>
 __device__ __forceinline__ void modify_packed_scores(Scores& scores, const Flash_kvcache_params& params,
-                                                     const PackedCoords& coords, int batch, int head_k, int diagonal0,
-                                                     int col0) {
+                                                     const PackedCoords& coords, int batch, int head_tile,
+                                                     int diagonal0, int col0) {
   using namespace cute;
   ScoreMod mod(params);
   mod.apply_cap(scores);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void modify_packed_scores(Scores& scores, const Flash
 #pragma unroll
   for (int mi = 0; mi < size<0>(scores); ++mi) {
     // Rows beyond the last one have no head; any slope will do.
-    const PackedRow row = packed_row(params, head_k, coords.packed(mi));
+    const PackedRow row = packed_row(params, head_tile, coords.packed(mi));
     mod.slope_log2 = ScoreMod::head_slope_log2(params, batch, min(row.head, params.h - 1));
     const int diagonal = diagonal0 + coords.row(mi);
 #pragma unroll

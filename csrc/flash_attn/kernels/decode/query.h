@@ -79,7 +79,7 @@ struct KvQuery {
   }
 
   __device__ __forceinline__ const Element* row_vector(int row, int col) const {
-    const PackedRow at = packed_row(params, part.head, first_row() + row);
+    const PackedRow at = packed_row(params, part.head_tile, first_row() + row);
     const KvQueries rows = queries();
     return static_cast<const Element*>(params.q_ptr) + rows.batch * params.q_strides.batch +
            (rows.first + at.token) * params.q_strides.row + at.head * params.q_strides.head + col;
@@ -109,7 +109,7 @@ struct KvQuery {
     const Rotary& rotary = params.rotary;
     for (int i = threadIdx.x; i < rows * rotary.pairs; i += Config::kThreads) {
       const int row = i / rotary.pairs, pair = i - row * rotary.pairs;
-      const int token = rotary.one_position ? 0 : params.group.divide(first_row() + row);
+      const int token = rotary.one_position ? 0 : params.tile_group.divide(first_row() + row);
       const RotaryPair cols = rotary_pair(rotary, pair);
       rotate_pair(rotary, part.request.cached + token, pair, smem[smem_offset(row, cols.first)],
                   smem[smem_offset(row, cols.second)]);

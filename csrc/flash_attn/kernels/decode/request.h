@@ -86,16 +86,16 @@ __device__ __forceinline__ KvQueries kv_queries(const Flash_kvcache_params& para
   return {0, begin, end - begin};
 }
 
-// Packed rows of one K/V head.
+// Packed rows of one tile's K/V heads.
 __device__ __forceinline__ int kv_rows(const Flash_kvcache_params& params, const KvQueries& queries) {
-  return queries.count * params.h_h_k_ratio;
+  return queries.count * params.tile_query_heads;
 }
 
 __device__ __forceinline__ KvTokens kv_tokens(const Flash_kvcache_params& params, const KvQueries& queries,
                                               int row_tile) {
   const int first = row_tile * params.tile_rows;
   const int last = min(first + params.tile_rows, kv_rows(params, queries)) - 1;
-  return {params.group.divide(first), params.group.divide(last) + 1};
+  return {params.tile_group.divide(first), params.tile_group.divide(last) + 1};
 }
 
 // n_blocks that a tile visits, masked or not; by lengths and sizes alone.
@@ -117,7 +117,7 @@ __device__ __forceinline__ BlockRange kv_range(const Flash_kvcache_params& param
 // n_blocks of a row tile in the linearised work, of all heads.
 __device__ __forceinline__ int64_t kv_work(const Flash_kvcache_params& params, const KvQueries& queries, int row_tile,
                                            int seqlen_k) {
-  return static_cast<int64_t>(params.h_k) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
+  return static_cast<int64_t>(params.head_tiles) * kv_count(kv_range(params, queries, row_tile, seqlen_k));
 }
 
 // Of a dense batch.
@@ -131,7 +131,7 @@ __device__ __forceinline__ int64_t work_item_blocks(const Flash_kvcache_params& 
 // they have row tiles. Work items beyond these have no rows, and no n_block in the linearised work.
 __device__ __forceinline__ int packed_first_work_item(const Flash_kvcache_params& params, const KvQueries& queries,
                                                       int segment) {
-  return varlen_first_slot(queries.first * params.h_h_k_ratio, segment, params.tile_rows);
+  return varlen_first_slot(queries.first * params.tile_query_heads, segment, params.tile_rows);
 }
 
 struct WorkItem {
@@ -141,7 +141,8 @@ struct WorkItem {
 
 // All lanes of a warp together.
 __device__ __forceinline__ WorkItem packed_work_item(const Flash_kvcache_params& params, int work_item) {
-  const int segment = find_segment(params.varlen.segments_q, params.b, work_item, params.tile_rows, params.h_h_k_ratio);
+  const int segment =
+      find_segment(params.varlen.segments_q, params.b, work_item, params.tile_rows, params.tile_query_heads);
   const int first = packed_first_work_item(params, kv_queries<true>(params, segment - 1), segment);
   return {packed_request(params, segment), max(work_item - first, 0)};
 }

@@ -1,5 +1,5 @@
 // cp.async ring of K and V in shared memory. Every warp group has its own, which runs ahead of the MMAs, across tiles
-// too, and meets no other group.
+// too, and meets no other group but the one of its head pair.
 #pragma once
 
 #include "core/unmasked.h"
@@ -7,23 +7,12 @@
 #include "kernels/decode/config.h"
 #include "kernels/decode/descales.h"
 #include "kernels/decode/query.h"
+#include "kernels/decode/warp_group.h"
 #include "kernels/decode/work_iterator.h"
 #include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace decode {
-
-// Named barriers beside __syncthreads().
-enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config::kGroupThreads threads
-
-template <class Config>
-__device__ __forceinline__ void sync_group() {
-  if constexpr (Config::kRowWarps == 1) {
-    __syncwarp();
-  } else {
-    sync_named(kFirstGroupBarrier + threadIdx.x / Config::kGroupThreads, Config::kGroupThreads);
-  }
-}
 
 template <class Config>
 struct KvRing {
@@ -33,6 +22,7 @@ struct KvRing {
   static constexpr int kLanesPerRow = Config::kLanesPerRow;
 
   const Flash_kvcache_params& params;
+  const GroupStep<Config> group_step;
   Element* const q_rows;              // shared: Q of the first tile is copied behind its first keys (kPlain)
   Stored* const stages;               // of this warp group
   WorkPart* const parts;              // of this warp group: the work parts of the steps in flight
@@ -45,7 +35,7 @@ struct KvRing {
   int parts_computed = 0;          // parts begun by the MMAs
   int fill_stage = 0;              // the stage that the next step is loaded into
   int use_stage = 0;               // the stage of the current step
-  const Stored* k_head = nullptr;  // row 0 of the sequence's K/V head, or of its page 0
+  const Stored* k_head = nullptr;  // row 0 of the sequence's K/V head that this thread copies, or of its page 0
   const Stored* v_head = nullptr;
   int page = 0;  // page of this lane's row (lane % kStep) of the next step; kPlain: see first_page_block
   int page_row = 0;
@@ -55,6 +45,7 @@ struct KvRing {
 
   __device__ __forceinline__ KvRing(const Flash_kvcache_params& params_, const CtaWork& cta_work, char* smem)
       : params(params_),
+        group_step{params_},
         q_rows(reinterpret_cast<Element*>(smem)),
         stages(reinterpret_cast<Stored*>(smem + Config::kStagesAt) + group() * params_.stages * Config::kStageElements),
         parts(reinterpret_cast<WorkPart*>(smem + Config::kPartsAt) + group() * plan::kKvParts),
@@ -66,6 +57,11 @@ struct KvRing {
   __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
   __device__ __forceinline__ static int row_warp() { return threadIdx.x / 32 % Config::kRowWarps; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  // K/V head of this group.
+  __device__ __forceinline__ int head(const WorkPart& part) const { return first_head(part) + group_step.head(); }
+  __device__ __forceinline__ int block_n() const { return Config::kMayPairHeads ? params.block_n : Config::kBlockN; }
+  // The first key of this group's step of an n_block.
+  __device__ __forceinline__ int first_key(int n_block) const { return n_block * block_n() + group_step.first_key(); }
   __device__ __forceinline__ bool is_paged() const { return params.paged.block_table != nullptr; }
 
   __device__ __forceinline__ const Stored* k_stage() const { return stages + use_stage * Config::kStageElements; }
@@ -108,12 +104,12 @@ struct KvRing {
   // Waits until the oldest step in flight has landed, for all warps of the group.
   __device__ __forceinline__ void wait() {
     wait_for_copies_but(params.stages - 1);
-    sync_group<Config>();
+    group_step.sync_copies();
   }
 
   // Every warp of the group is done with the step.
   __device__ __forceinline__ void release() {
-    sync_group<Config>();
+    group_step.sync_copies();
     use_stage = use_stage + 1 == params.stages ? 0 : use_stage + 1;
     --pending_steps;
     free_stages = 1;
@@ -126,6 +122,10 @@ struct KvRing {
   }
 
  private:
+  __device__ __forceinline__ int first_head(const WorkPart& part) const {
+    return Config::kMayPairHeads ? part.head_tile * params.tile_heads : part.head_tile;
+  }
+
   __device__ __forceinline__ void load_next() {
     invalid_page_bits <<= 1;
     if (work.done()) {
@@ -159,7 +159,7 @@ struct KvRing {
   // Pages of the next kPageSteps steps; used one step later, which hides the latency.
   __device__ __forceinline__ void look_up_pages() {
     first_page_block = block;
-    const int key = key_begin() + lane() / Config::kStepPages * Config::kBlockN +
+    const int key = key_begin() + lane() / Config::kStepPages * block_n() +
                     lane() % Config::kStepPages * (Config::kStep / Config::kStepPages);
     const KvRequest& request = work.part.request;
     page = key < request.seqlen_k
@@ -178,13 +178,14 @@ struct KvRing {
     first_page_block = block - Config::kPageSteps;
     const int64_t row = is_paged() ? 0 : part.request.first_row;
     const int64_t batch = is_paged() ? 0 : part.request.cache_row;
+    const int head = first_head(part) + group_step.copy_head();
     k_head = static_cast<const Stored*>(params.k_ptr) + batch * params.k_strides.batch + row * params.k_strides.row +
-             part.head * params.k_strides.head;
+             head * params.k_strides.head;
     v_head = static_cast<const Stored*>(params.v_ptr) + batch * params.v_strides.batch + row * params.v_strides.row +
-             part.head * params.v_strides.head;
+             head * params.v_strides.head;
   }
 
-  __device__ __forceinline__ int key_begin() const { return block * Config::kBlockN + group() * Config::kStep; }
+  __device__ __forceinline__ int key_begin() const { return first_key(block); }
 
   // Address of this lane's row; the block table entry is loaded one step ahead to hide its latency.
   __device__ __forceinline__ void find_page() {
@@ -282,7 +283,7 @@ struct KvRing {
 #pragma unroll
       for (int i = 0; i < kPages; ++i) {
         const int64_t batch = __shfl_sync(0xffffffffu, at, i * kPageRows);
-        const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + lane() / kLanesPerRow;
+        const int64_t row = __shfl_sync(0xffffffffu, at_row, i * kPageRows) + group_step.copy_row();
         from[i] = head + batch * strides.batch + row * strides.row;
       }
       const int64_t pass = Config::kRowsPerPass * strides.row;
@@ -305,7 +306,7 @@ struct KvRing {
   __device__ __forceinline__ void load_descales(int at, int row, bool valid, Stored* stage) const {
     const KvRequest& request = work.part.request;
     const CopiedDescales copied{is_paged() ? at : request.cache_row, is_paged() ? row : request.first_row + row,
-                                work.part.head, valid};
+                                head(work.part), valid};
     float* const to = reinterpret_cast<float*>(stage + Config::kDescalesAt) + lane();
     if (row_warp() == 0) copied.copy_async(params.k_descale, to);
     if (row_warp() == Config::kRowWarps - 1) copied.copy_async(params.v_descale, to + Config::kStep);
@@ -358,12 +359,16 @@ struct KvRing {
            (params.paged.page_size.divisor % Config::kStep == 0 && work.part.request.first_row % Config::kStep == 0);
   }
 
-  // rows(row of the step, pass) -> Row. kBounded: zero-fills invalid rows and columns beyond the head dim.
+  // rows(row of the step, pass) -> Row, of k_head or v_head. kBounded: zero-fills invalid rows and columns beyond the
+  // head dim.
   template <bool kBounded, class Rows>
   __device__ __forceinline__ void copy(const Rows& rows, Stored* to) const {
-    const int lane_row = lane() / kLanesPerRow, lane_vector = lane() % kLanesPerRow;
+    // Written out twice: behind a call the kernels of 64 packed rows spill.
+    const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
+    const int lane_vector = lane() % kLanesPerRow;
     const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const int swizzled0 = lane_vector ^ Swizzle::key(lane_row);
+    to += group_step.copy_offset();
 #pragma unroll
     for (int i = 0; i < Config::kRowPasses; ++i) {
       // lane_row and the first row of a pass share no bits of the swizzle key.
@@ -392,7 +397,8 @@ struct KvRing {
   // Rows [first, keys) of a strided matrix.
   template <bool kBounded>
   __device__ __forceinline__ void copy_rows(const Stored* rows, int64_t stride, int first, int keys, Stored* to) const {
-    const int row0 = row_warp() * Config::kWarpRows + lane() / kLanesPerRow;
+    const int lane_row = Config::kMayPairHeads ? group_step.copy_row() : lane() / kLanesPerRow;
+    const int row0 = row_warp() * Config::kWarpRows + lane_row;
     const Stored* const from = rows + row0 * stride;
     const int64_t pass = Config::kRowsPerPass * stride;
     copy<kBounded>([&](int row, int i) { return Row{from + i * pass, row >= first && row < keys}; }, to);
@@ -412,10 +418,12 @@ struct KvRing {
     copy<true>([&](int row, int) { return scattered_row(head, strides, lane_page, first, keys, row); }, to);
   }
 
-  // Rows without 16-byte alignment, in copies of 4 bytes or of an element; small code rather than fast.
+  // Rows without 16-byte alignment, in copies of 4 bytes or of an element, each group its own; small code rather than
+  // fast.
   __device__ __forceinline__ void copy_narrow(const Stored* head, const MatrixStrides& strides, int lane_page,
                                               int first, int keys, Stored* to) const {
     const int first_row = row_warp() * Config::kWarpRows;
+    head += (group_step.head() - group_step.copy_head()) * strides.head;
 #pragma unroll 1
     for (int row = first_row; row < first_row + Config::kWarpRows; ++row) {
       const Row from = scattered_row(head, strides, lane_page, first, keys, row);

@@ -9,7 +9,7 @@ namespace decode {
 // A tile with several partial results.
 struct SplitTile {
   KvQueries queries;
-  int head = 0;
+  int head_tile = 0;
   int first_row = 0;  // packed row
   int rows = 0;       // 0: nothing to combine
   BlockRange range;
@@ -62,26 +62,26 @@ __device__ __forceinline__ SplitTile tile_split_before(const Flash_kvcache_param
   set_work_item(params, cta_work.work_item, tile);
   const int count = kv_count(tile.range);
   if (cta_work.cta_blocks == 0)
-    cta_work = single_item_cta_work(params, index, static_cast<int64_t>(params.h_k) * count);
+    cta_work = single_item_cta_work(params, index, static_cast<int64_t>(params.head_tiles) * count);
   if (cta_work.work_item >= num_work_items(params)) return tile;
   const TilePosition position = first_tile_position(cta_work, index, count);
   tile.cta_blocks = cta_work.cta_blocks;
   tile.tile_begin = position.tile_begin;
-  tile.head = position.head;
+  tile.head_tile = position.head_tile;
   const bool first_inside =
       index * cta_work.cta_blocks > position.tile_begin && (index - 1) * cta_work.cta_blocks <= position.tile_begin;
-  if (position.head < params.h_k && first_inside) find_partials(params, index - 1, tile);
+  if (position.head_tile < params.head_tiles && first_inside) find_partials(params, index - 1, tile);
   return tile;
 }
 
 // Tile `index` of all; the threads add up the n_blocks before it.
 __device__ __forceinline__ SplitTile tile_at(const Flash_kvcache_params& params, int index, int64_t* scratch) {
   SplitTile tile;
-  const int work_items = num_work_items(params), work_item = index / params.h_k;
+  const int work_items = num_work_items(params), work_item = index / params.head_tiles;
   set_work_item(params, work_item, tile);
   const int count = kv_count(tile.range);
-  tile.head = index - work_item * params.h_k;
-  int64_t total = static_cast<int64_t>(params.h_k) * count, work_item_begin = 0;
+  tile.head_tile = index - work_item * params.head_tiles;
+  int64_t total = static_cast<int64_t>(params.head_tiles) * count, work_item_begin = 0;
   if (work_items > 1) {
     const WorkItemRange own(work_items, threadIdx.x, 32 * kCombineWarps);
     int64_t before = 0, work = 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ SplitTile tile_at(const Flash_kvcache_params& params,
   }
   tile.cta_blocks = params.schedule != nullptr ? max(params.schedule->cta_blocks, int64_t{1})
                                                : blocks_per_cta(total, params.thread_blocks, params.min_blocks_per_cta);
-  tile.tile_begin = work_item_begin + static_cast<int64_t>(tile.head) * count;
+  tile.tile_begin = work_item_begin + static_cast<int64_t>(tile.head_tile) * count;
   const int64_t first = tile.tile_begin / tile.cta_blocks;
   if (first < params.thread_blocks) find_partials(params, static_cast<int>(first), tile);
   return tile;
@@ -104,9 +104,9 @@ __device__ __forceinline__ SplitTile tile_at(const Flash_kvcache_params& params,
 
 __device__ __forceinline__ SplitTile tile_of_fixed_splits(const Flash_kvcache_params& params, int64_t index) {
   SplitTile tile;
-  set_work_item(params, static_cast<int>(index / params.h_k), tile);
+  set_work_item(params, static_cast<int>(index / params.head_tiles), tile);
   tile.tile = index;
-  tile.head = static_cast<int>(index % params.h_k);
+  tile.head_tile = static_cast<int>(index % params.head_tiles);
   if (tile.range.count() <= 0) return tile;
   tile.first = tile.range.begin / params.split_blocks;
   tile.last = (tile.range.end - 1) / params.split_blocks;

@@ -12,7 +12,7 @@ namespace decode {
 struct alignas(16) WorkPart {
   KvRequest request;
   int row_tile = 0;
-  int head = 0;  // K/V head
+  int head_tile = 0;
   BlockSpan span;
   int first_block = 0, end_block = 0;  // n_blocks of the whole tile; fully masked where end_block <= first_block
 
@@ -56,8 +56,8 @@ struct WorkIterator {
       bool enters_work_item = !started;
       if (started) {
         tile_begin += part.count();
-        if (++part.head == params.h_k) {
-          part.head = 0;
+        if (++part.head_tile == params.head_tiles) {
+          part.head_tile = 0;
           ++work_item;
           enters_work_item = true;
         }
@@ -111,14 +111,14 @@ struct WorkIterator {
   // n_blocks per CTA of a single work item, and the tile in which the CTA range begins.
   __device__ __forceinline__ void find_first_tile() {
     if (cta_blocks == 0) {
-      const Index work = static_cast<Index>(params.h_k) * part.count();
+      const Index work = static_cast<Index>(params.head_tiles) * part.count();
       cta_blocks = max(divide(work + params.thread_blocks - 1, params.thread_blocks),
                        static_cast<Index>(params.min_blocks_per_cta));
       if (index * cta_blocks >= work) work_item = 1;
     }
-    const Index head = divide(max(index * cta_blocks - tile_begin, Index{0}), part.count());
-    part.head = static_cast<int>(min(head, static_cast<Index>(params.h_k - 1)));
-    tile_begin += head * part.count();
+    const Index head_tile = divide(max(index * cta_blocks - tile_begin, Index{0}), part.count());
+    part.head_tile = static_cast<int>(min(head_tile, static_cast<Index>(params.head_tiles - 1)));
+    tile_begin += head_tile * part.count();
   }
 
   __device__ __forceinline__ static Index divide(Index value, int divisor) {

@@ -1,0 +1,64 @@
+// A warp group of the decode kernel: its step of an n_block, and whom it meets.
+#pragma once
+
+#include "kernels/decode/config.h"
+#include "kernels/sm80/warp_ops.h"
+
+namespace flash {
+namespace decode {
+
+// Named barriers beside __syncthreads().
+enum NamedBarrier : int { kFirstGroupBarrier = 1 };  // + warp group, for Config::kGroupThreads threads; or + group pair
+
+template <class Config>
+__device__ __forceinline__ void sync_group() {
+  if constexpr (Config::kRowWarps == 1) {
+    __syncwarp();
+  } else {
+    sync_named(kFirstGroupBarrier + threadIdx.x / Config::kGroupThreads, Config::kGroupThreads);
+  }
+}
+
+// The step of this thread's warp group, and what the thread copies. Where a tile has a pair of K/V heads, two warp
+// groups have the same keys, one of each head, and copy both steps together: a copy then reads neighbouring rows of
+// both heads, twice as many consecutive bytes. Computed where it is used, so that it takes no registers elsewhere.
+template <class Config>
+struct GroupStep {
+  static_assert(!Config::kMayPairHeads || (Config::kGroups == 4 && Config::kRowsPerPass % 2 == 0), "as written here");
+
+  const Flash_kvcache_params& params;
+
+  // 1: the tile has two heads.
+  __device__ __forceinline__ int pair_bit() const { return Config::kMayPairHeads ? params.tile_heads - 1 : 0; }
+  __device__ __forceinline__ static int group() { return threadIdx.x / Config::kGroupThreads; }
+  __device__ __forceinline__ int head() const { return group() & pair_bit(); }  // of the tile
+  // Of the n_block's keys.
+  __device__ __forceinline__ int first_key() const { return (group() >> pair_bit()) * Config::kStep; }
+
+  // The head of the tile, and the row of a pass, that this thread copies.
+  __device__ __forceinline__ int copy_head() const { return copy_slot() & pair_bit(); }
+  __device__ __forceinline__ int copy_row() const {
+    return (head() * Config::kRowsPerPass + copy_slot()) >> pair_bit();
+  }
+
+  // Offset of a stage of the group whose rows this thread copies from that of its own.
+  __device__ __forceinline__ int copy_offset() const {
+    return (copy_head() - head()) * params.stages * Config::kStageElements;
+  }
+
+  // All threads that copy into the group's stages.
+  __device__ __forceinline__ void sync_copies() const {
+    if (pair_bit() == 0) return sync_group<Config>();
+    if (threadIdx.x < Config::kThreads / 2) {  // constants: for a number in a register it would reserve all 16 barriers
+      sync_named(kFirstGroupBarrier, Config::kThreads / 2);
+    } else {
+      sync_named(kFirstGroupBarrier + 1, Config::kThreads / 2);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int copy_slot() { return threadIdx.x % 32 / Config::kLanesPerRow; }
+};
+
+}  // namespace decode
+}  // namespace flash
