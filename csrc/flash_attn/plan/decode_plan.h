@@ -10,7 +10,7 @@
 #include "plan/device.h"
 #include "plan/fwd_plan.h"
 #include "plan/grid.h"
-#include "plan/tiles.h"
+#include "plan/kv_head_pairs.h"
 
 namespace flash {
 namespace plan {

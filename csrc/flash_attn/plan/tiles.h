@@ -386,12 +386,6 @@ constexpr int64_t kv_row_tiles(int head_dim, int64_t rows, Dtype kv_dtype = Dtyp
 constexpr int kv_threads(const KvTile& tile) { return 32 * kKvGroups * tile.row_warps; }
 constexpr int kv_block_n(const KvTile& tile) { return kKvGroups * tile.step; }  // a power of two
 
-// Kernels whose tiles may have a pair of K/V heads: the bytes that one head has of a key are few, and where another
-// thread block reads those beside them, at another time, device memory is slower (docs/tuning/decode.md).
-constexpr bool kv_may_pair_heads(const KvTile& tile) {
-  return tile.head_dim * tile.kv_bytes <= 128 && tile.rows() == 16;
-}
-
 // Consecutive rows that the plain kernel expects in one page: steps, of 8 bits halves of them.
 constexpr int kv_page_rows(const KvTile& tile) { return tile.kv_bytes == 1 ? tile.step / 2 : tile.step; }
 

@@ -4,7 +4,7 @@
 #include "kernels/decode/vector_swizzle.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/kvcache.h"
-#include "plan/tiles.h"
+#include "plan/kv_head_pairs.h"
 
 namespace flash {
 namespace decode {
