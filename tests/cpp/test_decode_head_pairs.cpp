@@ -52,8 +52,8 @@ void check_one_head() {
   problem.batch_invariant = true;
   check::that(tile_heads(problem) == 1, "batch invariant");
   problem = pairs;
-  problem.is_packed = true;
-  check::that(tile_heads(problem) == 1, "packed");
+  problem.is_forward = true;
+  check::that(tile_heads(problem) == 1, "a forward");
   check::that(tile_heads(decoding(64, 18, 9, 2048)) == 1, "an odd number of heads");
   check::that(tile_heads(decoding(64, 64, 8, 2048)) == 2 && tile_heads(decoding(64, 128, 8, 2048)) == 1,
               "packed rows by query heads");

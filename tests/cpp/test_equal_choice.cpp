@@ -56,11 +56,18 @@ bool same_arithmetic(const FwdPlan& a, const FwdPlan& b) {
 void check_split(const FwdProblem& dense, const Device& device) {
   const auto plan_of = [&device](const FwdProblem& problem) {
     const int keys = static_cast<int>(problem.seqlen_k);
-    return flash::plan::plan_decode(
-        {static_cast<int>(problem.batch), static_cast<int>(problem.seqlen_q), static_cast<int>(problem.heads),
-         static_cast<int>(problem.heads_k), problem.head_dim, keys, 0, false, problem.is_varlen,
-         static_cast<int>(problem.keys())},
-        device);
+    flash::plan::DecodeProblem decode{static_cast<int>(problem.batch),
+                                      static_cast<int>(problem.seqlen_q),
+                                      static_cast<int>(problem.heads),
+                                      static_cast<int>(problem.heads_k),
+                                      problem.head_dim,
+                                      keys,
+                                      0,
+                                      false,
+                                      problem.is_varlen,
+                                      static_cast<int>(problem.keys())};
+    decode.is_forward = true;
+    return flash::plan::plan_decode(decode, device);
   };
   const DecodePlan a = plan_of(dense), b = plan_of(packed(dense));
   check::that(a.tile_size == b.tile_size && a.row_tiles == b.row_tiles, "tile", dense.batch, dense.seqlen_q);

@@ -143,6 +143,7 @@ inline int split_capacity(const Flash_fwd_params& forward) {
 inline plan::DecodeProblem decode_problem(const Flash_fwd_params& forward, const at::Tensor& q, const at::Tensor& k,
                                           const at::Tensor& v, const KvDescales& descales) {
   plan::DecodeProblem problem;
+  problem.is_forward = true;
   problem.batch = forward.b;
   problem.seqlen_q = forward.seqlen_q;
   problem.heads = forward.h;

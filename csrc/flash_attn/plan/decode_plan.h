@@ -64,6 +64,7 @@ struct DecodeProblem {
   bool is_packed = false;         // a packed forward: seqlen_q is then the sum of the queries of all sequences
   int packed_keys = 0;            // keys of a packed sequence, on average
   Dtype kv_dtype = Dtype::kBf16;  // of the cache; one of 8 bits stands for both
+  bool is_forward = false;        // not over a cache: the same bits dense and packed
   DecodeOptions options = {};
 
   constexpr int group() const { return heads_k > 0 ? heads / heads_k : 1; }
@@ -148,10 +149,10 @@ constexpr bool kv_in_clusters(int64_t tiles, int64_t thread_blocks) {
 
 // A tile has two K/V heads where their rows fit the smallest one and there are still tiles for all CTAs that are
 // resident: with fewer, more of them would be split. Not in batch-invariant mode, where a row's arithmetic may not
-// depend on the batch.
+// depend on the batch, nor in the forward, where it is that of the same rows in a packed batch.
 constexpr int kv_tile_heads(const DecodeProblem& problem, const Device& device) {
   const KvTile tile = kv_tile(problem.head_dim, 0, problem.kv_dtype);
-  if (!kv_may_pair_heads(tile) || problem.batch_invariant || problem.is_packed) return 1;
+  if (!kv_may_pair_heads(tile) || problem.batch_invariant || problem.is_forward) return 1;
   if (problem.heads_k % 2 != 0 || problem.rows() > tile.rows() / 2) return 1;
   const KvResidency residency = kv_residency(tile, device.smem_per_multiprocessor, device.smem_per_block);
   const int64_t resident = static_cast<int64_t>(device.multiprocessors) * residency.blocks_per_sm;

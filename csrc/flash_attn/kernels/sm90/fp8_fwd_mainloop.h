@@ -1,4 +1,4 @@
-// Mainloop of the e4m3 forward for head dims up to 128: three consumers, of 64 rows each, take turns at the tensor
+// Mainloop of the e4m3 forward for head dims up to 128: three consumers, of 64 rows each, share the tensor
 // cores. A KV block is two steps of S, the upper keys, then the lower ones; P V of the whole block follows, in slices
 // of columns, each of which goes to T and is added to O in fp32. At head dim 128 S, P and T of a consumer follow each
 // other in the same registers; with fewer columns S of the lower keys is computed beside P of the upper ones, and S of
