@@ -94,7 +94,7 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
   if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device)) return {};
   if (plan::fp8_fwd_declines(problem, device, forced_family())) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
-  params.exp_codes = params.exp_codes && plan::fp8_has_ones(plan::sm90_fp8_fwd_tile(problem.head_dim));
+  params.exp_codes = params.exp_codes && plan::fp8_has_codes(problem.head_dim);
   return plan::plan_fp8_fwd(problem, device);
 }
 

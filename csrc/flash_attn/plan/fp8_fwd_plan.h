@@ -15,7 +15,7 @@ namespace plan {
 constexpr Sm90FwdTile kSm90Fp8FwdTiles[] = {
     {64, 192, 128, 4, 2, false, 1, 0, 64},
     {128, 192, 128, 4, 2, false, 1, 0, 64},
-    {256, 128, 64, 4, 2, false, 1, 0, 128},
+    {256, 128, 128, 2, 2, false, 1, 0, 64},
 };
 
 // head_dim 0: there is none.
@@ -26,10 +26,11 @@ constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim) {
   return Sm90FwdTile{};
 }
 
-// Whether P V also makes the row sums, of columns of ones behind those of V: not where registers are short.
-constexpr bool fp8_has_ones(const Sm90FwdTile& tile) { return tile.head_dim <= 128; }
-// Rows of V^T in shared memory.
-constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + (fp8_has_ones(tile) ? 8 : 0); }
+// Rows of V^T in shared memory; the last ones are ones, of which P V makes the row sums.
+constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
+
+// Whether there is a kernel of codes straight from the scores: at head dim 256 products bound both.
+constexpr bool fp8_has_codes(int head_dim) { return head_dim <= 128; }
 
 // sizeof(sm90::FwdStorage) of e4m3 operands and a 16-bit O.
 constexpr int sm90_fp8_fwd_smem_bytes(const Sm90FwdTile& tile) {

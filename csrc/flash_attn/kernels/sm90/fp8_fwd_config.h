@@ -69,18 +69,14 @@ struct Fp8FwdConfig {
     return descending_trip_count(mask, order, row_begin, row_end, kBlockN);
   }
 
-  // S is computed for so many keys at a time.
-  static constexpr int kStepKeys = 64, kBlockSteps = kBlockN / kStepKeys;
+  // S is computed for so many keys at a time, half a block.
+  static constexpr int kStepKeys = 64;
+  static_assert(kBlockN == 2 * kStepKeys);
   // P V of so many columns at a time goes to an accumulator of its own, which is added to O in fp32 after each block: a
   // wgmma accumulator of e4m3 products keeps 13 bits.
   static constexpr int kSliceCols = 64;
   // Accumulators of S: of both steps of a block where there are registers for them.
   static constexpr int kScoreBuffers = kHeadDim <= 64 ? 2 : 1;
-  static_assert(kBlockSteps == 1 || kBlockSteps == 2);
-  // Columns of ones behind those of V: P V makes the sums of P as it was rounded.
-  static constexpr bool kHasOnes = plan::fp8_has_ones(kTile);
-  static_assert(kHasOnes || !kCodes, "only exp2 sums P as well");
-
   // A loop of its own for blocks without a mask: 8 % by exp2, a loss of 4 % where P is codes.
   static constexpr bool kHasUnmaskedLoop = !kCodes;
 
@@ -98,14 +94,12 @@ struct Fp8FwdConfig {
   using Tiles = decltype(cute::tile_to_shape(KMajorAtom<kAtomBytes>{},
                                              cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kBuffers>>{}));
   using SmemLayoutQ = Tiles<kAtomCols, 64, kHeadDim, kQStages * kWarpGroups>;
-  using SmemLayoutK = Tiles<kAtomCols, kStepKeys, kHeadDim, kBlockSteps * kKvStages>;  // lower keys of a stage first
+  using SmemLayoutK = Tiles<kAtomCols, kBlockN, kHeadDim, kKvStages>;
   template <int kRows>
   using SmemLayoutVt = Tiles<kBlockN, kRows, kBlockN, 1>;  // of rows of a stage
   static constexpr int kSmemQ = 64 * kHeadDim;
   static constexpr int kSmemK = kBlockN * kHeadDim;
   static constexpr int kSmemV = kBlockN * kVtRows;
-  static_assert(kSmemK == kBlockSteps * kStepKeys * kHeadDim && (kAtoms == 1 || kBlockSteps == 1),
-                "the keys of a step are contiguous");
 
   static constexpr bool kSeparateOSmem = true;
   static constexpr int kOutAtomCols = 64;           // columns of O in a swizzle atom

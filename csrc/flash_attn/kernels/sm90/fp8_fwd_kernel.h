@@ -8,7 +8,6 @@
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/fp8_fwd_mainloop.h"
-#include "kernels/sm90/fp8_fwd_sliced_mainloop.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_producer.h"
 #include "params/fp8.h"
@@ -29,7 +28,7 @@ __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTi
 // A consumer warpgroup: one work tile after the other.
 template <class Config>
 struct Fp8FwdConsumer {
-  using Mainloop = std::conditional_t<Config::kBlockSteps == 1, Fp8FwdSlicedMainloop<Config>, Fp8FwdMainloop<Config>>;
+  using Mainloop = Fp8FwdMainloop<Config>;
   static constexpr int kRows = 2;
 
   const Fp8FwdLaunch& launch;

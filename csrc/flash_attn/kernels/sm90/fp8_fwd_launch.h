@@ -73,7 +73,7 @@ cudaError_t run_flash_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::Fw
 
 template <Dtype kOut, int kHeadDim>
 cudaError_t run_mha_fwd_fp8(const Flash_fwd_fp8_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  if constexpr (plan::fp8_has_ones(plan::sm90_fp8_fwd_tile(kHeadDim))) {
+  if constexpr (plan::fp8_has_codes(kHeadDim)) {
     if (params.exp_codes) return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, true>, kOut>(params, plan, stream);
   }
   return run_flash_fwd_fp8<Fp8FwdConfig<kOut, kHeadDim, false>, kOut>(params, plan, stream);

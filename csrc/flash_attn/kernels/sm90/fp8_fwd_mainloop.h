@@ -1,8 +1,7 @@
-// Mainloop of the e4m3 forward for head dims up to 128: three consumers, of 64 rows each, share the tensor
-// cores. A KV block is two steps of S, the upper keys, then the lower ones; P V of the whole block follows, in slices
-// of columns, each of which goes to T and is added to O in fp32. At head dim 128 S, P and T of a consumer follow each
-// other in the same registers; with fewer columns S of the lower keys is computed beside P of the upper ones, and S of
-// the next block beside P V.
+// Mainloop of the e4m3 forward: consumers of 64 rows share the tensor cores. A KV block is two steps of S, the upper
+// keys, then the lower ones; P V of the whole block follows, in slices of columns, each of which goes to T and is added
+// to O in fp32. S, P and T of a consumer follow each other in the same registers; where there are enough of them (head
+// dim 64) S of the lower keys is computed beside P of the upper ones, and S of the next block beside P V.
 #pragma once
 
 #include "kernels/sm90/fp8_fwd_mainloop_base.h"
@@ -24,7 +23,7 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
-  static_assert(Config::kBlockSteps == 2 && kOnes == 8 && (kSlices == 1 || kSlices == 2));
+  static_assert(kOnes == 8 && kSlices * kCols == Config::kHeadDimV);
   enum Half { kLower, kUpper };  // keys of a block
 
   AccS acc_s[Config::kScoreBuffers];
@@ -68,11 +67,11 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // O += P V of the block at v_state but for the last slice, which is issued.
   __device__ __forceinline__ void start_pv() {
     this->wait_for_v();
-    if constexpr (kSlices == 2) {
-      issue_pv<0>();
+    cute::for_each(cute::make_seq<kSlices - 1>{}, [&](auto slice) {
+      issue_pv<slice>();
       wait_for<0>(acc_t);
-      add_slice(0);
-    }
+      add_slice(slice);
+    });
     issue_pv<kSlices - 1>();
   }
   // The last slice; so many later groups stay under way.

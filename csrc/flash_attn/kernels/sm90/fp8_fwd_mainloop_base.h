@@ -1,5 +1,5 @@
-// What the mainloops of the e4m3 forward share: one consumer warpgroup, 64 rows, KV blocks downwards, its place in the
-// pipelines of K and V, and scores to P.
+// What the mainloop of the e4m3 forward rests on: one consumer warpgroup, 64 rows, KV blocks downwards, its place in
+// the pipelines of K and V, and scores to P.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -38,7 +38,7 @@ struct Fp8FwdMainloopBase {
   KvState k_state, v_state;
 
   AccO acc_o;
-  Fp8Softmax<Config::kCodes, Config::kHasOnes> softmax;
+  Fp8Softmax<Config::kCodes> softmax;
   bool negates;      // S of this tile
   float scale_log2;  // what scores are multiplied by: descales, softmax_scale, log2(e)
 
@@ -62,7 +62,9 @@ struct Fp8FwdMainloopBase {
     auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
     auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);
-    auto tSrK = thread.partition_fragment_B(k)(_, _, _, Config::kBlockSteps * k_state.stage + step);
+    auto keys =
+        local_tile(k(_, _, k_state.stage), Shape<Int<kStepKeys>, Int<Config::kHeadDim>>{}, make_coord(step, _0{}));
+    auto tSrK = thread.partition_fragment_B(keys);
     start_gemm(mma, tSrQ, tSrK, acc_s, true);
   }
 

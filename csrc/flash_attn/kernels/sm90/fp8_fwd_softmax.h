@@ -23,18 +23,6 @@ __device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
   return word;
 }
 
-// Codes 0 + 2 and 1 + 3 of a word.
-__device__ __forceinline__ __half2 add_pairs(uint32_t word) {
-  uint32_t low, high;
-  asm("{.reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;}"
-      : "=r"(low), "=r"(high)
-      : "r"(word));
-  return __hadd2(*reinterpret_cast<const __half2*>(&low), *reinterpret_cast<const __half2*>(&high));
-}
-
 // Four codes times powers of 2.
 __device__ __forceinline__ uint32_t multiply_codes(uint32_t word, __half2 factor) {
   uint32_t result;
@@ -68,10 +56,9 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float least, float m
 
 // row_max is that of scaled scores in powers of 2, less kOffsetLog2, so that P = exp2(score - row_max) uses e4m3's
 // range: right after an update the greatest is at most 2^5.5, and row_max lags until one would exceed 448 = 2^8.8,
-// where e4m3 ends. kHasOnes: P V makes sums of P as it was rounded, and row_max is rounded to an integer, so that
-// corrections and codes are exact; else P of the greatest score is a power of 2, so that a row of one key is exact.
+// where e4m3 ends. It is rounded to an integer, so that corrections are exact; P V makes sums of P as it was rounded.
 // kCodes: P as codes straight from the scores, and no sums but those of P V.
-template <bool kCodes, bool kHasOnes>
+template <bool kCodes>
 struct Fp8Softmax : Softmax<2, int> {
   using Base = Softmax<2, int>;
   using Base::row_max;
@@ -86,14 +73,11 @@ struct Fp8Softmax : Softmax<2, int> {
   // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
   static constexpr int kPartialSums = 2;
 
-  // What a step adds to row_sum and rounded_sum.
-  struct Sums {
-    float exact[kRows];
-    __half2 rounded[kRows];
-  };
+  // What a step adds to row_sum.
+  using Sums = float[kRows];
 
   uint32_t code_shift;  // e4m3::kCodeShift, twice; a kernel parameter, for ptxas would remake a constant at each use
-  float rounded_sum[kRows] = {};  // of P as it was rounded: over this thread's columns, or (kHasOnes) all
+  float rounded_sum[kRows] = {};  // of P as it was rounded, over all columns
 
   __device__ __forceinline__ explicit Fp8Softmax(uint32_t code_shift_) : code_shift(code_shift_) {}
 
@@ -153,16 +137,12 @@ struct Fp8Softmax : Softmax<2, int> {
           partial[i % 2][i / 2 % kPartialSums] += p[j];
         }
         words(i) = join(pack_e4m3(p[0], p[1]), pack_e4m3(p[2], p[3]));
-        if constexpr (!kHasOnes) {
-          const __half2 pair = add_pairs(words(i));
-          sums.rounded[i % 2] = i < 2 ? pair : __hadd2(sums.rounded[i % 2], pair);
-        }
       }
       int bits = 0;  // bits of floats that are not negative order as they do, and NaN is above them
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         bits = __vimax3_s32(bits, __float_as_int(partial[mi][0]), __float_as_int(partial[mi][1]));
-        sums.exact[mi] = partial[mi][0] + partial[mi][1];
+        sums[mi] = partial[mi][0] + partial[mi][1];
       }
       return bits > __float_as_int(kLargestP);
     }
@@ -171,15 +151,13 @@ struct Fp8Softmax : Softmax<2, int> {
   __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      if constexpr (!kCodes) row_sum[mi][0] += sums.exact[mi];
-      if constexpr (!kHasOnes) rounded_sum[mi] += __low2float(sums.rounded[mi]) + __high2float(sums.rounded[mi]);
+      if constexpr (!kCodes) row_sum[mi][0] += sums[mi];
     }
   }
 
   // P of a smaller row_max, in words of its codes. Corrections are powers of 2: what is rounded is denormal.
   template <class Words>
   __device__ __forceinline__ void rescale_codes(Words& words, const float (&correction)[kRows]) const {
-    static_assert(kHasOnes);
 #pragma unroll
     for (int i = 0; i < cute::size(words); ++i) {
       words(i) = multiply_codes(words(i), __float2half2_rn(correction[i % 2]));
@@ -225,14 +203,13 @@ struct Fp8Softmax : Softmax<2, int> {
     return (largest + kToBit7 & e4m3::twice(0x80u)) != 0;
   }
 
-  // finalize(), with the sums of P as it was rounded, of which `acc_o` has columns from ones_col on, the same in every
-  // lane of a quad: numerator and denominator lose alike, and a row of one key is exact. The LSE keeps the sums before
-  // rounding, if there are any.
+  // finalize(), with the sums of P as it was rounded: numerator and denominator lose alike, and a row of one key is
+  // exact. The LSE keeps the sums before rounding, if there are any.
   __device__ __forceinline__ void finalize_rounded(float (&o_scale)[kRows], float v_descale, float sink) {
     Fp8Softmax rounded = *this;
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      const float sum = (kHasOnes ? 0.25f : 1.0f) * rounded_sum[mi];  // finalize() adds up a quad
+      const float sum = 0.25f * rounded_sum[mi];  // the same in every lane of a quad, which finalize() adds up
       rounded.row_sum[mi][0] = row_max[mi] != row_max[mi] ? row_max[mi] : sum;
       if (kCodes) rounded.row_max[mi] -= e4m3::kCodeMeanLog2;
     }
