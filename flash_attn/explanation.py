@@ -21,7 +21,7 @@ from flash_attn.kvcache_plan import KvCachePlan
 from flash_attn.ops import calls
 from flash_attn.ops.attention_args import AttentionArgs, AttentionBackwardArgs, KvCacheArgs, saved_for_backward
 
-_FUNCTIONS = (
+_FUNCTIONS = [
     interface.flash_attn_func,
     interface.flash_attn_qkvpacked_func,
     interface.flash_attn_kvpacked_func,
@@ -29,7 +29,7 @@ _FUNCTIONS = (
     interface.flash_attn_varlen_qkvpacked_func,
     interface.flash_attn_varlen_kvpacked_func,
     interface.flash_attn_with_kvcache,
-)
+]
 _EXPLAINED_BY = {
     "fwd": "explain_fwd",
     "varlen_fwd": "explain_varlen_fwd",
@@ -38,6 +38,11 @@ _EXPLAINED_BY = {
     "fwd_kvcache": "explain_kvcache",
     "fwd_fp8": "explain_fwd_fp8",
 }
+
+
+def add_functions(*functions: Callable[..., Any]) -> None:
+    """More functions that `explain` takes: others that come to the operators here, with their arguments."""
+    _FUNCTIONS.extend(functions)
 
 
 class Explanation(dict):
@@ -56,8 +61,9 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     """How a call would be computed: its kernels, their tiles, launches and memory. Nothing is computed.
 
     `explain(function, ...)` takes exactly the arguments of `function`, one of flash_attn_func and its packed and varlen
-    forms, and flash_attn_with_kvcache; `explain(q, k, v, ...)` is that of flash_attn_func. The call's own checks hold.
-    Nothing is launched, written, recorded by autograd or allocated on the GPU, and no random number is drawn.
+    forms, flash_attn_with_kvcache, and once it is imported those of flash_attn_3; `explain(q, k, v, ...)` is that of
+    flash_attn_func. The call's own checks hold. Nothing is launched, written, recorded by autograd or allocated on the
+    GPU, and no random number is drawn.
 
     Returns a dict, which prints as a table: "forward", the plan of the forward, and but for flash_attn_with_kvcache
     "backward", that of the backward, None where the call records no gradient or has no backward. Fields of a plan

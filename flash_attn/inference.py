@@ -93,8 +93,8 @@ def flash_attn_with_kvcache(
             1 for none, 0 chooses by the lengths.
         return_softmax_lse: bool. Also return the LSE.
         out: like q, in any strides with a contiguous last dimension. Receives the result and is returned.
-        plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits and
-            batch_invariant. With plan and out nothing but the LSE is allocated (for chunks of prompts also some
+        plan: `KvCachePlan` made for these sizes and updated for these lengths. Brings its num_splits, batch_invariant
+            and sm_margin. With plan and out nothing but the LSE is allocated (for chunks of prompts also some
             bytes a sequence, and queries that are rotated).
         batch_invariant: bool. Make each row of out and LSE independent, to the last bit, of the other sequences, of
             batch, seqlen_q, page size and num_splits: a decoded token equals the same token in a longer chunk.
@@ -114,13 +114,29 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
+    return attend_over_cache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
+        out, plan, batch_invariant, lse_convention, arguments.named_sinks(sinks, s_aux, learnable_sink),
+        (q_descale, k_descale, v_descale, v_descale_axis, out_dtype),
+    )  # fmt: skip
+
+
+def attend_over_cache(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, out,
+    plan, batch_invariant, lse_convention, sinks, scaling, sm_margin=0,
+):  # fmt: skip
+    """What `flash_attn_with_kvcache` returns for its arguments.
+
+    scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype). sm_margin: as in `attend`; 0 is the plan's.
+    """
     arguments.check_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     arguments.check_optional_tensors(
         _OPTIONAL_TENSORS, (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, out)
     )  # fmt: skip
     if alibi_slopes is not None:
         arguments.check_constant("alibi_slopes", alibi_slopes)
-    sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
     if sinks is not None:
         sinks = arguments.sinks(sinks)
     arguments.check_cache("k_cache", k_cache)
@@ -129,12 +145,13 @@ def flash_attn_with_kvcache(
     left, right = arguments.window(window_size)
     causal, num_splits = arguments.flag("causal", causal), arguments.integer("num_splits", num_splits, least=0)
     batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
+    sm_margin = arguments.sm_margin(sm_margin)
     if plan is not None:
         if not isinstance(plan, KvCachePlan):
             raise TypeError(f"plan: expected a KvCachePlan, got {type(plan).__name__}")
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
-        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant)
-        num_splits, batch_invariant = plan.num_splits, plan.batch_invariant
+        plan.check(q, k_cache, k, block_table, causal, (left, right), num_splits, batch_invariant, sm_margin)
+        num_splits, batch_invariant, sm_margin = plan.num_splits, plan.batch_invariant, plan.sm_margin
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         arguments.check_optional_tensors(("cache_seqlens",), (cache_seqlens,))
         lengths = cache_seqlens
@@ -142,7 +159,7 @@ def flash_attn_with_kvcache(
         arguments.check_kvcache_ranks(q, k_cache, k, block_table)
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
-    scaling = arguments.scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype)
+    scaling = arguments.scaling(q, *scaling)
     scaling, tokens = (
         arguments.written_descales(scaling, k_cache, v_cache) if k is not None else (scaling, (None, None))
     )
@@ -150,7 +167,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, out, None if plan is None else plan.tensor, *tokens, scale, causal, left, right,
         arguments.number("softcap", softcap), arguments.flag("rotary_interleaved", rotary_interleaved), num_splits,
-        batch_invariant, sinks, *scaling,
+        batch_invariant, sinks, *scaling, sm_margin=sm_margin,
     )  # fmt: skip
     out, lse = library.kvcache_attention(args)
     return (out, lse_ops.converted(lse, lse_convention)) if return_softmax_lse else out

@@ -37,6 +37,7 @@ class KvCachePlan:
         num_splits: int. The most splits of a sequence's keys, 1 for none; 0 chooses.
         batch_invariant: bool. Plan for calls whose rows do not depend on the batch.
         kv_cache_dtype: torch.dtype of the cache, where it is float8_e4m3fn or int8; None is that of the queries.
+        sm_margin: int. Multiprocessors that the calls leave to other kernels; on CPU tensors no effect.
 
     Raises RuntimeError or TypeError that names the argument.
     """
@@ -56,6 +57,7 @@ class KvCachePlan:
         num_splits: int = 0,
         batch_invariant: bool = False,
         kv_cache_dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
     ) -> None:
         self._check_lengths(cache_seqlens, cache_leftpad)
         sizes = (cache_seqlens.numel(), seqlen_q, seqlen_new, nheads, nheads_k, head_dim, seqlen_cache)
@@ -69,6 +71,7 @@ class KvCachePlan:
         if kv_cache_dtype is not None and not isinstance(kv_cache_dtype, torch.dtype):
             raise TypeError(f"kv_cache_dtype: expected None or a torch.dtype, got {arguments.shown(kv_cache_dtype)}")
         self._eight_bit = kv_cache_dtype in EIGHT_BIT
+        self.sm_margin = arguments.sm_margin(sm_margin)
         self.tensor: Tensor = calls.kvcache_plan(self._args(cache_seqlens, cache_leftpad, None))
         if context.is_tracing():  # what was computed so far is a constant to the trace
             self.update(cache_seqlens, cache_leftpad)
@@ -78,6 +81,7 @@ class KvCachePlan:
         return KvCachePlanArgs(
             cache_seqlens, cache_leftpad, plan, *self._sizes, causal=right == 0, window_left=left, window_right=right,
             num_splits=self.num_splits, batch_invariant=self.batch_invariant, eight_bit=self._eight_bit,
+            sm_margin=self.sm_margin,
         )  # fmt: skip
 
     @staticmethod
@@ -107,6 +111,7 @@ class KvCachePlan:
         window_size: WindowSize,
         num_splits: int,
         batch_invariant: bool,
+        sm_margin: int = 0,
     ) -> None:
         """Raise RuntimeError unless the plan is made for a call with these arguments."""
         seqlen_cache = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
@@ -123,5 +128,7 @@ class KvCachePlan:
             raise RuntimeError(f"plan: expected one made for the window {window}, got one for {self._window}")
         if num_splits not in (0, self.num_splits):
             raise RuntimeError(f"plan: expected one made for num_splits {num_splits}, got one for {self.num_splits}")
+        if sm_margin not in (0, self.sm_margin):
+            raise RuntimeError(f"plan: expected one made for sm_margin {sm_margin}, got one for {self.sm_margin}")
         if batch_invariant and not self.batch_invariant:
             raise RuntimeError("plan: expected one made for batch_invariant True, got one for False")

@@ -5,7 +5,8 @@ What holds for all of them is what holds for those of `flash_attn` (dtypes, head
 softmax_lse  of a fully masked row is -inf here.
 8 bits       q, k and v of float8_e4m3fn with q_descale, k_descale, v_descale (batch, nheads_k), and all else that
              `flash_attn.flash_attn_func` takes. Descales of wider tensors have no effect, as there.
-accepted     and without effect on the result: num_splits, pack_gqa, sm_margin, scheduler_metadata.
+accepted     and without effect on the result: num_splits, pack_gqa, scheduler_metadata.
+sm_margin    int: multiprocessors that persistent grids leave to other kernels; on CPU tensors no effect.
 rejected     with NotImplementedError that names it: qv, attention_chunk, cu_seqlens_k_new, rotary_seqlens.
 sinks        (nheads,), also named s_aux and learnable_sink: as in `flash_attn.flash_attn_func`; keyword only.
 out          a tensor for the result, which is returned; keyword only, without gradients.
@@ -19,8 +20,12 @@ import torch
 from torch import Tensor
 
 import flash_attn
+from flash_attn import explanation
 from flash_attn._types import WindowSize
-from flash_attn.ops import arguments
+from flash_attn.inference import attend_over_cache
+from flash_attn.ops import arguments, context
+from flash_attn.ops.attend import attend, attend_rows_in_use
+from flash_attn.ops.attention_args import DENSE, Sequences
 from flash_attn.ops.calls import copied
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn.ops.rows import RowsInUse, length_of_each, pack, unpack
@@ -53,13 +58,13 @@ def _records_gradients(*tensors):
 
 
 def _writes_straight(out, q, k, v, sinks):
-    """Whether the kernels write the result into out: not where they are traced, nor a head dim that is padded."""
+    """Whether the kernels write the result into out: not where they are traced or explained, nor a padded head dim."""
     if out is None:
         return False
     arguments.check_tensors(("q", "k", "v", "out"), (q, k, v, out))
     if _records_gradients(q, k, v, sinks, out):
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
-    return q.shape[-1] % 8 == 0 and not torch.compiler.is_compiling()
+    return q.shape[-1] % 8 == 0 and not context.survey(("q",), (q,))[0]
 
 
 def _copied(out, result, with_lse):
@@ -67,12 +72,17 @@ def _copied(out, result, with_lse):
     return (copied(out, result[0]), result[1]) if with_lse else copied(out, result)
 
 
-def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, **sequences):
+def _named(scaling, sm_margin):
+    """What `attend` takes beside the arguments of flash_attn's functions, and of 8-bit tensors."""
+    return {"scaling": (*_checks.scaling_values(scaling), "exact"), "sm_margin": sm_margin}
+
+
+def _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, wanted, sm_margin, **sequences):
     """The forward straight into `out`."""
     left, right = arguments.window(window_size)
     out, lse = forward(
         q, k, v, out=out, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right,
-        softcap=softcap, sinks=None if sinks is None else arguments.sinks(sinks), **sequences,
+        softcap=softcap, sinks=None if sinks is None else arguments.sinks(sinks), sm_margin=sm_margin, **sequences,
     )  # fmt: skip
     return (out, lse) if wanted else out
 
@@ -119,10 +129,12 @@ def flash_attn_func(
     arguments.check_tensors(("q", "k", "v"), (q, k, v))
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
     if not scaling and _writes_straight(out, q, k, v, sinks):
-        return _forward_into(out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs)
-    result = flash_attn.flash_attn_func(
-        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks=sinks,
-        **scaling,
+        return _forward_into(
+            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs, sm_margin
+        )  # fmt: skip
+    result = attend(
+        (q, k, v), DENSE, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
+        sinks, **_named(scaling, sm_margin),
     )  # fmt: skip
     return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
@@ -156,20 +168,20 @@ def flash_attn_qkvpacked_func(
     _checks.reject_unsupported(None, attention_chunk)
     arguments.check_tensors(("qkv",), (qkv,))
     sinks = arguments.named_sinks(sinks, s_aux, learnable_sink)
-    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, sinks)
     scaling = _checks.scaling(qkv, qkv, qkv, q_descale, k_descale, v_descale)
+    named = _named(scaling, sm_margin)
     if qkv.dim() == 5 and scaling:
-        q, k, v = qkv.unbind(2)
-        return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks, **scaling), return_attn_probs)
+        return _result(attend(qkv.unbind(2), DENSE, *options, **named), return_attn_probs)
     if qkv.dim() != 4:
-        return _result(flash_attn.flash_attn_qkvpacked_func(qkv, *options, sinks=sinks), return_attn_probs)
+        return _result(attend((qkv,), DENSE, *options, **named), return_attn_probs)
     if num_heads_q is None:
         raise TypeError("num_heads_q: expected an int for qkv of 4 dimensions, got None")
     others = qkv.shape[2] - num_heads_q
     if others < 0 or others % 2:
         raise RuntimeError(f"num_heads_q: expected qkv's {qkv.shape[2]} heads less twice those of k, got {num_heads_q}")
-    q, k, v = qkv.split([num_heads_q, others // 2, others // 2], dim=2)
-    return _result(flash_attn.flash_attn_func(q, k, v, *options, sinks=sinks, **scaling), return_attn_probs)
+    heads = qkv.split([num_heads_q, others // 2, others // 2], dim=2)
+    return _result(attend(heads, DENSE, *options, **named), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -226,16 +238,16 @@ def flash_attn_varlen_func(
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
     if not scaling and _writes_straight(out, q, k, v, sinks):
         return _forward_into(
-            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs,
+            out, q, k, v, sinks, softmax_scale, causal, window_size, softcap, return_attn_probs, sm_margin,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         )  # fmt: skip
     if seqused_k is not None and _records_gradients(q, k, v, sinks):
         keys = RowsInUse(cu_seqlens_k, seqused_k, k.shape[0])
         k, v, cu_seqlens_k, seqused_k = keys.gather(k), keys.gather(v), keys.cu_seqlens, None
-    result = flash_attn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
-        softcap, None, deterministic, return_attn_probs, seqused_q=seqused_q, seqused_k=seqused_k, sinks=sinks,
-        **scaling,
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    result = attend_rows_in_use(
+        seqused_q, (q, k, v), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
+        return_attn_probs, sinks, **_named(scaling, sm_margin),
     )  # fmt: skip
     return _copied(out, _result(result, return_attn_probs), return_attn_probs)
 
@@ -302,15 +314,15 @@ def flash_attn_with_kvcache(
     if appends:
         _checks.reject_beside("with new keys or rotary embedding", cu_seqlens_q=cu_seqlens_q)
     if appends or (cu_seqlens_q is None and v_cache.shape[-1] == q.shape[-1]):
-        result, lse = flash_attn.flash_attn_with_kvcache(
+        result, lse = attend_over_cache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, max(num_splits, 0), True,
-            out=out, sinks=sinks, **scaling,
+            out, None, False, "fa2", sinks, _checks.scaling_values(scaling), sm_margin,
         )  # fmt: skip
     else:
         result, lse = _packed_over_cache(
             q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale,
-            causal, window_size, softcap, sinks, out, scaling,
+            causal, window_size, softcap, sinks, out, scaling, sm_margin,
         )  # fmt: skip
     if not return_softmax_lse:
         return result
@@ -319,15 +331,18 @@ def flash_attn_with_kvcache(
 
 def _packed_over_cache(
     q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, softmax_scale, causal,
-    window_size, softcap, sinks, out, scaling,
+    window_size, softcap, sinks, out, scaling, sm_margin,
 ):  # fmt: skip
     """(out, lse) of packed queries over the pages of a cache; the rows of a cache without pages are pages too."""
     rows, cu_rows = pack(q, cu_seqlens_q)
     page_table, cu_seqlens_k = as_pages(k_cache, page_table, cache_batch_idx, cu_rows)
-    result, lse, _ = flash_attn.flash_attn_varlen_func(
-        rows, k_cache, v_cache, cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1], 0.0,
-        softmax_scale, causal, window_size, softcap, None, False, True, page_table,
-        seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad, sinks=sinks, **scaling,
+    sequences = Sequences(
+        cu_rows, cu_seqlens_k, rows.shape[0], page_table.shape[1] * k_cache.shape[1],
+        length_of_each(cache_seqlens, cu_rows), cache_leftpad, page_table,
+    )  # fmt: skip
+    result, lse, _ = attend(
+        (rows, k_cache, v_cache), sequences, 0.0, softmax_scale, causal, window_size, softcap, None, False, True, sinks,
+        **_named(scaling, sm_margin),
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return copied(out, result), lse
@@ -371,3 +386,8 @@ def get_scheduler_metadata(
     _checks.reject_unsupported(attention_chunk=attention_chunk)
     arguments.check_tensors(("cache_seqlens",), (cache_seqlens,))
     return cache_seqlens.new_empty(0, dtype=torch.int32)
+
+
+explanation.add_functions(
+    flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
+)  # fmt: skip

@@ -21,6 +21,7 @@
 #include "api/overlap.h"
 #include "api/set_params.h"
 #include "api/signatures.h"
+#include "api/sm_margin.h"
 #include "core/static_switch.h"
 #include "params/flash.h"
 #include "plan/bwd_plan.h"
@@ -171,7 +172,8 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
   KvDescales descales;
-  set_named(named, scores, options, descales);
+  LaunchOptions launch;
+  set_named(named, scores, options, descales, launch);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
@@ -206,7 +208,8 @@ Result mha_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, co
                                         gen,
                                         return_max_logit,
                                         options,
-                                        descales});
+                                        descales,
+                                        launch.sm_margin});
 }
 
 template <class Result>
@@ -221,7 +224,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   FwdOptions options;
   KvDescales descales;
-  set_named(named, scores, options, descales);
+  LaunchOptions launch;
+  set_named(named, scores, options, descales, launch);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
@@ -274,7 +278,8 @@ Result mha_varlen_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                                         gen,
                                         return_max_logit,
                                         options,
-                                        descales});
+                                        descales,
+                                        launch.sm_margin});
 }
 
 template <class Result>
@@ -287,7 +292,8 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
   const char* axes = "batch, seqlen, heads, head_dim";
   Gradients gradients{dout, dlse, dq, dk, dv};
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
-  set_named(named, scores, gradients);
+  LaunchOptions launch;
+  set_named(named, scores, gradients, launch);
   const CallGuard guard;
   checks::query(q, 4, axes);
   checks::whole_vectors(q);
@@ -298,8 +304,8 @@ Result mha_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = dense_sequences<Flash_bwd_params>(batch, batch_invariant);
-  return run_or_explain<Result>(
-      BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
+  return run_or_explain<Result>(BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout,
+                                        deterministic, rng_state, launch.sm_margin});
 }
 
 template <class Result>
@@ -314,7 +320,8 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   const char* axes = "total, heads, head_dim";
   Gradients gradients{dout, dlse, dq, dk, dv};
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
-  set_named(named, scores, gradients);
+  LaunchOptions launch;
+  set_named(named, scores, gradients, launch);
   const CallGuard guard;
   checks::query(q, 3, axes);
   checks::whole_vectors(q);
@@ -327,8 +334,8 @@ Result mha_varlen_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Ten
   checks::rng_state(rng_state, p_dropout, q);
   check_written(gradients, q, k, v, out, softmax_lse, scores);
   const auto sequences = packed_sequences<Flash_bwd_params>(batch, batch_invariant, cu_seqlens_q, cu_seqlens_k);
-  return run_or_explain<Result>(
-      BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout, deterministic, rng_state});
+  return run_or_explain<Result>(BwdCall{sequences, gradients, q, k, v, out, softmax_lse, scores, p_dropout,
+                                        deterministic, rng_state, launch.sm_margin});
 }
 
 // kFunction: mha_fwd_kvcache() or explain_kvcache().
@@ -343,10 +350,11 @@ auto with_kvcache_call(const at::Tensor& q, const at::Tensor& kcache, const at::
                        const py::kwargs& named) {
   ScoreOptions scores{softmax_scale, is_causal, window_left, window_right, softcap, alibi_slopes, {}, {}};
   CacheDescales descales;
-  set_named(named, scores, descales);
+  LaunchOptions launch;
+  set_named(named, scores, descales, launch);
   const CallGuard guard;
   return kFunction({q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx, leftpad_k, block_table,
-                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant, descales});
+                    out, scores, rotary_interleaved, num_splits, plan, batch_invariant, descales, launch.sm_margin});
 }
 
 std::string build_info() {
@@ -361,7 +369,8 @@ void define_fwd_fp8(py::module_& m, const char* name, Function* function, const 
   m.def(name, function, doc, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
-        py::arg("fast_exp"), py::arg("batch_invariant"), py::call_guard<CallGuard>());
+        py::arg("fast_exp"), py::arg("batch_invariant"), py::kw_only(), py::arg("sm_margin") = 0,
+        py::call_guard<CallGuard>());
 }
 
 }  // namespace
@@ -405,7 +414,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("seqlens_k"), py::arg("leftpad_k"), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_new"),
         py::arg("heads"), py::arg("heads_k"), py::arg("head_dim"), py::arg("seqlen_cache"), py::arg("is_causal"),
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("num_splits"), py::arg("batch_invariant"),
-        py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::call_guard<CallGuard>());
+        py::arg("plan") = py::none(), py::kw_only(), py::arg("eight_bit") = false, py::arg("sm_margin") = 0,
+        py::call_guard<CallGuard>());
   define_fwd_fp8(m, "fwd_fp8", &mha_fwd_fp8<Tensors>, "Forward of e4m3 tensors; [] where no kernel serves it");
   define_fwd_fp8(m, "explain_fwd_fp8", &mha_fwd_fp8<plan::Explanation>, "The plan of fwd_fp8, or {}");
   m.def("combine", &combine, "Merge of attention over disjoint sets of keys: [out, lse]", py::arg("out_partial"),

@@ -31,6 +31,7 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None
     rng_state: Tensor | None
     first_head: int = 0
+    sm_margin: int = 0
 
     @property
     def has_exact_positions(self) -> bool:
@@ -57,13 +58,14 @@ def _named(table: CallTable, options: Options):
     slopes = options.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[table.origins[:, 0]]
+    named = {"sm_margin": options.sm_margin} if options.sm_margin else {}
     if options.dropout_p == 0 and (slopes is None or table.is_aligned):
-        return slopes, {}
+        return slopes, named
     origins = table.origins
     if options.first_head:
         origins = origins.clone()
         origins[:, 1] += options.first_head
-    return slopes, {"origins": origins}
+    return slopes, {"origins": origins, **named}
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:

@@ -36,6 +36,7 @@ def flash_attn_cp_func(
     plan: CpPlan,
     sinks: Tensor | None = None,
     lse_convention: str = "fa2",
+    sm_margin: int = 0,
 ) -> TensorOrTuple:
     """Exact attention of a batch whose tokens lie on several ranks; every rank of the plan's group calls it.
 
@@ -48,6 +49,8 @@ def flash_attn_cp_func(
         alibi_slopes: float32 (nheads,) or (batch, nheads); of a packed plan (documents, nheads).
         sinks: (nheads,); each rank's gradient is that of its own tokens: all ranks' sum is the whole.
         lse_convention: that of softmax_lse, as in `flash_attn_func`.
+        sm_margin: int. Multiprocessors that attention leaves to NCCL, in forward and backward, where its grid is
+            persistent; on CPU tensors no effect.
 
     Returns:
         out: like q with head_dim_v, this rank's rows of what one GPU would compute.
@@ -60,7 +63,7 @@ def flash_attn_cp_func(
     """
     kind = None
     if alibi_slopes is None and sinks is None and not return_attn_probs:
-        numbers = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, lse_convention)
+        numbers = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, lse_convention, sm_margin)
         kind = _kind((q, k, v), numbers)
         if kind is not None and isinstance(plan, CpPlan) and kind in plan.known_calls:
             call, text = plan.known_calls[kind]
@@ -70,7 +73,8 @@ def flash_attn_cp_func(
     try:
         check_convention(lse_convention)
         call, inputs = _request(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
+            sm_margin,
         )  # fmt: skip
     except Exception as raised:  # of any kind: the other ranks wait to be told
         error = raised
@@ -94,14 +98,16 @@ def flash_attn_cp_func(
 
 def _kind(inputs, numbers):
     """All that a call's checks look at, contents excepted, where they would find nothing else; None: they may."""
-    dropout_p, scale, causal, window, softcap, deterministic, convention = numbers
+    dropout_p, scale, causal, window, softcap, deterministic, convention, sm_margin = numbers
     if type(dropout_p) not in (int, float) or dropout_p or type(scale) not in (type(None), float):
         return None
     if type(causal) is not bool or type(softcap) is not float or type(deterministic) is not bool or convention != "fa2":
         return None
+    if type(sm_margin) is not int:
+        return None
     if type(window) is not tuple or not all(type(side) is int for side in window) or forward_ad._current_level >= 0:
         return None
-    kind = [torch.is_grad_enabled(), scale, causal, window, softcap, deterministic]
+    kind = [torch.is_grad_enabled(), scale, causal, window, softcap, deterministic, sm_margin]
     for x in inputs:
         if type(x) not in _PLAIN or x.dtype is torch.float32 or x.layout is not torch.strided or x.is_nested:
             return None  # of float32 autocast makes another dtype
@@ -142,7 +148,8 @@ class _Call:
 
 
 def _request(
-    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
+    sm_margin,
 ):  # fmt: skip
     """(call, inputs) of what the public function is given."""
     if not isinstance(plan, CpPlan):
@@ -164,6 +171,7 @@ def _request(
     options = Options(
         window, scale, arguments.number("softcap", softcap), arguments.number("dropout_p", dropout_p),
         arguments.flag("deterministic", deterministic), alibi_slopes, None,
+        sm_margin=arguments.sm_margin(sm_margin),
     )  # fmt: skip
     _check_options(plan, batch, q, options)
     method = _method(plan, batch, *inputs, options)

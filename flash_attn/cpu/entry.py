@@ -6,12 +6,18 @@ import functools
 
 import torch
 
+from . import checks
+
 
 def entry_point(function):
-    """`function` without autograd and without autocast, which would cast the operands of single products."""
+    """`function` without autograd and without autocast, which would cast the operands of single products.
+
+    sm_margin, by name, is checked and has no effect: nothing here leaves multiprocessors to anything.
+    """
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args, sm_margin=0, **kwargs):
+        checks.require(sm_margin >= 0, "sm_margin", "a value >= 0", sm_margin)
         with torch.no_grad():
             if not torch.is_autocast_enabled("cpu"):
                 return function(*args, **kwargs)

@@ -47,12 +47,13 @@ def packed_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     batch_invariant: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(out (total_q, nheads, head_dim_v), lse (nheads, total_q)) of packed queries, as `flash_attn_varlen_func`.
 
     Forward only. k and v: packed with cu_seqlens_k, pages with block_table, or a batch (batch, seqlen_k, nheads_k,
     head_dim); of the last two seqused_k says how many keys there are, all of them where it is None. out: written and
-    returned. max_seqlen_q and max_seqlen_k need not be right.
+    returned. max_seqlen_q and max_seqlen_k need not be right. sm_margin: multiprocessors left to other kernels.
     """
     arguments.check_tensors(("q", "k", "v", "cu_seqlens_q"), (q, k, v, cu_seqlens_q))
     arguments.check_optional_tensors(
@@ -77,7 +78,7 @@ def packed_attention(
         q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q.shape[0]), cu_seqlens_k, seqused_k, leftpad_k, block_table,
         alibi_slopes, max_seqlen_q, max_seqlen_k, scores=(scale, arguments.flag("causal", causal), *window, softcap),
         dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
-        sinks=None if sinks is None else arguments.sinks(sinks), out=out,
+        sinks=None if sinks is None else arguments.sinks(sinks), out=out, sm_margin=arguments.sm_margin(sm_margin),
     )  # fmt: skip
     if out is not None:
         context.written((out,))

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-import flash_attn
 from flash_attn._types import TensorOrTuple
+from flash_attn.inference import attend_over_cache
 from flash_attn.integrations.serving import packed_attention, reject, reject_8_bit
 from flash_attn.ops.lse import mark_masked_rows
 from flash_attn.ops.rows import length_of_each, pack, unpack
@@ -98,11 +98,12 @@ def flash_attn_with_kvcache(
             a head dim of its own where there are no new keys.
         k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_interleaved: as in `flash_attn.flash_attn_with_kvcache`,
             with queries in a batch.
-        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, sm_margin, ver, max_seqlen_q
-            and max_seqlen_k, aux_tensors and rel_bias_prep_cache.
+        cu_seqlens_k_new: without k no effect, and none have scheduler_metadata, pack_gqa, ver, max_seqlen_q and
+            max_seqlen_k, aux_tensors and rel_bias_prep_cache.
         sinks: (nheads,).
         num_splits: int. 1 asks for rows that do not depend on the rest of the batch, as SGLang's deterministic mode
             means it; other values change nothing.
+        sm_margin: int. Multiprocessors left to other kernels, where the grid is persistent.
         out: like the result. Receives it and is returned.
 
     Returns out, or with return_softmax_lse (out, softmax_lse, two empty tensors): softmax_lse (nheads, total_q) or
@@ -117,17 +118,19 @@ def flash_attn_with_kvcache(
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     if any(x is not None for x in (k, v, rotary_cos, rotary_sin, cache_batch_idx)):
         reject(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
-        result, lse = flash_attn.flash_attn_with_kvcache(
+        result, lse = attend_over_cache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, rotary_interleaved=rotary_interleaved, return_softmax_lse=True, out=out,
-            batch_invariant=num_splits == 1, sinks=sinks, **options,
+            page_table, rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=0, return_softmax_lse=True,
+            out=out, plan=None, batch_invariant=num_splits == 1, lse_convention="fa2", sinks=sinks,
+            scaling=(None, None, None, None, None), sm_margin=sm_margin, **options,
         )  # fmt: skip
         return _result(result, lse, return_softmax_lse)
     rows, cu_rows = pack(q, cu_seqlens_q)
     packed_out = out if out is None or cu_seqlens_q is not None else out.flatten(0, 1)
     result, lse = packed_attention(
         rows, k_cache, v_cache, cu_rows, seqused_k=length_of_each(cache_seqlens, cu_rows), leftpad_k=cache_leftpad,
-        block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1, **options,
+        block_table=page_table, sinks=sinks, out=packed_out, batch_invariant=num_splits == 1,
+        sm_margin=sm_margin, **options,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     if out is not None:
@@ -181,7 +184,7 @@ def flash_attn_varlen_func(
     reject(sfq=sfq, sfk=sfk, sfv=sfv)
     result, lse = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, page_table, max_seqlen_q, max_seqlen_k, 0.0,
-        softmax_scale, causal, window_size, softcap, None, sinks, out,
+        softmax_scale, causal, window_size, softcap, None, sinks, out, sm_margin=sm_margin,
     )  # fmt: skip
     return _result(result, lse, return_softmax_lse)
 

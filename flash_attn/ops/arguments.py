@@ -228,6 +228,10 @@ def integer(name, value, least=None, expected="an int"):
     return value
 
 
+def sm_margin(value):
+    return value if type(value) is int and value == 0 else integer("sm_margin", value, least=0)
+
+
 def number(name, value):
     """value as a float."""
     if type(value) is float:

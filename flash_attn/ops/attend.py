@@ -12,11 +12,12 @@ _NAMES = (("qkv",), ("q", "kv"), ("q", "k", "v"))
 def attend(
     inputs, sequences, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, sinks=None, return_max_logit=False, batch_invariant=False, s_aux=None, learnable_sink=None,
-    lse_convention="fa2", scaling=None,
+    lse_convention="fa2", scaling=None, sm_margin=0,
 ):  # fmt: skip
     """What the public function of these inputs, (q, k, v), (q, kv) or (qkv,), and arguments returns.
 
     scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype, exp) of a function that takes 8-bit tensors.
+    sm_margin: multiprocessors that persistent grids leave to other kernels; no effect on the CPU.
     """
     names = _NAMES[len(inputs) - 1]
     varlen = sequences is not DENSE
@@ -53,6 +54,7 @@ def attend(
         sequences.block_table, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, left, right,
         softcap, deterministic, want_dmask, bool(return_max_logit),
         arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant(), *scaling, fast_exp,
+        arguments.sm_margin(sm_margin),
     )  # fmt: skip
     out, softmax_lse, dmask, _, *max_logit = library.attention(args)
     if padded:
@@ -63,20 +65,20 @@ def attend(
     return (out, *results) if results else out
 
 
-def attend_rows_in_use(seqused_q, inputs, sequences, *options):
+def attend_rows_in_use(seqused_q, inputs, sequences, *options, **named):
     """`attend` where only the first rows of each sequence of q are in use: seqused_q (batch,), None for all of them.
 
     The others come out as rows that belong to no sequence.
     """
     if seqused_q is None:
-        return attend(inputs, sequences, *options)
+        return attend(inputs, sequences, *options, **named)
     (q, *keys), cu_seqlens_q = inputs, sequences.cu_seqlens_q
     arguments.check_tensors(("q", "cu_seqlens_q", "seqused_q"), (q, cu_seqlens_q, seqused_q))
     if q.dim() != 3 or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 2:
-        return attend(inputs, sequences, *options)  # an error, or no sequence
+        return attend(inputs, sequences, *options, **named)  # an error, or no sequence
     arguments.check_lengths("seqused_q", seqused_q, cu_seqlens_q.shape[0] - 1, cu_seqlens_q.device)
     rows = RowsInUse(cu_seqlens_q, seqused_q, q.shape[0])
-    result = attend((rows.gather(q), *keys), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *options)
+    result = attend((rows.gather(q), *keys), sequences._replace(cu_seqlens_q=rows.cu_seqlens), *options, **named)
     if not isinstance(result, tuple):
         return rows.scatter(result)
     out, *others = result

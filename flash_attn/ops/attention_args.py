@@ -65,14 +65,18 @@ class AttentionArgs(NamedTuple):
     v_per_channel: bool = False
     out_dtype: Optional[torch.dtype] = None
     fast_exp: bool = False
+    sm_margin: int = 0
 
     def named(self):
-        """The values of NAMED_OPTIONS that are given, by name: reading one costs the extension as much as a check."""
+        """The values of NAMED_OPTIONS and sm_margin that are given, by name: reading one costs the extension as much as
+        a check."""
         given = {}  # filled by a loop: before Python 3.12 a comprehension costs twice as much
         for name in NAMED_OPTIONS:
             value = getattr(self, name)
             if value is not None:
                 given[name] = value
+        if self.sm_margin:
+            given["sm_margin"] = self.sm_margin
         return given
 
     def differentiable(self):
@@ -145,6 +149,7 @@ class AttentionBackwardArgs(NamedTuple):
     softcap: float
     deterministic: bool
     batch_invariant: bool = False
+    sm_margin: int = 0
 
     named = AttentionArgs.named
 
@@ -200,10 +205,14 @@ class KvCacheArgs(NamedTuple):
     v_descale: Optional[Tensor] = None
     v_per_channel: bool = False
     out_dtype: Optional[torch.dtype] = None
+    sm_margin: int = 0
 
     def named(self):
-        """Those of NAMED_OPTIONS that it has and that are given, by name."""
-        return {} if self.sinks is None else {"sinks": self.sinks}
+        """Those of NAMED_OPTIONS that it has, and sm_margin, that are given, by name."""
+        given = {} if self.sinks is None else {"sinks": self.sinks}
+        if self.sm_margin:
+            given["sm_margin"] = self.sm_margin
+        return given
 
     def is_scaled(self) -> bool:
         """Whether a tensor has 8 bits or an argument of such calls is given."""
@@ -251,6 +260,7 @@ class KvCachePlanArgs(NamedTuple):
     num_splits: int
     batch_invariant: bool
     eight_bit: bool = False  # of a cache of codes
+    sm_margin: int = 0
 
     def sizes(self):
         """What all backends schedule by, but for the tensors."""

@@ -90,7 +90,7 @@ def _forward_fp8(args: AttentionArgs, backend):
             _index("cu_seqlens_k", args.cu_seqlens_k), args.q_descale, args.k_descale, args.v_descale, args.sinks,
             args.softmax_scale, args.causal, args.window_left, args.window_right,
             result_dtype(args.q, args.v, args.out_dtype) is torch.float16, args.fast_exp,
-            args.batch_invariant,
+            args.batch_invariant, sm_margin=args.sm_margin,
         )
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def copied(out, result):
 def forward_in_use(
     q, k, v, rows, cu_seqlens_k, seqused_k=None, leftpad_k=None, block_table=None, alibi_slopes=None,
     max_seqlen_q=None, max_seqlen_k=None, *, scores, dropout_p=0.0, batch_invariant=False, sinks=None, scaling=None,
-    out=None,
+    out=None, sm_margin=0,
 ):  # fmt: skip
     """Forward of packed queries of which `rows`, a RowsInUse, are in use -> (out, lse); without autograd.
 
@@ -124,7 +124,7 @@ def forward_in_use(
         args = AttentionArgs(
             queries, k, v, rows.cu_seqlens, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, sinks,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, *mask, False, False, False, batch_invariant,
-            **scaling,
+            sm_margin=sm_margin, **scaling,
         )  # fmt: skip
         result, lse = forward(args)[:2]
     else:
@@ -133,7 +133,7 @@ def forward_in_use(
             _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k),
             _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
             alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, *mask, False, None, 0, False,
-            batch_invariant, sinks=sinks,
+            batch_invariant, sinks=sinks, sm_margin=sm_margin,
         )[:2]  # fmt: skip
     result, lse = rows.scatter(result), rows.scatter(lse, 1)
     return result if straight else copied(out, result), lse
@@ -273,8 +273,8 @@ def kvcache_plan(args: KvCachePlanArgs):
     lengths, leftpad = _index("cache_seqlens", args.cache_seqlens), _index("cache_leftpad", args.cache_leftpad)
     backend = backends.of(args.cache_seqlens, "cache_seqlens")
     # On the CPU nothing is scheduled.
-    codes = {"eight_bit": True} if args.eight_bit and not args.cache_seqlens.is_cpu else {}
-    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **codes)
+    named = {} if args.cache_seqlens.is_cpu else {"eight_bit": args.eight_bit, "sm_margin": args.sm_margin}
+    plan = backend.kvcache_plan(lengths, leftpad, *args.sizes(), args.plan, **named)
     context.written((args.plan,))
     return plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_attn.batch_invariance import is_batch_invariant
-from flash_attn.ops import calls, context
+from flash_attn.ops import arguments, calls, context
 from flash_attn.ops.attention_args import AttentionBackwardArgs
 from flash_attn.ops.rows import RowsInUse, pack
 
@@ -18,7 +18,8 @@ def backward(
     """softmax_d of `torch.ops.flash_attn_3.bwd`, which writes dq, dk and dv; None: computed and dropped."""
     context.reject_forward_mode("flash_attn_3.bwd")
     score = (softmax_scale, causal, window_size_left, window_size_right, softcap)
-    args = _arguments(dout, None, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *score, deterministic)
+    options = (*score, deterministic, sm_margin)
+    args = _arguments(dout, None, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *options)
     args, restore = _packed(args, seqused_q, seqused_k)
     if restore is None:
         return calls.backward_into(args, dq, dk, dv)
@@ -31,7 +32,10 @@ def backward(
 
 
 def gradients(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *options):
-    """(dq, dk, dv) from the gradients of out and LSE, by operators alone: traceable. options: from softmax_scale on."""
+    """(dq, dk, dv) from the gradients of out and LSE, by operators alone: traceable.
+
+    options: those of `_arguments` from softmax_scale on.
+    """
     no_dropout = torch.empty(2, dtype=torch.int64, device=q.device)
     args = _arguments(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, *options)
     args, restore = _packed(args._replace(rng_state=no_dropout), seqused_q, seqused_k)
@@ -41,14 +45,14 @@ def gradients(dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
 
 def _arguments(
     dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right,
-    softcap, deterministic=False,
+    softcap, deterministic, sm_margin,
 ):  # fmt: skip
     return AttentionBackwardArgs(
         dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, rng_state=None, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, alibi_slopes=None, sinks=None, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0],
         dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, causal=causal,
         window_left=window_left, window_right=window_right, softcap=softcap, deterministic=deterministic,
-        batch_invariant=is_batch_invariant(),
+        batch_invariant=is_batch_invariant(), sm_margin=arguments.sm_margin(sm_margin),
     )  # fmt: skip
 
 

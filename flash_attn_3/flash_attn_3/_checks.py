@@ -24,6 +24,11 @@ def scaling(q, k, v, q_descale, k_descale, v_descale, out=None):
     return {**descales, "out_dtype": None if out is None else out.dtype}
 
 
+def scaling_values(scaling):
+    """The same in the order in which flash_attn's functions pass it on, with v_descale_axis."""
+    return (*(scaling.get(name) for name in ("q_descale", "k_descale", "v_descale")), None, scaling.get("out_dtype"))
+
+
 def reject_training(q, k, v):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype in EIGHT_BIT:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from flash_attn import backends, flash_attn_with_kvcache
+from flash_attn import backends
 from flash_attn.batch_invariance import is_batch_invariant
+from flash_attn.inference import attend_over_cache
 from flash_attn.ops import arguments, calls, context
 from flash_attn.ops.attention_args import AttentionArgs
 from flash_attn.ops.calls import _index, copied, forward_in_use, rows_contiguous
@@ -33,6 +34,7 @@ def forward(
     context.reject_forward_mode("flash_attn_3.fwd")
     _checks.reject_unsupported(qv, attention_chunk, cu_seqlens_k_new, seqlens_rotary)
     scaling = _checks.scaling(q, k, v, q_descale, k_descale, v_descale, out)
+    sm_margin = arguments.sm_margin(sm_margin)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     score = (scale, causal, window_size_left, window_size_right, softcap)
     if out is not None:
@@ -45,21 +47,24 @@ def forward(
         _checks.reject_beside("with new keys or rotary embedding", **own_rows)
     if appends or (in_batches and not _all_none(cache) and v.shape[-1] == q.shape[-1]):
         result, lse = _over_cache(q, k, v, **new, **cache, out=out, score=score, sinks=sinks, scaling=scaling,
-                                  rotary_interleaved=rotary_interleaved, num_splits=num_splits)  # fmt: skip
+                                  rotary_interleaved=rotary_interleaved, num_splits=num_splits,
+                                  sm_margin=sm_margin)  # fmt: skip
     elif in_batches and _all_none(cache) and not scaling:
         result, lse = backends.of(q).fwd(
             rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), out, None, 0.0, *score, False, None,
-            False, is_batch_invariant(), sinks=sinks,
+            False, is_batch_invariant(), sinks=sinks, sm_margin=sm_margin,
         )[:2]  # fmt: skip
         some_masked = _some_row_is_masked(q.shape[1], k.shape[1], causal, window_size_right)
     elif in_batches and _all_none(cache):
         args = AttentionArgs(
-            q, k, v, *[None] * 6, sinks, 0, 0, 0.0, *score, False, False, False, is_batch_invariant(), **scaling,
+            q, k, v, *[None] * 6, sinks, 0, 0, 0.0, *score, False, False, False, is_batch_invariant(),
+            sm_margin=sm_margin, **scaling,
         )  # fmt: skip
         result, lse = calls.forward(args)[:2]
         result = copied(out, result)
     else:
-        result, lse = _packed(q, k, v, **own_rows, **cache, out=out, score=score, sinks=sinks, scaling=scaling)
+        result, lse = _packed(q, k, v, **own_rows, **cache, out=out, score=score, sinks=sinks, scaling=scaling,
+                              sm_margin=sm_margin)  # fmt: skip
     if out is not None:
         context.written((out,))
     return result, mark_masked_rows(lse) if some_masked else lse
@@ -82,14 +87,14 @@ def _some_row_is_masked(seqlen_q, seqlen_k, causal, right):
 
 def _over_cache(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score,
-    sinks, scaling, rotary_interleaved, num_splits,
+    sinks, scaling, rotary_interleaved, num_splits, sm_margin,
 ):  # fmt: skip
     if scaling:
         scale, causal, *window, softcap = score
-        return flash_attn_with_kvcache(
+        return attend_over_cache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table, scale,
-            causal, window, softcap, rotary_interleaved, None, max(num_splits, 0), True, out=out, sinks=sinks,
-            **scaling,
+            causal, window, softcap, rotary_interleaved, None, max(num_splits, 0), True, out, None, False, "fa2", sinks,
+            _checks.scaling_values(scaling), sm_margin,
         )  # fmt: skip
     arguments.check_cache("k", k_cache)  # a copy would not receive the new keys
     arguments.check_cache("v", v_cache)
@@ -100,7 +105,7 @@ def _over_cache(
         context.check_writable(("k", "v"), (k_cache, v_cache))
     result, lse = backends.of(q).fwd_kvcache(
         q, k_cache, v_cache, k, v, seqused_k, rotary_cos, rotary_sin, kv_batch_idx, leftpad_k, page_table, None, out,
-        *score, rotary_interleaved, max(num_splits, 0), None, is_batch_invariant(), sinks=sinks,
+        *score, rotary_interleaved, max(num_splits, 0), None, is_batch_invariant(), sinks=sinks, sm_margin=sm_margin,
     )  # fmt: skip
     if k is not None:
         context.written((k_cache, v_cache))
@@ -109,7 +114,7 @@ def _over_cache(
 
 def _packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k, out, score, sinks,
-    scaling,
+    scaling, sm_margin,
 ):  # fmt: skip
     """Attention of packed queries over packed keys, or over those of a cache as pages."""
     packed_q, cu_rows = pack(q, cu_seqlens_q)
@@ -122,6 +127,7 @@ def _packed(
     result, lse = forward_in_use(
         packed_q, k, v, in_use, cu_seqlens_k, seqused_k, leftpad_k, page_table, scores=score,
         batch_invariant=is_batch_invariant(), sinks=sinks, scaling=scaling, out=packed_out,
+        sm_margin=sm_margin,
     )  # fmt: skip
     result, lse = unpack(q, cu_seqlens_q, result, lse)
     return result if packed_out is not None else copied(out, result), lse

@@ -84,6 +84,7 @@ def _setup_context(ctx, inputs, output):
     given = dict(zip(_PARAMETERS, inputs))
     ctx.save_for_backward(*inputs[:3], out, lse, *(given[name] for name in _LENGTHS))
     ctx.options = [given[name] for name in _OPTIONS]
+    ctx.sm_margin = given["sm_margin"]
     ctx.forward_only = {name: given[name] for name in _FORWARD_ONLY}
     ctx.mark_non_differentiable(*scratch)
     ctx.set_materialize_grads(False)
@@ -93,7 +94,8 @@ def _backward(ctx, dout, dlse, *_):
     _checks.reject_beside("in training", **ctx.forward_only)
     q, k, v, out, lse, *lengths = ctx.saved_tensors
     _checks.reject_training(q, k, v)
-    grads = gradients(torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, *lengths, *ctx.options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = gradients(dout, dlse, q, k, v, out, lse, *lengths, *ctx.options, False, ctx.sm_margin)
     return (*grads, *[None] * (len(_PARAMETERS) - 3))
 
 

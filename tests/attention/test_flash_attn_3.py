@@ -234,12 +234,12 @@ def test_options_without_effect(device):
     expected = run(problem)
     scheduled = fa3.get_scheduler_metadata(2, 70, 90, 4, 2, 64, torch.tensor([90, 90], device=device))
     assert scheduled.shape == (0,) and scheduled.dtype == torch.int32 and scheduled.device == problem.q.device
-    for options in ({"num_splits": 7}, {"num_splits": 0}, {"pack_gqa": True}, {"pack_gqa": False}, {"sm_margin": 16}):
+    for options in ({"num_splits": 7}, {"num_splits": 0}, {"pack_gqa": True}, {"pack_gqa": False}):
         assert all(map(torch.equal, run(problem, **options), expected))
     cache = (problem.q, problem.k, problem.v)
     lengths = {"cache_seqlens": torch.tensor([80, 90], dtype=torch.int32, device=device), "causal": True}
     plain = fa3.flash_attn_with_kvcache(*cache, **lengths)
-    tuned = {"pack_gqa": True, "sm_margin": 3, "scheduler_metadata": scheduled, "max_seqlen_q": 70}
+    tuned = {"pack_gqa": True, "scheduler_metadata": scheduled, "max_seqlen_q": 70}
     assert torch.equal(fa3.flash_attn_with_kvcache(*cache, **lengths, **tuned), plain)
     split = fa3.flash_attn_with_kvcache(*cache, **lengths, num_splits=3)
     assert torch.allclose(split.float(), plain.float(), atol=2e-2)

@@ -215,6 +215,7 @@ BAD_CALLS = [
     (lambda q, k, v: ((q, k, v), {"sinks": torch.ones(3)}), "sinks: expected shape"),
     (lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}), "p_dropout: expected a value in"),
     (lambda q, k, v: ((q, k, v), {"softcap": "x"}), "softcap: expected a number"),
+    (lambda q, k, v: ((q, k, v), {"sm_margin": -1}), "sm_margin: expected a value >= 0, got -1"),
 ]
 
 
@@ -232,7 +233,9 @@ def test_bad_calls_raise_on_all_ranks(bad, message):
     assert LocalGroup(3).run(run) == [True] * 3
 
 
-DIFFERENT = [{"causal": True}, {"window_size": (3, 3)}, {"softcap": 2.0}, {"deterministic": True}]
+DIFFERENT = [
+    {"causal": True}, {"window_size": (3, 3)}, {"softcap": 2.0}, {"deterministic": True}, {"sm_margin": 8}
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", ["calls", "plan"])

@@ -33,6 +33,7 @@ struct BwdCall {
   double p_dropout;
   bool deterministic;
   const OptionalTensor& rng_state;
+  int64_t sm_margin;
 };
 
 inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, const at::Tensor& q, const at::Tensor& k,
@@ -46,7 +47,7 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   params.dk_strides = gradient_strides(call.gradients.dk, call.k);
   params.dv_strides = gradient_strides(call.gradients.dv, call.v);
   const plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic);
-  return plan::plan_bwd(problem, device_of(params.device), forced_family());
+  return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
 // fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, and

@@ -40,6 +40,7 @@ struct FwdCall {
   bool return_max_logit;
   const FwdOptions& options;
   const KvDescales& descales;
+  int64_t sm_margin;
 
   bool has_codes() const { return is_eight_bit(dtype_of(k)); }
 };
@@ -63,7 +64,7 @@ inline plan::FwdPlan plan_call(const FwdCall& call, Flash_fwd_params& params, co
   set_params_gathered(params, !call.has_codes() || !call.return_max_logit);
   plan::FwdProblem problem = forward_problem(params, dtype_of(call.q), dtype_of(call.k));
   problem.returns_max_logit = call.return_max_logit;
-  return plan_forward(problem, params.device);
+  return plan_forward(problem, params.device, call.sm_margin);
 }
 
 // S_dmask and rng_state; zeros where nothing is launched.
@@ -100,7 +101,7 @@ inline void run_longer_sequences(const Flash_fwd_params& params, const FwdCall& 
                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out) {
   if (!params.is_paged() || dequantized_rows(params) >= split_capacity(params)) return;
   const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-  const plan::DecodePlan plan = checked_decode_plan(problem, params.device);
+  const plan::DecodePlan plan = checked_decode_plan(problem, params.device, call.sm_margin);
   check_launch(run_decode_forward(params, problem, plan, q, out, call.descales, dequantized_rows(params)),
                "flash_fwd_split_kernel", q, problem.kv_dtype);
 }
@@ -135,7 +136,7 @@ inline std::vector<at::Tensor> forward(const FwdCall& call) {
     }
     if (plan.family == plan::Family::kDecode) {
       const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-      const plan::DecodePlan decode = checked_decode_plan(problem, params.device);
+      const plan::DecodePlan decode = checked_decode_plan(problem, params.device, call.sm_margin);
       trace(plan, problem, decode);
       check_launch(run_decode_forward(params, problem, decode, q, out.computed, call.descales),
                    "flash_fwd_split_kernel", q, problem.kv_dtype);
@@ -172,7 +173,7 @@ inline plan::Explanation explain(const FwdCall& call) {
   v = padded_layout(v, plan.pad_head_dim);
   set_params_qkv(params, q, k, v);
   const plan::DecodeProblem problem = decode_problem(params, q, k, v, call.descales);
-  return plan::explain(plan, problem, checked_decode_plan(problem, params.device));
+  return plan::explain(plan, problem, checked_decode_plan(problem, params.device, call.sm_margin));
 }
 
 }  // namespace flash

@@ -23,6 +23,7 @@ struct Fp8FwdCall {
   at::DimVector lse_shape;
   ScoreOptions scores;
   at::ScalarType out_type;
+  int64_t sm_margin;
 };
 
 inline Descale descale_of(const OptionalTensor& descale, int heads) {
@@ -90,7 +91,7 @@ inline plan::FwdPlan plan_fp8_call(const Fp8FwdCall& call, Flash_fwd_fp8_params&
   params.v_descale = descale_of(call.v_descale, params.h);
   plan::FwdProblem problem = fwd_problem(params, Dtype::kE4m3);
   problem.dtype = call.out_type == at::kHalf ? Dtype::kFp16 : Dtype::kBf16;
-  const plan::Device device = device_of(params.device);
+  const plan::Device device = device_of(params.device, call.sm_margin);
   if (q.numel() == 0 || k.numel() == 0 || !plan::fp8_fwd_supports(problem, device)) return {};
   if (plan::fp8_fwd_declines(problem, device, forced_family())) return {};
   params.vt_keys = plan::fp8_vt_blocks(problem) * e4m3::kVtKeys;
@@ -140,7 +141,8 @@ template <class Result>
 Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& cu_seqlens_q,
                    const OptionalTensor& cu_seqlens_k, const OptionalTensor& q_descale, const OptionalTensor& k_descale,
                    const OptionalTensor& v_descale, const OptionalTensor& sinks, double softmax_scale, bool is_causal,
-                   int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp, bool batch_invariant) {
+                   int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp, bool batch_invariant,
+                   int64_t sm_margin) {
   const bool is_varlen = cu_seqlens_q.has_value();
   const char* axes = is_varlen ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
   const int64_t dims = is_varlen ? 3 : 4;
@@ -167,7 +169,8 @@ Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   const at::DimVector lse_shape =
       is_varlen ? at::DimVector{q.size(1), q.size(0)} : at::DimVector{q.size(0), q.size(2), q.size(1)};
   const Fp8FwdCall call{sequences, q,         k,         v,      q_descale,
-                        k_descale, v_descale, lse_shape, scores, fp16_out ? at::kHalf : at::kBFloat16};
+                        k_descale, v_descale, lse_shape, scores, fp16_out ? at::kHalf : at::kBFloat16,
+                        sm_margin};
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain_fp8(call);
   } else {

@@ -24,8 +24,8 @@
 
 namespace flash {
 
-inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, int device) {
-  const plan::DecodePlan plan = plan::plan_decode(problem, device_of(device));
+inline plan::DecodePlan checked_decode_plan(const plan::DecodeProblem& problem, int device, int64_t sm_margin) {
+  const plan::DecodePlan plan = plan::plan_decode(problem, device_of(device, sm_margin));
   if (plan.is_too_large) {
     const int64_t rows = plan::kv_tile(problem.head_dim, plan.tile_size, problem.kv_dtype).rows(),
                   heads_k = problem.heads_k;
@@ -64,10 +64,26 @@ auto with_wide_query(const KvCacheCall& call, const Function& function) {
   checks::last_stride("q", call.q);
   const CallDevice guard(call.q.device());
   const at::Tensor wide = new_empty(call.q, call.q.sizes(), call.descales.fp16_out ? at::kHalf : at::kBFloat16);
-  return function(KvCacheCall{wide, call.k_cache, call.v_cache, call.k, call.v, call.seqlens, call.rotary_cos,
-                              call.rotary_sin, call.cache_batch_idx, call.leftpad, call.block_table, call.out,
-                              call.scores, call.rotary_interleaved, call.num_splits, call.plan, call.batch_invariant,
-                              call.descales, &call.q});
+  return function(KvCacheCall{wide,
+                              call.k_cache,
+                              call.v_cache,
+                              call.k,
+                              call.v,
+                              call.seqlens,
+                              call.rotary_cos,
+                              call.rotary_sin,
+                              call.cache_batch_idx,
+                              call.leftpad,
+                              call.block_table,
+                              call.out,
+                              call.scores,
+                              call.rotary_interleaved,
+                              call.num_splits,
+                              call.plan,
+                              call.batch_invariant,
+                              call.descales,
+                              call.sm_margin,
+                              &call.q});
 }
 
 inline std::vector<at::Tensor> run_kvcache_call(const KvCacheCall& call) {
@@ -76,7 +92,7 @@ inline std::vector<at::Tensor> run_kvcache_call(const KvCacheCall& call) {
   const CallDevice guard(q.device());
   check_device_supported(q);
   const plan::DecodeProblem problem = decode_problem(call);
-  const plan::DecodePlan plan = checked_decode_plan(problem, q.device().index());
+  const plan::DecodePlan plan = checked_decode_plan(problem, q.device().index(), call.sm_margin);
   if (call.plan.has_value()) checks::plan(*call.plan, q.device(), kvcache_plan_elements(problem, plan));
 
   at::Tensor out = call.out.has_value() ? *call.out : new_empty(q, q.sizes(), q.scalar_type());
@@ -104,7 +120,7 @@ inline plan::Explanation explain_kvcache(const KvCacheCall& call) {
     checks::kvcache(wide);
     check_device_supported(wide.q);
     const plan::DecodeProblem problem = decode_problem(wide);
-    return plan::explain(problem, checked_decode_plan(problem, wide.q.device().index()));
+    return plan::explain(problem, checked_decode_plan(problem, wide.q.device().index(), wide.sm_margin));
   });
 }
 
@@ -146,7 +162,8 @@ inline cudaError_t run_decode_forward(const Flash_fwd_params& forward, const pla
 inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor& leftpad_k, int64_t batch,
                                int64_t seqlen_q, int64_t seqlen_new, int64_t heads, int64_t heads_k, int64_t head_dim,
                                int64_t seqlen_cache, bool is_causal, int64_t window_left, int64_t window_right,
-                               int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_, bool eight_bit) {
+                               int64_t num_splits, bool batch_invariant, const OptionalTensor& plan_, bool eight_bit,
+                               int64_t sm_margin) {
   checks::kvcache_schedule(seqlens_k, leftpad_k,
                            {batch, seqlen_q, seqlen_new, heads, heads_k, head_dim, seqlen_cache, num_splits}, plan_);
   const CallDevice guard(seqlens_k.device());
@@ -160,7 +177,7 @@ inline at::Tensor kvcache_plan(const at::Tensor& seqlens_k, const OptionalTensor
   if (eight_bit) problem.kv_dtype = Dtype::kE4m3;
   problem.options.window = make_window({1.0, is_causal, window_left, window_right, 0.0, std::nullopt, std::nullopt});
   const int device = seqlens_k.device().index();
-  const plan::DecodePlan plan = checked_decode_plan(problem, device);
+  const plan::DecodePlan plan = checked_decode_plan(problem, device, sm_margin);
   const int64_t elements = kvcache_plan_elements(problem, plan);
   if (plan_.has_value()) checks::plan(*plan_, seqlens_k.device(), elements);
   at::Tensor result = plan_.has_value() ? *plan_ : new_empty(seqlens_k, {elements}, at::kInt);

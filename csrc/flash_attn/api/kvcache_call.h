@@ -58,6 +58,7 @@ struct KvCacheCall {
   const OptionalTensor& plan;  // a schedule and its workspace (KvCachePlan)
   bool batch_invariant;
   const CacheDescales& descales;
+  int64_t sm_margin;
   const at::Tensor* q_codes = nullptr;  // what q is made of, if the call has queries of codes
 
   bool is_eight_bit() const { return flash::is_eight_bit(dtype_of(k_cache)); }

@@ -11,6 +11,7 @@
 #include "api/checks.h"
 #include "api/dtype.h"
 #include "api/environment.h"
+#include "api/sm_margin.h"
 #include "params/flash.h"
 #include "plan/device.h"
 #include "plan/tiles.h"
@@ -62,12 +63,14 @@ inline uint32_t built_wgmma_head_dims() {
   return built;
 }
 
-inline plan::Device device_of(int device) {
+// Every plan of a call takes its device from here.
+inline plan::Device device_of(int device, int64_t sm_margin) {
+  if (sm_margin < 0) checks::fail("sm_margin", "expected a value >= 0, got ", sm_margin);
   static const uint32_t wgmma_head_dims = built_wgmma_head_dims();
   const DeviceFacts& facts = device_facts(device);
   const plan::Device whole{facts.capability, facts.multiprocessors, facts.smem_per_multiprocessor, facts.smem_per_block,
                            wgmma_head_dims};
-  return plan::limited(whole, CallEnvironment::smem_limit());
+  return with_margin(plan::limited(whole, CallEnvironment::smem_limit()), sm_margin);
 }
 
 inline void check_device_supported(const at::Tensor& q) {

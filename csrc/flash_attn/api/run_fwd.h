@@ -20,8 +20,8 @@ namespace flash {
 // The instantiation that the plan names (flash_api.cpp).
 cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream);
 
-inline plan::FwdPlan plan_forward(const plan::FwdProblem& problem, int device) {
-  return plan::plan_fwd(problem, device_of(device), forced_family());
+inline plan::FwdPlan plan_forward(const plan::FwdProblem& problem, int device, int64_t sm_margin) {
+  return plan::plan_fwd(problem, device_of(device, sm_margin), forced_family());
 }
 
 // `partials` holds the partial results of the KV splits, if there are several.
