@@ -155,10 +155,15 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
       } while (at.n_block > last_unmasked);
     }
   }
-  __device__ __forceinline__ void issue_last_pv() { start_pv(); }
-
-  // With S of the next tile, issued behind the last P V, under way.
-  __device__ __forceinline__ void finish() { finish_pv<1>(); }
+  // Ahead of issue_first_qk() of the next tile.
+  __device__ __forceinline__ void issue_last_pv() {
+    start_pv();
+    if constexpr (!kOverlaps) finish_pv<0>();
+  }
+  // With S of the next tile under way.
+  __device__ __forceinline__ void finish() {
+    if constexpr (kOverlaps) finish_pv<1>();
+  }
 };
 
 }  // namespace sm90

@@ -74,7 +74,9 @@ struct Fp8Softmax : Softmax<2, int> {
   static constexpr int kPartialSums = 2;
 
   // What a step adds to row_sum.
-  using Sums = float[kRows];
+  struct Sums {
+    float exact[kRows];
+  };
 
   uint32_t code_shift;  // e4m3::kCodeShift, twice; a kernel parameter, for ptxas would remake a constant at each use
   float rounded_sum[kRows] = {};  // of P as it was rounded, over all columns
@@ -142,7 +144,7 @@ struct Fp8Softmax : Softmax<2, int> {
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         bits = __vimax3_s32(bits, __float_as_int(partial[mi][0]), __float_as_int(partial[mi][1]));
-        sums[mi] = partial[mi][0] + partial[mi][1];
+        sums.exact[mi] = partial[mi][0] + partial[mi][1];
       }
       return bits > __float_as_int(kLargestP);
     }
@@ -151,7 +153,7 @@ struct Fp8Softmax : Softmax<2, int> {
   __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
     for (int mi = 0; mi < kRows; ++mi) {
-      if constexpr (!kCodes) row_sum[mi][0] += sums[mi];
+      if constexpr (!kCodes) row_sum[mi][0] += sums.exact[mi];
     }
   }
 
