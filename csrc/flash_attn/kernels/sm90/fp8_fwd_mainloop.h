@@ -23,6 +23,8 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   static constexpr int kCols = Config::kSliceCols, kOnes = Config::kVtRows - Config::kHeadDimV;
   static constexpr int kSlices = Config::kHeadDimV / kCols;
   static constexpr bool kOverlaps = Config::kScoreBuffers == 2;
+  // The last P V with S of the next tile; else ptxas would have too few registers and serialise the products.
+  static constexpr bool kOverlapsTiles = kOverlaps || Config::kWarpGroups == 2;
   static_assert(kOnes == 8 && kSlices * kCols == Config::kHeadDimV);
   enum Half { kLower, kUpper };  // keys of a block
 
@@ -158,11 +160,11 @@ struct Fp8FwdMainloop : Fp8FwdMainloopBase<Config> {
   // Ahead of issue_first_qk() of the next tile.
   __device__ __forceinline__ void issue_last_pv() {
     start_pv();
-    if constexpr (!kOverlaps) finish_pv<0>();
+    if constexpr (!kOverlapsTiles) finish_pv<0>();
   }
   // With S of the next tile under way.
   __device__ __forceinline__ void finish() {
-    if constexpr (kOverlaps) finish_pv<1>();
+    if constexpr (kOverlapsTiles) finish_pv<1>();
   }
 };
 
