@@ -62,9 +62,17 @@ struct Fp8FwdMainloopBase {
     auto q = make_tensor(make_smem_ptr(storage.q[0][0]), typename Config::SmemLayoutQ{});
     auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutK{});
     auto tSrQ = thread.partition_fragment_A(q)(_, _, _, q_stage * Config::kWarpGroups + group);
-    auto steps = local_tile(k, Shape<Int<kStepKeys>, Int<Config::kHeadDim>>{}, make_coord(_, _0{}));  // of a stage
-    auto tSrK = thread.partition_fragment_B(steps)(_, _, _, step, k_state.stage);
-    start_gemm(mma, tSrQ, tSrK, acc_s, true);
+    // Sliced in two ways, for each makes ptxas serialise the products of the other head dims.
+    if constexpr (Config::kAtoms == 1) {
+      auto steps = local_tile(k, Shape<Int<kStepKeys>, Int<Config::kHeadDim>>{}, make_coord(_, _0{}));
+      auto tSrK = thread.partition_fragment_B(steps)(_, _, _, step, k_state.stage);
+      start_gemm(mma, tSrQ, tSrK, acc_s, true);
+    } else {
+      auto keys =
+          local_tile(k(_, _, k_state.stage), Shape<Int<kStepKeys>, Int<Config::kHeadDim>>{}, make_coord(step, _0{}));
+      auto tSrK = thread.partition_fragment_B(keys);
+      start_gemm(mma, tSrQ, tSrK, acc_s, true);
+    }
   }
 
   // This warp has read the stage.
