@@ -123,10 +123,33 @@ def flash_attn_with_kvcache(
 
 
 def attend_over_cache(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-    softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, out,
-    plan, batch_invariant, lse_convention, sinks, scaling, sm_margin=0,
-):  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    rotary_interleaved: bool,
+    alibi_slopes: Tensor | None,
+    num_splits: int,
+    return_softmax_lse: bool,
+    out: Tensor | None,
+    plan: KvCachePlan | None,
+    batch_invariant: bool,
+    lse_convention: str,
+    sinks: Tensor | None,
+    scaling: tuple,
+    sm_margin: int = 0,
+) -> TensorOrTuple:
     """What `flash_attn_with_kvcache` returns for its arguments.
 
     scaling: (q_descale, k_descale, v_descale, v_descale_axis, out_dtype). sm_margin: as in `attend`; 0 is the plan's.

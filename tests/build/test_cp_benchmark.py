@@ -47,7 +47,8 @@ def test_dry_run(tmp_path):
     assert result["ranks"] == 2 and result["bandwidth"]["messages"] > 0 and result["left_out"] == []
     measured = {(row["problem"], row["tokens"], row["name"]): row for row in result["rows"] if "forward" in row}
     problems = [("causal", 96), ("window", 96), ("packed", 192)]
-    assert set(measured) == {(*problem, name) for problem in problems for name in cp_model.METHODS}
+    own = {key for key in measured if key[2] in cp_model.METHODS}  # others: peers that can be imported
+    assert own == {(*problem, name) for problem in problems for name in cp_model.METHODS}
     for row in measured.values():
         assert row["error"] < 1e-5  # of the results, against one rank
         for mode in ("forward", "both"):
