@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from cases import Case
+from harness import check_forward, check_gradients
 from reference import attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flash_attn_3"))
@@ -54,6 +55,19 @@ def with_leaves(problem):
     for name, x in problem.inputs.items():
         setattr(problem, name, x.detach().requires_grad_())
     return list(problem.inputs.values())
+
+
+def check_forward_and_gradients(problem, **options):
+    """out and LSE of run(), checked, and so are the gradients through both."""
+    leaves = with_leaves(problem)
+    out, lse = run(problem, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    for key, x in list(problem.inputs.items()):
+        setattr(problem, key, x.detach())
+    check_forward(problem, out.detach(), as_flash_attn(lse.detach()))
+    check_gradients(problem, dout, grads, dlse=dlse)
+    return out, lse
 
 
 def cache_problem(device, value_dim=32, pages=9, page_size=16):

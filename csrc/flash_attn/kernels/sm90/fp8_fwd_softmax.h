@@ -73,7 +73,7 @@ struct Fp8Softmax : Softmax<2, int> {
   // Partial sums of a row, each of so few P that they stay within kLargestP right after an update.
   static constexpr int kPartialSums = 2;
 
-  // What a step adds to row_sum.
+  // What a step adds to row_sum. A struct: of a plain array ptxas serialises the products of head dim 128.
   struct Sums {
     float exact[kRows];
   };
