@@ -54,30 +54,40 @@ __device__ __forceinline__ uint32_t decode_int8(uint32_t word) {
   return hadd2(__byte_perm(word, eight_bit::kInt8Exponent, kSelector), eight_bit::kInt8Bias);
 }
 
-// A word of ldmatrix: four columns of one key -> both B registers.
+// Four codes as two pairs of fp16.
 template <Dtype kCodes>
-__device__ __forceinline__ void decode_keys(uint32_t word, uint32_t& b0, uint32_t& b1) {
+__device__ __forceinline__ void decode(uint32_t word, uint32_t& first, uint32_t& second) {
   if constexpr (kCodes == Dtype::kE4m3) {
-    b0 = decode_e4m3<false>(word);
-    b1 = decode_e4m3<true>(word);
+    first = decode_e4m3<false>(word);
+    second = decode_e4m3<true>(word);
   } else {
     word ^= eight_bit::kInt8Sign;
-    b0 = decode_int8<eight_bit::kInt8First>(word);
-    b1 = decode_int8<eight_bit::kInt8Second>(word);
+    first = decode_int8<eight_bit::kInt8First>(word);
+    second = decode_int8<eight_bit::kInt8Second>(word);
+  }
+}
+
+// A word of ldmatrix: four columns of one key -> both B registers; int8 with its offset, in units of 2^-24.
+template <Dtype kCodes>
+__device__ __forceinline__ void key_operands(uint32_t word, uint32_t& b0, uint32_t& b1) {
+  if constexpr (kCodes == Dtype::kE4m3) {
+    decode<kCodes>(word, b0, b1);
+  } else {
+    word ^= eight_bit::kInt8Sign;
+    b0 = __byte_perm(word, 0, eight_bit::kInt8First);
+    b1 = __byte_perm(word, 0, eight_bit::kInt8Second);
   }
 }
 
 // A word of ldmatrix.trans: two keys by an even and an odd column -> one B register of each column's product.
 template <Dtype kCodes>
-__device__ __forceinline__ void decode_values(uint32_t word, uint32_t& even, uint32_t& odd) {
+__device__ __forceinline__ void value_operands(uint32_t word, uint32_t& even, uint32_t& odd) {
   if constexpr (kCodes == Dtype::kE4m3) {
-    word = __byte_perm(word, word, eight_bit::kInterleaveKeys);
-    even = decode_e4m3<false>(word);
-    odd = decode_e4m3<true>(word);
+    decode<kCodes>(__byte_perm(word, word, eight_bit::kInterleaveKeys), even, odd);
   } else {
     word ^= eight_bit::kInt8Sign;
-    even = decode_int8<eight_bit::kInt8EvenCols>(word);
-    odd = decode_int8<eight_bit::kInt8OddCols>(word);
+    even = __byte_perm(word, 0, eight_bit::kInt8EvenCols);
+    odd = __byte_perm(word, 0, eight_bit::kInt8OddCols);
   }
 }
 
