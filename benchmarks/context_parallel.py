@@ -5,6 +5,7 @@
 
 Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
 the slowest rank's median, beside the time in which one GPU does the whole problem, taken in turns on all GPUs at once.
+Calls follow each other as layers do, so that the host is ahead, as many as LEAST_SECONDS take: a time is that of one.
 `per_gpu` is one GPU's time over ranks times ours. Peers are measured where they can be imported.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -38,8 +40,9 @@ TOY_SIZES = (64, 160)
 WINDOW, TOY_WINDOW = 4096, 16
 PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
 METHODS = ("all_gather", "ring", "ulysses")
-BANDWIDTH_BYTES = 256 << 20
+BANDWIDTH_BYTES = 1 << 30  # milliseconds, so that starting one takes no part
 MOST_SECONDS = 6.0  # of a row's rounds
+LEAST_SECONDS, MOST_CALLS = 0.03, 16  # of a round's calls that follow each other
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"  # "1": messages need not wait for the end of a kernel that fills the GPU
 
 
@@ -133,34 +136,38 @@ class Ranks:
         dist.all_reduce(everyone)  # on the host, where it also is a barrier
         return everyone.max().item()
 
-    def time(self, call) -> float:
-        """Seconds of one call on the slowest rank, all of them starting together."""
+    def time(self, call, count: int = 1) -> float:
+        """Seconds of one of `count` calls that follow each other on the slowest rank, all of them starting together."""
         self.largest(0.0)
         if self.device.type == "cpu":
             started = time.perf_counter()
-            call()
-            return self.largest(time.perf_counter() - started)
+            for _ in range(count):
+                call()
+            return self.largest((time.perf_counter() - started) / count)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        call()
+        for _ in range(count):
+            call()
         end.record()
         torch.cuda.synchronize()
-        return self.largest(begin.elapsed_time(end) / 1000)
+        return self.largest(begin.elapsed_time(end) / count / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """{name: (median, rounds)}: in each round each is called once, the first one after the other."""
-        first = {}
+        """{name: (median, rounds, calls of a time)}: in each round each has one time, the first one after the other."""
+        first, counts = {}, {}
         for name, call in implementations.items():
             call()  # warm-up: communicators, index tensors
             first[name] = self.time(call)
-        rounds = max(2, min(self.rounds, int(MOST_SECONDS / max(1e-6, sum(first.values())))))
+            counts[name] = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / first[name])))
+        in_all = sum(first[name] * counts[name] for name in first)
+        rounds = max(2, min(self.rounds, int(MOST_SECONDS / max(1e-6, in_all))))
         times, names = {name: [] for name in implementations}, list(implementations)
         for index in range(rounds):
             shift = index % len(names)  # the one after a long call finds a hot GPU: not always the same one
             for name in names[shift:] + names[:shift]:
-                times[name].append(self.time(implementations[name]))
-        return {name: (statistics.median(values), rounds) for name, values in times.items()}
+                times[name].append(self.time(implementations[name], counts[name]))
+        return {name: (statistics.median(values), rounds, counts[name]) for name, values in times.items()}
 
 
 def measure_row(kind: str, tokens: int, options, ranks: Ranks):
@@ -208,9 +215,10 @@ def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dic
         return row
     pairs = visible_pairs(problem)
     for mode, factor in (("forward", 1.0), ("both", 3.5)):
-        (ours, rounds), (alone, _) = seconds[mode][name], seconds[mode]["one_gpu"]
+        (ours, rounds, count), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
         row[mode] = {
-            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "per_gpu": alone / ranks / ours,
+            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "calls": count,
+            "per_gpu": alone / ranks / ours,
             "tflops_per_gpu": problem.shape.operations(pairs, False) * factor / ranks / ours / 1e12,
         }  # fmt: skip
         if plan is not None:
@@ -261,27 +269,26 @@ def bandwidths(options, ranks: Ranks) -> dict:
     def copies():
         received.copy_(source, non_blocking=True)
 
-    def under(transfer):
-        """Seconds of eight transfers on another stream while attention runs, and of the attention."""
+    def beside(transfer):
+        """Seconds of a transfer that starts ahead of attention on another stream, as in a step, and of attention."""
         ranks.largest(0.0)
         torch.cuda.synchronize()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        with torch.cuda.stream(side):
+            marks[2].record()
+            transfer()
+            marks[3].record()
         marks[0].record()
         kernels()
         marks[1].record()
-        with torch.cuda.stream(side):
-            marks[2].record()
-            for _ in range(8):
-                transfer()
-            marks[3].record()
         torch.cuda.synchronize()
-        return ranks.largest(marks[2].elapsed_time(marks[3]) / 8000), ranks.largest(marks[0].elapsed_time(marks[1]))
+        return ranks.largest(marks[2].elapsed_time(marks[3]) / 1000), ranks.largest(marks[0].elapsed_time(marks[1]))
 
     result["copy_engine"] = count / ranks.medians({"x": copies})["x"][0] / 1e9
     idle = ranks.medians({"x": kernels})["x"][0] * 1000
     for name, transfer in (("messages", messages), ("copy_engine", copies)):
-        under(transfer)
-        seconds, milliseconds = under(transfer)
+        times = [beside(transfer) for _ in range(5)][1:]
+        seconds, milliseconds = (statistics.median(values) for values in zip(*times))
         result[f"{name}_under_attention"] = count / seconds / 1e9
         result[f"attention_slowdown_by_{name}"] = milliseconds / idle
     return result

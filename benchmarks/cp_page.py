@@ -112,14 +112,22 @@ def missing_lines(result, names):
     return lines + ([f"Left out, for time: {', '.join(left_out)}."] if left_out else [])
 
 
+def between(numbers):
+    return " to ".join(str(n) for n in sorted({min(numbers), max(numbers)}))
+
+
 def count_text(problems):
     """How much was measured."""
     modes = [row[mode] for entries in problems.values() for row in entries.values() for mode in MODES]
     told = f"{len(modes)} times of methods and peers in {len(problems)} problems"
     rounds = {found["rounds"] for found in modes if "rounds" in found}
     if rounds:
-        told += f", each the median of {' to '.join(str(n) for n in sorted({min(rounds), max(rounds)}))} rounds"
-    return told + "; the slowest rank's."
+        told += f", each the median of {between(rounds)} rounds"
+    told += "; the slowest rank's"
+    counts = {found["calls"] for found in modes if "calls" in found}
+    if counts:
+        told += f". A time is that of one of {between(counts)} calls that follow each other, as those of layers do"
+    return told + "."
 
 
 def origin_text(result):

@@ -57,6 +57,7 @@ def test_dry_run(tmp_path):
     assert "torch_context_parallel" in refused
     assert picture.is_file() or "--plot" not in command
     assert any(line.startswith("| packed | 192 | ") for line in cp_page.block(result))
+    assert any("calls that follow each other" in line for line in cp_page.block(result))
     assert f"| causal | 96 | ring | {100 * measured['causal', 96, 'ring']['forward']['per_gpu']:.1f}% |" in done.stdout
 
 
