@@ -45,11 +45,14 @@ class LocalGroup:
                 links.failed.set()
             links.ended[index].set()
 
-        threads = [threading.Thread(target=target, args=(index,)) for index in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        if self.size == 1:
+            target(0)  # without a GPU, torch.compile in a thread that ends leaves torch a pointer into it
+        else:
+            threads = [threading.Thread(target=target, args=(index,)) for index in range(self.size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         caused = [error for error in errors if error is not None and not isinstance(error, RankLost)]
         for error in caused or [error for error in errors if error is not None]:
             raise error
