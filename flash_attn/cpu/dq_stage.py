@@ -11,7 +11,7 @@ STAGES = ("", "begin", "add", "end")
 
 
 class DqStage:
-    """What a call runs: everything (""), or the beginning of the sum with softmax_d, its keys' part, or the rounding."""
+    """What a call runs: everything (""), or the sum's beginning with softmax_d, its keys' part, or the rounding."""
 
     def __init__(self, stage: str, dq_sum: torch.Tensor | None, softmax_d: torch.Tensor | None):
         self.stage, self._sum, self._softmax_d = stage, dq_sum, softmax_d
