@@ -107,6 +107,11 @@ class Chunks:
             return found
         return found[: results or (4 if stage else 3)]
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether its kernels have a sum of dq."""
+        return self.device == "cpu" or self.backward(function="explain", dq_stage="begin")["has_dq_sum"]
+
     def in_stages(self, ends, **options):
         """dq, dk and dv of chunks [ends[i + 1], ends[i]) from the last key, the last chunk up to the first key."""
         dq_sum, _, _, softmax_d = self.backward(dq_stage="begin", **options)

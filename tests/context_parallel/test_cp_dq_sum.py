@@ -19,10 +19,6 @@ def family(request, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_FAMILY", request.param)
 
 
-def has_sum(chunks) -> bool:
-    return chunks.device == "cpu" or chunks.backward(function="explain")["has_dq_sum"]
-
-
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "deterministic"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
@@ -30,7 +26,7 @@ def has_sum(chunks) -> bool:
 def test_chunks_of_keys_are_one_call(device, family, heads, head_dims, features, deterministic, is_packed):
     """By the error of the call with all keys; dk and dv are each chunk's own."""
     chunks = Chunks(device, is_packed, heads, head_dims, features)
-    if not has_sum(chunks):
+    if not chunks.has_sum:
         pytest.skip("these kernels have no sum of dq")
     expected, one = chunks.reference().backward(), chunks.backward(deterministic=deterministic)
     ours = chunks.in_stages((0, 64, 192), deterministic=deterministic)
@@ -46,7 +42,7 @@ def test_chunks_of_keys_are_one_call(device, family, heads, head_dims, features,
 @pytest.mark.parametrize("heads, head_dims", [((4, 2), (64, 64)), ((2, 1), (128, 128))])
 def test_one_chunk_has_the_bits_of_one_call(device, family, heads, head_dims, features, is_packed):
     chunks = Chunks(device, is_packed, heads, head_dims, features)
-    if not has_sum(chunks):
+    if not chunks.has_sum:
         pytest.skip("these kernels have no sum of dq")
     for ours, one in zip(chunks.in_stages((0,), deterministic=True), chunks.backward(deterministic=True)):
         assert torch.equal(ours, one)
