@@ -107,6 +107,45 @@ def test_fully_masked_rows_are_not_read(device):
         assert x.isfinite().all()
 
 
+def sequences(table):
+    """(number, rows, keys) of those that have both."""
+    rows, keys = table.cu_seqlens_q.tolist(), table.cu_seqlens_k.tolist()
+    assert len(rows) == len(keys) == len(table.origins) + 1 and keys[-1] == table.k1 - table.k0
+    found = enumerate(zip(zip(rows, rows[1:]), zip(keys, keys[1:])))
+    moved = [(i, (a + table.q0, b + table.q0), (c + table.k0, d + table.k0)) for i, ((a, b), (c, d)) in found]
+    return [(i, own, keys) for i, own, keys in moved if own[0] < own[1] and keys[0] < keys[1]]
+
+
+@pytest.mark.parametrize("lengths", [(4096,), (1000,), (1500, 3, 0, 700, 1893), (128, 640, 1280)], ids=str)
+@pytest.mark.parametrize("window", [(None, 0), (600, 0), (300, 200)], ids=str)
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("exact", [False, True], ids=["any", "exact"])
+def test_calls_of_all_rows_have_the_pairs_of_the_others(lengths, window, method, exact):
+    """Where a sequence's dq and softmax_d are follows from its number and first row: equal for equal rows."""
+    cu, kept = torch.tensor([0, *lengths]).cumsum(0), 0
+
+    def tables(rank):
+        plan = CpPlan.varlen(cu, group=rank, method=method, layout="zigzag", check="none")
+        kind = method, window, exact, 1, torch.device("cpu"), True
+        return plan.num_tokens, plan.tables(*kind), plan.tables(*kind, keeps_dq=True)
+
+    for num_tokens, plain, whole in LocalGroup(3).run(tables):
+        calls = [[*(call for step in found.steps for call in step.calls), *found.late] for found in (plain, whole)]
+        if whole.dq_rows is None:
+            continue
+        kept += 1
+        starts = whole.dq_rows.cu_seqlens.tolist()
+        assert len(calls[0]) == len(calls[1])
+        for a, b in zip(*calls):
+            assert [x[1:] for x in sequences(a.table)] == [x[1:] for x in sequences(b.table)]
+            assert (b.table.q0, b.table.q1) == (0, num_tokens) and len(b.table.origins) == len(starts) - 1
+            origins = [x.table.origins[[i for i, *_ in sequences(x.table)]] for x in (a, b)]
+            assert torch.equal(*origins)
+            for i, rows, _ in sequences(b.table):
+                assert starts[i] <= rows[0] and rows[1] <= starts[i + 1] and (rows[0] - starts[i]) % 64 == 0
+    assert kept or lengths != (4096,) or window != (None, 0)
+
+
 CP = [
     ("ring", 3, Case(1, 768, 768, 4, 2, 64, "bfloat16", causal=True)),
     ("ring", 2, Case(2, 512, 512, 2, 1, 128, "bfloat16", causal=True)),

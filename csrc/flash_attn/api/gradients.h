@@ -78,7 +78,8 @@ inline void check_kept(const KeptDq& kept, at::IntArrayRef sum_shape, at::IntArr
     if (!tensor.has_value()) return;
     checks::device(name, *tensor, q);
     checks::dtype(name, *tensor, at::kFloat);
-    if (tensor->sizes() != shape || !tensor->is_contiguous()) {
+    const bool is_vectors = reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % 16 == 0;
+    if (tensor->sizes() != shape || !tensor->is_contiguous() || !is_vectors) {
       checks::fail(name, "expected that of dq_stage 'begin' over the same rows and sequences, contiguous of shape ",
                    shape, ", got shape ", tensor->sizes());
     }
