@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
 
 import cp_kernel_harness
+import dq_stage_harness
 import sanitize_codes
 import sanitize_cp
 import sanitize_kvcache
@@ -113,7 +114,7 @@ FAR_CASES = (
 
 
 # Modules that look up the backend of a call.
-CALLERS = (calls, compute, cp_kernel_harness)
+CALLERS = (calls, compute, cp_kernel_harness, dq_stage_harness)
 
 
 def nan_output(q, v, given=None):
@@ -125,11 +126,14 @@ def nan_output(q, v, given=None):
     return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
-def nan_gradients(tensors, given, accumulates):
-    """Tensors full of NaN for the gradients, those that are given too, except dk and dv to which a call adds."""
-    gradients = [torch.empty_like(x) if gradient is None else gradient for x, gradient in zip(tensors, given)]
-    for gradient in gradients[: 1 if accumulates else 3]:
-        gradient.fill_(float("nan"))
+def nan_gradients(tensors, given, accumulate_dkv=False, dq_stage="", **others):
+    """Tensors full of NaN for the gradients that a call writes, those that are given too, except dk and dv to which it
+    adds."""
+    is_written = (dq_stage in ("", "end"), *(dq_stage in ("", "add"),) * 2)
+    gradients = [torch.empty_like(x) if g is None and w else g for x, g, w in zip(tensors, given, is_written)]
+    for gradient in gradients[: 1 if accumulate_dkv else 3]:
+        if gradient is not None:
+            gradient.fill_(float("nan"))
     return gradients
 
 
@@ -150,10 +154,9 @@ class NanOutputs:
         if name in ("fwd", "varlen_fwd"):
             return lambda q, k, v, out, *rest, **named: function(q, k, v, nan_output(q, v, out), *rest, **named)
         if name in ("bwd", "varlen_bwd"):
-            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, accumulate_dkv=False, **named: function(
-                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv), accumulate_dkv), *rest,
-                accumulate_dkv=accumulate_dkv, **named,
-            )  # fmt: skip
+            return lambda dout, q, k, v, out, lse, dq, dk, dv, *rest, **named: function(
+                dout, q, k, v, out, lse, *nan_gradients((q, k, v), (dq, dk, dv), **named), *rest, **named
+            )
         if name == "fwd_kvcache":
             return lambda *given, **named: function(*with_nan_out(given), **named)
         return function

@@ -1,5 +1,5 @@
 """What context parallelism asks of the kernels, for tools/sanitize_cases.py: scores that begin at an origin, gradients
-of keys added to float32 sums, and whole calls of ranks as threads, whose parts are combined.
+of keys added to float32 sums, sums of dq kept over calls, and calls of ranks as threads, whose parts are combined.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 from cases import Case
 from cp_harness import check_result, run_local, self_attention
 from cp_kernel_harness import LENGTHS, Call, P, close
+from dq_stage_harness import FEATURES as STAGE_FEATURES
+from dq_stage_harness import Chunks
 
 EXTRA_ROWS = 5  # of no sequence
 FEATURES = {
@@ -25,6 +27,7 @@ FAMILIES = ("wgmma", "mma_sync")
 RANKS = (
     ("ring", 3, Case(1, 300, 300, 4, 2, 64, "bfloat16", causal=True)),
     ("ring", 2, Case(2, 150, 150, 2, 1, 128, "float16", window=(70, 0), sinks=True)),
+    ("ring", 2, Case(1, 512, 512, 4, 2, 128, "bfloat16", causal=True)),  # whole tiles: one sum of dq
     ("ring", 5, Case(4, 0, 0, 2, 2, 64, "bfloat16", causal=True, kind="packed")),
     ("all_gather", 2, Case(1, 260, 260, 4, 2, 128, "bfloat16", causal=True, dropout=0.2)),
     ("all_gather", 3, Case(4, 0, 0, 4, 2, 64, "float16", causal=True, alibi="heads", kind="packed")),
@@ -72,6 +75,16 @@ def check_sums(shape, features, is_packed, device):
         assert not is_packed or (ours[-EXTRA_ROWS:] == 7.0).all(), f"{name}: rows of no sequence have changed"
 
 
+def check_stages(shape, features, is_packed, deterministic, device):
+    """Three chunks of keys, whose dq has one sum."""
+    chunks = Chunks(device, is_packed, *shape, features)
+    if not chunks.has_sum:
+        return
+    ours = chunks.in_stages((0, 64, 192), deterministic=deterministic)
+    for name, a, b in zip(("dq", "dk", "dv"), ours, chunks.reference().backward()):
+        close(a, b, name)
+
+
 def check_ranks(method, ranks, case, deterministic, device):
     problem, weights = self_attention(case, device, DOCUMENTS)
     result = run_local(problem, weights, ranks, method=method, deterministic=deterministic)
@@ -85,6 +98,11 @@ def steps(device):
         for name, run_check in (("origins", check_origins), ("sums", check_sums)):
             told = f"cp {name}, {family} d{shape[1][0]} {kind}, {packing}"
             yield told, family, functools.partial(run_check, shape, features, i % 2 == 1, device)
+    cases = itertools.product(FAMILIES, STAGE_FEATURES.items(), SHAPES)
+    for i, (family, (kind, features), shape) in enumerate(cases):
+        told = f"cp dq sum, {family} d{shape[1][0]} {kind}, {'packed' if i % 2 else 'dense'}"
+        run_check = functools.partial(check_stages, shape, features, i % 2 == 1, i % 4 < 2, device)
+        yield told, family, run_check
     for i, (method, ranks, case) in enumerate(RANKS):
         told = f"cp {method} of {ranks}, {case.id}"
         yield told, "", functools.partial(check_ranks, method, ranks, case, i % 2 == 1, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import backends
 from flash_attn.context_parallel.layouts import Window
-from flash_attn.context_parallel.tables import CallTable, PassTables, PlacedCall
+from flash_attn.context_parallel.tables import DQ_TILE, CallTable, DqRows, PassTables, PlacedCall
 from flash_attn.ops.calls import rows_contiguous
 
 _MOST_SLOTS = 4  # parts of out kept in q's dtype: no more than two float32 tensors
@@ -90,15 +90,38 @@ def forward_call(table: CallTable, q, k, v, options: Options, sinks=None, is_par
     return out, lse
 
 
-def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums=None, dq=None):
-    """dq of the table's query rows, dk and dv of its key rows, from the LSE and out of all keys.
+def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums=None, dq=None, **stage):
+    """dq of the table's query rows, dk and dv of its key rows, from the LSE and out of all keys; and softmax_d.
 
     sums: None, or dk and dv of all key rows in `sum_dtype`, to which the call adds and of which it returns its rows.
-    dq: where to write it.
+    dq: where to write it. stage: of a backend's backward that keeps dq.
     """
+    return _backward(backends.of(q).varlen_bwd, table, dout, q, k, v, out, lse, dlse, options, sums, dq, stage)
+
+
+def has_dq_sum(tables: PassTables, *given) -> bool:
+    """Whether the kernels of these calls have a sum of dq that several calls may add to. given: as of a call."""
+    dout, *_ = given
+    if tables.dq_rows is None or dout.is_cpu:
+        return tables.dq_rows is not None
+    explain = backends.of(dout).explain_varlen_bwd
+    fields = _backward(explain, _row_table(tables.dq_rows), *given, None, None, {"dq_stage": "begin"})
+    return fields["has_dq_sum"] and DQ_TILE % fields["block_m"] == 0
+
+
+def _row_table(rows: DqRows) -> CallTable:
+    """Of the stages that are for all keys."""
+    return CallTable(
+        0, rows.rows, 0, rows.rows, rows.cu_seqlens, rows.cu_seqlens, None, rows.longest, rows.longest, -1, -1,
+        rows.origins, True,
+    )  # fmt: skip
+
+
+def _backward(function, table: CallTable, dout, q, k, v, out, lse, dlse, options: Options, sums, dq, stage):
     rows, cols = (table.q0, table.q1), (table.k0, table.k1)
     dout, q, k, v, out = _wide(_rows(dout, *rows), _rows(q, *rows), _rows(k, *cols), _rows(v, *cols), _rows(out, *rows))
     slopes, named = _named(table, options)
+    named.update(stage)
     dk = dv = None
     if sums is not None:
         dk, dv = (_rows(grad, *cols) for grad in sums)
@@ -106,13 +129,12 @@ def backward_call(table: CallTable, dout, q, k, v, out, lse, dlse, options: Opti
     lse = lse[:, slice(*rows)].contiguous()
     dlse = None if dlse is None else dlse[:, slice(*rows)].contiguous()
     rng_state = options.rng_state if options.dropout_p > 0 else None
-    dq, dk, dv, *_ = backends.of(q).varlen_bwd(
+    return function(
         *map(rows_contiguous, (dout, q, k, v, out)), lse, dq, dk, dv, table.cu_seqlens_q,
         table.cu_seqlens_k, slopes, table.max_seqlen_q, table.max_seqlen_k, options.dropout_p, options.softmax_scale,
         False, False, table.left, table.right, options.softcap, options.deterministic, None, rng_state, dlse,
         **named,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,6 +243,24 @@ class PartialSums:
         if self._sinks is not None:
             self.add_sinks(self._sinks)
         return self.out.to(self._dtype), self.lse.masked_fill(self.lse == -math.inf, math.inf)
+
+
+class KeptQuerySums:
+    """dq in the kernels' own float32 sum, which is rounded once."""
+
+    def __init__(self, tables: PassTables, *given):
+        self._table, self._given = _row_table(tables.dq_rows), given
+        self._dtype = given[1].dtype
+        self._sum, _, _, self._softmax_d, *_ = self._stage("begin")
+
+    def _stage(self, stage, **kept):
+        return backward_call(self._table, *self._given, dq_stage=stage, **kept)
+
+    def add(self, call: PlacedCall, compute) -> None:
+        compute(None, dq_stage="add", dq_sum=self._sum, softmax_d=self._softmax_d)
+
+    def result(self) -> Tensor:
+        return self._stage("end", dq_sum=self._sum)[0].to(self._dtype)
 
 
 class QuerySums:

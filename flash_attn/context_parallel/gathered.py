@@ -8,7 +8,15 @@ All tensors have the tokens of all batch entries in one axis: (batch * tokens, h
 
 from __future__ import annotations
 
-from flash_attn.context_parallel.compute import Options, QuerySums, backward_call, new_sums, result_sums
+from flash_attn.context_parallel.compute import (
+    KeptQuerySums,
+    Options,
+    QuerySums,
+    backward_call,
+    has_dq_sum,
+    new_sums,
+    result_sums,
+)
 from flash_attn.context_parallel.moves import Fetched, Returned
 from flash_attn.context_parallel.tables import PassTables
 
@@ -26,16 +34,21 @@ def forward(plan, method, batch, q, k, v, sinks, options: Options):
 
 def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Options):
     """dq, dk and dv of this rank's tokens."""
-    tables = plan.tables(method, options.window, options.has_exact_positions, batch, q.device, True)
+    own = (dout, q, k, v, out, lse, dlse, options)
+    kind = method, options.window, options.has_exact_positions, batch, q.device, True
+    tables = plan.tables(*kind, keeps_dq=True)
+    keeps_dq = has_dq_sum(tables, *own)
+    if tables.dq_rows is not None and not keeps_dq:
+        tables = plan.tables(*kind)
     only = _only_call(tables)
     if only is not None:
-        grads = backward_call(only.table, dout, q, k, v, out, lse, dlse, options)
+        grads = backward_call(only.table, *own)
         return [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))]
-    dq, (dk, dv) = QuerySums(tables, q), new_sums(k, v)
+    dq, (dk, dv) = KeptQuerySums(tables, *own) if keeps_dq else QuerySums(tables, q), new_sums(k, v)
 
     def compute(call, step_k, step_v, grads):
         given = (dout, q, step_k, step_v, out, lse, dlse, options)
-        dq.add(call, lambda own: backward_call(call.table, *given, sums=grads, dq=own)[0])
+        dq.add(call, lambda own, **stage: backward_call(call.table, *given, sums=grads, dq=own, **stage)[0])
 
     returning = None
     for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):

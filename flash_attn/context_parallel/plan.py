@@ -185,14 +185,15 @@ class CpPlan:
         return sum(m.stop - m.start for step in steps for m in step.receives)
 
     def tables(
-        self, method: str, window: Window, exact_positions: bool, batch: int, device: torch.device, backward=False
-    ) -> PassTables:
+        self, method: str, window: Window, exact_positions: bool, batch: int, device: torch.device, backward=False,
+        keeps_dq=False,
+    ) -> PassTables:  # fmt: skip
         """A forward or backward of all_gather or ring with the index tensors of its kernels, made once."""
-        key = (method, window, exact_positions, batch, device, backward)
+        key = (method, window, exact_positions, batch, device, backward, keeps_dq)
         found = self._tables.get(key)
         if found is None:
             steps = schedule.steps(self._layout, self.rank, method, window, exact_positions, backward, batch == 1)
-            found = self._tables[key] = pass_tables(steps, backward, self.num_tokens, batch, device)
+            found = self._tables[key] = pass_tables(steps, backward, self.num_tokens, batch, device, keeps_dq)
         return found
 
     def whole_tables(self, window: Window, batch: int, device: torch.device) -> tuple[CallTable, ...]:

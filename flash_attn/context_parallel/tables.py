@@ -5,6 +5,8 @@ A gap between rows of a call is a sequence of its own, with queries and no keys 
 
 from __future__ import annotations
 
+import bisect
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from flash_attn.context_parallel.layouts import intersection, joined
 from flash_attn.context_parallel.schedule import Pair, Step, groups
+
+DQ_TILE = 64  # rows: where calls with one sum of dq may begin
 
 
 class CallTable(NamedTuple):
@@ -70,11 +74,28 @@ class StepTables(NamedTuple):
     rounds: tuple[Moves, ...]
 
 
+class DqRows(NamedTuple):
+    """How the rows of every call of a backward are divided, so that all add to one sum of dq.
+
+    Where the kernels keep the sum and softmax_d of a sequence follows from its number, its first row and all calls'
+    `rows`. spans: what the rows of each call are parts of, one of each at most. A span is as many sequences in every
+    call: `ahead` of them for what no pair has, then its pair.
+    """
+
+    rows: int
+    spans: tuple[tuple[int, int], ...]
+    ahead: tuple[int, ...]
+    cu_seqlens: Tensor
+    longest: int
+    origins: Tensor
+
+
 class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row.
+    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row. dq_rows: of
+    a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
 
     steps: tuple[StepTables, ...]
@@ -82,20 +103,25 @@ class PassTables(NamedTuple):
     slots: int
     depth: int
     begins_whole: bool
+    dq_rows: DqRows | None
 
 
-def pass_tables(steps: tuple[Step, ...], backward: bool, own_rows: int, batch: int, device) -> PassTables:
-    """Of a dense batch every entry has the same pairs; its rows follow those of the entry before."""
+def pass_tables(
+    steps: tuple[Step, ...], backward: bool, own_rows: int, batch: int, device, keeps_dq: bool = False
+) -> PassTables:
+    """Of a dense batch every entry has the same pairs; its rows follow those of the entry before. keeps_dq: with
+    dq_rows, where some rows are in several calls and all calls can have them."""
     found = [_calls(step, backward, own_rows, batch) for step in steps]
     early = _early(found[0]) if backward and any(found[1:]) else len(found[0])
     found = [found[0][:early], *found[1:], found[0][early:]]
-    placed = iter(_placed([call for calls in found for call in calls], device))
+    every, depth = [call for calls in found for call in calls], _depth(found)
+    dq_rows = _dq_rows([pairs for pairs, _ in every], batch * own_rows, device) if keeps_dq and depth > 1 else None
+    placed = iter(_placed(every, device, dq_rows))
     *made, late = [tuple(next(placed) for _ in calls) for calls in found]
     return PassTables(
         tuple(_step_tables(step, calls, own_rows, batch) for step, calls in zip(steps, made)), late,
         max((call.slot + 1 for calls in (*made, late) for call in calls), default=0),
-        _depth([(pair.q0, pair.q1) for calls in found for pairs, _ in calls for pair in pairs]),
-        sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows,
+        depth, sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows, dq_rows,
     )  # fmt: skip
 
 
@@ -143,7 +169,43 @@ def _early(calls) -> int:
     return count
 
 
-def _placed(calls, device):
+def _dq_rows(calls, rows: int, device) -> DqRows | None:
+    """None where a span would have two sequences of a call, or one that begins within a tile of another's."""
+    spans: list[tuple[int, int]] = []
+    for q0, q1 in sorted({(pair.q0, pair.q1) for pairs in calls for pair in pairs}):
+        if spans and q0 < spans[-1][1]:
+            spans[-1] = spans[-1][0], max(q1, spans[-1][1])
+        else:
+            spans.append((q0, q1))
+    for pairs in calls:
+        owners = [_owner(spans, pair) for pair in pairs]
+        if len(set(owners)) < len(owners) or any((pair.q0 - spans[i][0]) % DQ_TILE for i, pair in zip(owners, pairs)):
+            return None
+    ahead = [max(counts) for counts in zip(*(_gaps(spans, pairs) for pairs in calls))]
+    cu = [0]
+    for (start, stop), count in zip(spans, ahead):
+        cu += [start] * count + [stop]
+    longest = max(stop - start for start, stop in spans)
+    origins = torch.zeros(len(cu) - 1, 4, dtype=torch.int64, device=device)
+    cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=device)
+    return DqRows(rows, tuple(spans), tuple(ahead), cu_seqlens, longest, origins)
+
+
+def _gaps(spans, pairs: list[Pair]) -> list[int]:
+    """How many sequences of a call stand ahead of each span: for rows that no pair has, and for such keys."""
+    gaps, row, key = [0] * len(spans), 0, pairs[0].k0
+    for pair in pairs:
+        gaps[_owner(spans, pair)] = (pair.q0 > row) + (pair.k0 > key)
+        row, key = pair.q1, pair.k1
+    return gaps
+
+
+def _owner(spans, pair: Pair) -> int:
+    """Which of the spans has the pair's rows."""
+    return bisect.bisect_right(spans, (pair.q0, math.inf)) - 1
+
+
+def _placed(calls, device, dq_rows: DqRows | None):
     """Calls in the order in which they run."""
     slots: list[tuple] = []
     written: tuple = ()
@@ -158,11 +220,13 @@ def _placed(calls, device):
         bounds = [rows[0], *(bound for span in again for bound in span), rows[1]]
         fresh = joined(zip(bounds[::2], bounds[1::2]))
         parts = sorted([(a, b - a, False) for a, b in again] + [(a, b - a, True) for a, b in fresh])
-        yield PlacedCall(_table(pairs, is_ascending, device), slot, tuple(parts))
+        table = _table(pairs, is_ascending, device) if dq_rows is None else _whole_rows(pairs, dq_rows, device)
+        yield PlacedCall(table, slot, tuple(parts))
 
 
-def _depth(spans) -> int:
-    """The largest number of spans with a row in common."""
+def _depth(found) -> int:
+    """The largest number of pairs with a row in common."""
+    spans = [(pair.q0, pair.q1) for calls in found for pairs, _ in calls for pair in pairs]
     depth = most = 0
     for _, change in sorted([(a, 1) for a, b in spans] + [(b, -1) for a, b in spans]):
         depth += change
@@ -189,6 +253,24 @@ def _repeated(pairs, own_rows: int, key_rows: int, batch: int) -> list[Pair]:
     ]  # fmt: skip
 
 
+def _whole_rows(pairs: list[Pair], dq_rows: DqRows, device) -> CallTable:
+    """A span without a pair is empty sequences, and its rows stand ahead of the next one's."""
+    owned = {_owner(dq_rows.spans, pair): pair for pair in pairs}
+    k0, k1, cu_q, cu_k, origins = pairs[0].k0, pairs[-1].k1, [0], [0], []
+    for i, ahead in enumerate(dq_rows.ahead):
+        pair, row, key = owned.get(i), cu_q[-1], cu_k[-1]
+        if pair is None:
+            pair = pairs[0]._replace(q0=row, q1=row, k0=key + k0, k1=key + k0)
+        cu_q += [pair.q0] * ahead + [pair.q1]
+        cu_k += [key, pair.k0 - k0][2 - ahead :] + [pair.k1 - k0]  # rows first, then keys: never both in one sequence
+        origins += [_origin(pair)] * (ahead + 1)
+    return _call_table((0, dq_rows.rows), (k0, k1), cu_q, cu_k, None, origins, pairs, device)
+
+
+def _origin(pair: Pair):
+    return pair.document, 0, pair.row, pair.col
+
+
 def _table(pairs: list[Pair], ascending_keys: bool, device) -> CallTable:
     q0, q1 = pairs[0].q0, pairs[-1].q1
     k0, k1 = min(pair.k0 for pair in pairs), max(pair.k1 for pair in pairs)
@@ -198,7 +280,7 @@ def _table(pairs: list[Pair], ascending_keys: bool, device) -> CallTable:
         cu_q.append(cu_q[-1] + queries)
         starts_k.append(first_key - k0)
         used_k.append(keys)
-        owners.append((pair.document, 0, pair.row, pair.col))
+        owners.append(_origin(pair))
 
     next_key = k0
     for pair in pairs:
@@ -209,11 +291,16 @@ def _table(pairs: list[Pair], ascending_keys: bool, device) -> CallTable:
         add(pair.q1 - pair.q0, pair.k0, pair.k1 - pair.k0, pair)
         next_key = pair.k1
 
+    used = None if ascending_keys else used_k
+    return _call_table((q0, q1), (k0, k1), cu_q, [*starts_k, k1 - k0], used, owners, pairs, device)
+
+
+def _call_table(rows, keys, cu_q, cu_k, used_k, origins, pairs: list[Pair], device) -> CallTable:
     def int32(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return CallTable(
-        q0, q1, k0, k1, int32(cu_q), int32([*starts_k, k1 - k0]), None if ascending_keys else int32(used_k),
+        *rows, *keys, int32(cu_q), int32(cu_k), None if used_k is None else int32(used_k),
         max(pair.q1 - pair.q0 for pair in pairs), max(pair.k1 - pair.k0 for pair in pairs), pairs[0].left,
-        pairs[0].right, torch.tensor(owners, dtype=torch.int64, device=device), all(pair.is_aligned for pair in pairs),
+        pairs[0].right, torch.tensor(origins, dtype=torch.int64, device=device), all(pair.is_aligned for pair in pairs),
     )  # fmt: skip

@@ -136,7 +136,7 @@ def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
     for table in plan.whole_tables(options.window, batch, q.device):
         for call in heads.calls(plan.rank):
             own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
-            dq_part, dk_part, dv_part = backward_call(
+            dq_part, dk_part, dv_part, *_ = backward_call(
                 table, full_dout[:, own], full_q[:, own], full_k[:, keys], full_v[:, keys], full_out[:, own],
                 full_lse[:, own].t(), full_dlse[:, own].t(), _options_of(options, first, call),
                 (dk[:, keys], dv[:, keys]) if shared else None,

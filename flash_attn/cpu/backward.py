@@ -7,6 +7,7 @@ import math
 import torch
 
 from . import checks
+from .dq_stage import DqStage
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import DENSE_Q_AXES, S_DMASK_MULTIPLE, Dropout, dropout_of_state, part_of, round_up
@@ -31,16 +32,20 @@ class Sums:
         return [given.add_(part) for given, part in zip(self._given, self._parts)]
 
 
-def row_deltas(dout, out, lse, dlse, first_row: int) -> torch.Tensor:
+def row_deltas(dout, out, lse, dlse, first_row: int | None) -> torch.Tensor:
     """rowsum(dout * out) - dlse, (b, h, sq) in the compute dtype: what the backward subtracts from dP.
 
-    The rows before `first_row` are fully masked, so their output is a constant: their dout is not read.
+    The rows before `first_row` are fully masked, so their output is a constant: their dout is not read. None: those
+    whose LSE is infinite.
 
     dlse, the gradient of the LSE or None, adds dlse * P to dS, because dLSE / dS = P. An infinite LSE is a constant.
     """
     dtype = compute_dtype(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
-    delta[:, :, :first_row] = 0.0
+    if first_row is None:
+        delta.masked_fill_(lse.isinf(), 0.0)
+    else:
+        delta[:, :, :first_row] = 0.0
     return delta if dlse is None else delta - dlse.masked_fill(lse.isinf(), 0.0)
 
 
@@ -151,6 +156,9 @@ def bwd(
     *,
     explain=False,
     accumulate_dkv=False,
+    dq_stage="",
+    dq_sum=None,
+    softmax_d=None,
     **named,
 ):
     """Gradients of `fwd`; the arguments that `fwd` has mean the same.
@@ -165,6 +173,9 @@ def bwd(
         batch_invariant: as in the forward, of dq, dk and dv.
         explain: as in the forward.
         accumulate_dkv: dk and dv are given, in the compute dtype, and the call adds to them.
+        dq_stage: "", or one of calls over several sets of keys, whose dq has one sum in the compute dtype: "begin"
+            returns it, cleared, in dq's place, and softmax_d; "add", which is given both as dq_sum and softmax_d, adds
+            the dq of its keys and has their dk and dv; "end" rounds dq_sum to dq. What a stage has not is None.
         named: as in the forward, whose softmax_lse holds the sinks.
 
     Returns [dq, dk, dv, softmax_d], and with sinks their gradient (h): softmax_d (b, h, sq rounded up to 128) =
@@ -183,22 +194,29 @@ def bwd(
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
-    check_written({"dq": dq, "dk": dk, "dv": dv}, read)
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "softmax_d": softmax_d}  # fmt: skip
+    stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (batch, heads, round_up(sq, S_DMASK_MULTIPLE))
+    stage.check(q, dq, dk, dv, d_shape)
+    check_written({"dq": dq, "dk": dk, "dv": dv, **stage.written()}, read)
 
     rule = ScoreRule.create(options, batch, q.dtype)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
         return explain_attention("backward", q, k, v, rule, problems)
+    if dq_stage == "end":
+        return stage.end(q, dq)
+    softmax_d = stage.softmax_d(q, d_shape)
+    delta, dsinks = softmax_d[:, :, :sq], []
+    if stage.begins:
+        first_row = stage.first_row(rule.first_unmasked_row(sq, k.shape[1]))
+        delta.copy_(row_deltas(dout, out, softmax_lse, dlse, first_row))
+        dsinks = [] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)]
+    dq = stage.new_dq(q, dq)
+    if not stage.adds:
+        return [dq, None, None, softmax_d, *dsinks]
     if sums is not None:
         dk, dv = sums.parts
-    dq, dk, dv = (
-        torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v))
-    )
-    softmax_d = torch.zeros(batch, heads, round_up(sq, S_DMASK_MULTIPLE), dtype=compute_dtype(q.dtype))
-    delta = softmax_d[:, :, :sq].copy_(
-        row_deltas(dout, out, softmax_lse, dlse, rule.first_unmasked_row(sq, k.shape[1]))
-    )
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
     dropout = dropout_of_state(p_dropout, rng_state)
     arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
     if batch_invariant or options.origins is not None:
@@ -208,4 +226,4 @@ def bwd(
         attend_backward(*arguments, rule, dropout)
     if sums is not None:
         dk, dv = sums.added()
-    return [dq, dk, dv, softmax_d, *([] if sinks is None else [sink_gradient(sinks, softmax_lse, delta)])]
+    return [stage.added(dq), dk, dv, softmax_d, *dsinks]

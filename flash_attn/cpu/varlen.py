@@ -10,6 +10,7 @@ import torch
 from ..eight_bit import E4M3, Descales
 from . import checks
 from .backward import Sums, attend_backward, row_deltas, sink_gradient
+from .dq_stage import DqStage
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .forward import attend, dropout_of_call, dropout_of_state, new_max_logit, new_s_dmask, rng_state_of, write_s_dmask
@@ -259,6 +260,9 @@ def varlen_bwd(
     *,
     explain=False,
     accumulate_dkv=False,
+    dq_stage="",
+    dq_sum=None,
+    softmax_d=None,
     **named,
 ):
     """Gradients of `varlen_fwd` (without pages); the arguments that `bwd` has mean the same.
@@ -277,21 +281,27 @@ def varlen_bwd(
     checks.check_rng_state(rng_state, p_dropout)
     sinks = options.sinks
     read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse, "dlse": dlse,
-            "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
-    check_written({"dq": dq, "dk": dk, "dv": dv}, read)
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "softmax_d": softmax_d}  # fmt: skip
+    stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (heads, total_q + SOFTMAX_D_GAP * batch)
+    stage.check(q, dq, dk, dv, d_shape)
+    check_written({"dq": dq, "dk": dk, "dv": dv, **stage.written()}, read)
 
     rule = ScoreRule.create(options, batch, q.dtype)
     layout = sequences(total_q, k, cu_seqlens_q, cu_seqlens_k)
     if explain:
         return explain_attention("backward", q, k, v, rule, _problems(layout))
+    if dq_stage == "end":
+        return stage.end(q, dq)
     dropout = dropout_of_state(p_dropout, rng_state)
-    if sums is not None:
-        dk, dv = sums.parts
-    grads = [
-        torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dq, q), (dk, k), (dv, v))
-    ]
-    dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
-    softmax_d = torch.zeros(heads, total_q + SOFTMAX_D_GAP * batch, dtype=compute_dtype(q.dtype))
+    grads = [stage.new_dq(q, dq), None, None]
+    if stage.adds:
+        if sums is not None:
+            dk, dv = sums.parts
+        grads[1:] = (
+            torch.zeros(x.shape, dtype=x.dtype) if grad is None else grad.zero_() for grad, x in ((dk, k), (dv, v))
+        )
+    dsinks = [torch.zeros_like(sinks)] if sinks is not None and stage.begins else []
+    softmax_d = stage.softmax_d(q, d_shape)
     for sequence in layout:
         i, rows, cols = sequence.index, slice(sequence.q0, sequence.q1), slice(sequence.k0, sequence.k1)
         d0 = sequence.q0 + SOFTMAX_D_GAP * i
@@ -299,10 +309,13 @@ def varlen_bwd(
         row_dlse = None if dlse is None else dlse[:, rows].unsqueeze(0)
         delta = softmax_d[:, d0 : d0 + sequence.q1 - sequence.q0].unsqueeze(0)
         sq, sk, origin = sequence.q1 - sequence.q0, sequence.k1 - sequence.k0, options.origin(i)
-        first_row = rule.first_unmasked_row(sq, sk)
-        delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
-        if sinks is not None:
-            dsinks[0] += sink_gradient(sinks, row_lse, delta)
+        if stage.begins:
+            first_row = stage.first_row(rule.first_unmasked_row(sq, sk))
+            delta.copy_(row_deltas(dout[rows].unsqueeze(0), out[rows].unsqueeze(0), row_lse, row_dlse, first_row))
+            if sinks is not None:
+                dsinks[0] += sink_gradient(sinks, row_lse, delta)
+        if not stage.adds:
+            continue
         attend_backward(
             *(x[rows].unsqueeze(0) for x in (dout, q)),
             *(x[cols].unsqueeze(0) for x in (k, v)),
@@ -312,6 +325,7 @@ def varlen_bwd(
             rule.for_batch(i).at(origin, sq, sk),
             None if dropout is None else dropout.for_batch(i).at(origin),
         )
+    grads[0] = stage.added(grads[0])
     if sums is not None:
         grads[1:] = sums.added()
     return [*grads, softmax_d, *dsinks]

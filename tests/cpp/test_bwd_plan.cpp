@@ -124,6 +124,34 @@ void check_memory() {
   check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
 }
 
+// Calls that share a sum of dQ have one layout of it, whatever their keys, and a place for it.
+void check_stages() {
+  using flash::plan::BwdStage;
+  for (const Device& device : {kH100, kA100, kL40}) {
+    for (int head_dim : {32, 64, 128, 192, 256}) {
+      BwdProblem problem = dense(32, 512, 32, head_dim);
+      problem.stage = BwdStage::kBegin;
+      const BwdPlan begin = plan_of(problem, device);
+      check::that(!begin.dq_in_smem, "no heads in shared memory", head_dim);
+      check::that(begin.runs(BwdStage::kBegin) && !begin.runs(BwdStage::kAdd) && !begin.runs(BwdStage::kEnd), "begin");
+      problem.stage = BwdStage::kAdd;
+      problem.seqlen_k = 4096;
+      problem.window = kCausal;
+      problem.has_dropout = problem.accumulates_dkv = true;
+      const BwdPlan add = plan_of(problem, device);
+      check::that(add.has_dq_sum == begin.has_dq_sum && add.dq_tiles == begin.dq_tiles &&
+                      add.dq_tile_floats == begin.dq_tile_floats && add.dq_tile_parts() == begin.dq_tile_parts(),
+                  "layout", head_dim);
+      check::that(add.softmax_d_rows == begin.softmax_d_rows, "softmax_d", head_dim);
+      if (begin.family == Family::kWgmma) {
+        const BwdPlan other = plan_of(problem, device, "mma_sync");
+        check::that(other.dq_tile_parts() != add.dq_tile_parts(), "another family's layout", head_dim);
+      }
+    }
+  }
+  check::that(!plan_of(dense(32, 512, 32, 64), kH100).has_dq_sum, "dQ in shared memory has no sum");
+}
+
 // What the wgmma family cannot run the other one does; where V has another head dim, the call is padded.
 void check_other_families() {
   const BwdProblem problem = dense(2, 4096, 16, 128);
@@ -185,7 +213,7 @@ void check_rules() {
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
-  check::that(line.find(" dq_in_smem=1 deterministic=0 ") != std::string::npos, "flags", line);
+  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 deterministic=0 ") != std::string::npos, "flags", line);
 }
 
 }  // namespace
@@ -193,6 +221,7 @@ void check_explained() {
 int main() {
   check_table();
   check_memory();
+  check_stages();
   check_other_families();
   check_limit();
   check_rules();

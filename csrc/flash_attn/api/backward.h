@@ -3,6 +3,8 @@
 
 #include <ATen/ops/sum.h>
 
+#include <array>
+#include <optional>
 #include <vector>
 
 #include "api/allocate.h"
@@ -46,7 +48,9 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   params.dq_strides = gradient_strides(call.gradients.dq, call.q);
   params.dk_strides = gradient_strides(call.gradients.dk, call.k);
   params.dv_strides = gradient_strides(call.gradients.dv, call.v);
-  const plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic);
+  const plan::BwdStage stage = call.gradients.kept.value();
+  params.keeps_dq = stage != plan::BwdStage::kAll;
+  const plan::BwdProblem problem = bwd_problem(params, dtype_of(call.q), call.deterministic, stage);
   return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
@@ -65,6 +69,24 @@ inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::B
   return workspace;
 }
 
+inline std::array<int64_t, 3> dq_sum_shape(const plan::BwdPlan& plan) {
+  const int64_t parts = plan.dq_tile_parts();
+  return {plan.dq_tiles, parts, plan.dq_tile_floats / parts};
+}
+
+// The same of a call that keeps dQ: only kBegin clears the accumulators, which are the caller's; semaphores begin at 0
+// in every call.
+inline at::Tensor set_params_dq_sum(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& dq_sum) {
+  params.dq_accum_ptr = dq_sum.mutable_data_ptr<float>();
+  params.workspace_ptr = reinterpret_cast<float4*>(params.dq_accum_ptr);
+  params.workspace_vectors = plan.accum_words() / 4;
+  if (!plan.runs(plan::BwdStage::kAdd)) return at::Tensor();
+  at::Tensor counters = new_zeros(dq_sum, {plan.semaphore_words() + 1}, at::kInt);
+  params.dq_semaphore_ptr = plan.deterministic ? counters.mutable_data_ptr<int>() : nullptr;
+  params.tile_count_semaphore = counters.mutable_data_ptr<int>() + plan.semaphore_words();
+  return counters;
+}
+
 // Partial sums of the sinks' gradient, one per CTA of the softmax_d pass, in the order of its grid.
 inline at::Tensor allocate_dsinks(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   const int64_t batch = params.is_varlen() ? 1 : params.b;
@@ -73,19 +95,40 @@ inline at::Tensor allocate_dsinks(Flash_bwd_params& params, const plan::BwdPlan&
   return sums;
 }
 
-inline at::Tensor allocate_softmax_d(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
-  params.d_rows = plan.softmax_d_rows;
-  at::Tensor softmax_d = params.is_varlen() ? new_zeros(q, {q.size(-2), params.d_rows}, at::kFloat)
-                                            : new_empty(q, {params.b, q.size(-2), params.d_rows}, at::kFloat);
-  params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
-  return softmax_d;
+inline at::DimVector softmax_d_shape(const Flash_bwd_params& params, const plan::BwdPlan& plan) {
+  if (params.is_varlen()) return {params.h, plan.softmax_d_rows};
+  return {params.b, params.h, plan.softmax_d_rows};
 }
 
-inline void launch_backward(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
+inline at::Tensor allocate_softmax_d(const Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
+  const at::DimVector shape = softmax_d_shape(params, plan);
+  return params.is_varlen() ? new_zeros(q, shape, at::kFloat) : new_empty(q, shape, at::kFloat);
+}
+
+// The caller's dq_sum, or a new one at kBegin; undefined where the call keeps nothing.
+inline at::Tensor kept_dq_sum(const Flash_bwd_params& params, const plan::BwdPlan& plan, const KeptDq& kept,
+                              const at::Tensor& q) {
+  if (plan.stage == plan::BwdStage::kAll) return at::Tensor();
+  if (!plan.has_dq_sum) {
+    checks::fail("dq_stage", "expected '' for kernels without a sum of dQ (explain: has_dq_sum), got '", kept.stage,
+                 "'");
+  }
+  const auto shape = dq_sum_shape(plan);
+  check_kept(kept, shape, softmax_d_shape(params, plan), q);
+  return kept.dq_sum.has_value() ? *kept.dq_sum : new_empty(q, shape, at::kFloat);
+}
+
+// A gradient that this stage writes.
+inline at::Tensor computed(const std::optional<Output>& output) { return output ? output->computed : at::Tensor(); }
+inline at::Tensor finished(const std::optional<Output>& output) { return output ? output->finish() : at::Tensor(); }
+
+inline void launch_backward(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q,
+                            const at::Tensor& dq_sum) {
   trace(plan);
   at::Tensor varlen;
   check_launch(prepare(params, false, q, varlen), "prepare_kernel", q);
-  const at::Tensor workspace = allocate_bwd_workspace(params, plan, q);
+  const at::Tensor workspace =
+      dq_sum.defined() ? set_params_dq_sum(params, plan, dq_sum) : allocate_bwd_workspace(params, plan, q);
   check_launch(run_mha_bwd(params, plan, c10::cuda::getCurrentCUDAStream().stream()), "flash_bwd_kernel", q);
 }
 
@@ -107,18 +150,28 @@ inline std::vector<at::Tensor> backward(const BwdCall& call) {
   }
   const at::Tensor lse = call.lse.contiguous();
   const at::Tensor dlse = gradients.dlse.has_value() ? gradients.dlse->contiguous() : at::Tensor();
-  Output dq(gradients.dq, call.q, call.q.sizes(), pad);
-  Output dk(gradients.dk, call.k, call.k.sizes(), pad, gradients.accumulate_dkv);
-  Output dv(gradients.dv, call.v, call.v.sizes(), pad, gradients.accumulate_dkv);
+  const at::Tensor dq_sum = kept_dq_sum(params, plan, gradients.kept, q);
+  std::optional<Output> dq, dk, dv;
+  if (plan.runs(plan::BwdStage::kEnd)) dq.emplace(gradients.dq, call.q, call.q.sizes(), pad);
+  if (plan.runs(plan::BwdStage::kAdd)) {
+    dk.emplace(gradients.dk, call.k, call.k.sizes(), pad, gradients.accumulate_dkv);
+    dv.emplace(gradients.dv, call.v, call.v.sizes(), pad, gradients.accumulate_dkv);
+  }
   set_params_out(params, out, lse);
-  set_params_dgrad(params, dout, dq.computed, dk.computed, dv.computed);
+  set_params_dgrad(params, dout, computed(dq), computed(dk), computed(dv));
   if (dlse.defined()) params.dlse_ptr = dlse.const_data_ptr<float>();
   if (params.has_dropout) reuse_philox_state(params, *call.rng_state);
-  const at::Tensor softmax_d = allocate_softmax_d(params, plan, q);
-  at::Tensor dsinks;
-  if (call.scores.sinks.has_value()) dsinks = allocate_dsinks(params, plan, q);
-  launch_backward(params, plan, q);
-  std::vector<at::Tensor> results{dq.finish(), dk.finish(), dv.finish(), softmax_d};
+  at::Tensor softmax_d, dsinks;
+  if (plan.runs(plan::BwdStage::kBegin)) {
+    softmax_d = allocate_softmax_d(params, plan, q);
+    if (call.scores.sinks.has_value()) dsinks = allocate_dsinks(params, plan, q);
+  } else if (gradients.kept.softmax_d.has_value()) {
+    softmax_d = *gradients.kept.softmax_d;
+  }
+  params.d_rows = plan.softmax_d_rows;
+  if (softmax_d.defined()) params.softmax_d_ptr = softmax_d.mutable_data_ptr<float>();
+  launch_backward(params, plan, q, dq_sum);
+  std::vector<at::Tensor> results{dq ? finished(dq) : dq_sum, finished(dk), finished(dv), softmax_d};
   if (dsinks.defined()) results.push_back(at::sum(dsinks, at::OptionalIntArrayRef({0, 2})));
   return results;
 }

@@ -3,12 +3,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 #include "api/checks.h"
 #include "api/overlap.h"
 #include "api/scores.h"
 #include "api/set_params.h"
+#include "plan/problem.h"
 
 namespace flash {
+
+// By name in Python: BwdStage, and what its calls keep.
+struct KeptDq {
+  std::string stage;         // "": kAll
+  OptionalTensor dq_sum;     // what kBegin returned in dq's place
+  OptionalTensor softmax_d;  // the same
+
+  plan::BwdStage value() const {
+    if (stage.empty()) return plan::BwdStage::kAll;
+    return stage == "begin" ? plan::BwdStage::kBegin : stage == "add" ? plan::BwdStage::kAdd : plan::BwdStage::kEnd;
+  }
+};
 
 struct Gradients {
   const at::Tensor& dout;
@@ -18,10 +33,14 @@ struct Gradients {
   const OptionalTensor& dv;
   // FlashAttention-2 has no others: the module's functions take these by name.
   bool accumulate_dkv = false;  // dk and dv are fp32, and the call adds to them
+  KeptDq kept = {};
 
   template <class Visitor>
   void visit_named(Visitor&& visit) {
     visit("accumulate_dkv", accumulate_dkv, "a bool");
+    visit("dq_stage", kept.stage, "a str");
+    visit("dq_sum", kept.dq_sum, "a tensor or None");
+    visit("softmax_d", kept.softmax_d, "a tensor or None");
   }
 };
 
@@ -31,8 +50,47 @@ inline MatrixStrides gradient_strides(const OptionalTensor& given, const at::Ten
                                                  : contiguous_strides(forward, forward.size(-1));
 }
 
+// Each stage is given what it needs and nothing that it would not write.
+inline void check_stage(const Gradients& gradients) {
+  const KeptDq& kept = gradients.kept;
+  const std::string& stage = kept.stage;
+  if (!stage.empty() && stage != "begin" && stage != "add" && stage != "end") {
+    checks::fail("dq_stage", "expected '', 'begin', 'add' or 'end', got '", stage, "'");
+  }
+  const auto check = [&stage](const char* name, const OptionalTensor& tensor, bool is_wanted) {
+    if (tensor.has_value() == is_wanted) return;
+    checks::fail(name, is_wanted ? "expected a tensor" : "expected None", " at dq_stage '", stage, "', got ",
+                 is_wanted ? "None" : "a tensor");
+  };
+  check("dq_sum", kept.dq_sum, stage == "add" || stage == "end");
+  check("softmax_d", kept.softmax_d, stage == "add");
+  if (stage == "begin" || stage == "add") check("dq", gradients.dq, false);
+  if (stage == "begin" || stage == "end") {
+    check("dk", gradients.dk, false);
+    check("dv", gradients.dv, false);
+  }
+}
+
+// The tensors that a stage is given, as its plan has them.
+inline void check_kept(const KeptDq& kept, at::IntArrayRef sum_shape, at::IntArrayRef softmax_d_shape,
+                       const at::Tensor& q) {
+  const auto check = [&q](const char* name, const OptionalTensor& tensor, at::IntArrayRef shape) {
+    if (!tensor.has_value()) return;
+    checks::device(name, *tensor, q);
+    checks::dtype(name, *tensor, at::kFloat);
+    const bool is_vectors = reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % 16 == 0;
+    if (tensor->sizes() != shape || !tensor->is_contiguous() || !is_vectors) {
+      checks::fail(name, "expected that of dq_stage 'begin' over the same rows and sequences, contiguous of shape ",
+                   shape, ", got shape ", tensor->sizes());
+    }
+  };
+  check("dq_sum", kept.dq_sum, sum_shape);
+  check("softmax_d", kept.softmax_d, softmax_d_shape);
+}
+
 inline void check_gradients(const Gradients& gradients, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& out, const at::Tensor& softmax_lse, at::IntArrayRef lse_shape) {
+  check_stage(gradients);
   const at::DimVector out_shape = checks::output_shape(q, v);
   checks::like("dout", gradients.dout, out_shape, q);
   checks::like("out", out, out_shape, q);
@@ -59,8 +117,10 @@ inline void check_written(const Gradients& gradients, const at::Tensor& q, const
                                   {"dlse", gradients.dlse},
                                   {"alibi_slopes", scores.alibi_slopes},
                                   {"sinks", scores.sinks},
-                                  {"origins", scores.origins}};
-  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}}, read);
+                                  {"origins", scores.origins},
+                                  {"softmax_d", gradients.kept.softmax_d}};
+  overlap::check({{"dq", gradients.dq}, {"dk", gradients.dk}, {"dv", gradients.dv}, {"dq_sum", gradients.kept.dq_sum}},
+                 read);
 }
 
 }  // namespace flash

@@ -62,9 +62,11 @@ inline plan::FwdProblem fwd_problem(const Flash_fwd_params& params, Dtype dtype,
   return problem;
 }
 
-inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype, bool deterministic) {
+inline plan::BwdProblem bwd_problem(const Flash_bwd_params& params, Dtype dtype, bool deterministic,
+                                    plan::BwdStage stage) {
   plan::BwdProblem problem;
   set_problem(problem, params, dtype);
+  problem.stage = stage;
   problem.deterministic = deterministic;
   problem.accumulates_dkv = params.accumulates_dkv;
   problem.fits_tensor_maps = true;

@@ -110,17 +110,19 @@ inline void set_params_out(Flash_fwd_params& params, const at::Tensor& out, cons
   params.softmax_lse_ptr = lse.mutable_data_ptr<float>();
 }
 
-// Gradients that a backward reads and writes.
+// Gradients that a backward reads and writes; a stage may leave some undefined.
 inline void set_params_dgrad(Flash_bwd_params& params, const at::Tensor& dout, const at::Tensor& dq,
                              const at::Tensor& dk, const at::Tensor& dv) {
   params.do_ptr = dout.const_data_ptr();
-  params.dq_ptr = dq.mutable_data_ptr();
-  params.dk_ptr = dk.mutable_data_ptr();
-  params.dv_ptr = dv.mutable_data_ptr();
   params.do_strides = matrix_strides(dout);
-  params.dq_strides = matrix_strides(dq);
-  params.dk_strides = matrix_strides(dk);
-  params.dv_strides = matrix_strides(dv);
+  const auto set = [](auto& pointer, MatrixStrides& strides, const at::Tensor& gradient) {
+    if (!gradient.defined()) return;
+    pointer = gradient.mutable_data_ptr();
+    strides = matrix_strides(gradient);
+  };
+  set(params.dq_ptr, params.dq_strides, dq);
+  set(params.dk_ptr, params.dk_strides, dk);
+  set(params.dv_ptr, params.dv_strides, dv);
 }
 
 // Draws a new state from the generator; the kernel writes it to rng_state.

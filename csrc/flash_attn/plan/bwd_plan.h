@@ -33,6 +33,7 @@ struct BwdPlan {
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool deterministic = false;
+  BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
   int stages = 0;                // of Q and of dO; 0: the GPU has too little shared memory for any
@@ -43,14 +44,18 @@ struct BwdPlan {
   int64_t grid = 0;          // CTAs
   bool is_dynamic = false;   // n_blocks are handed out by a semaphore
 
-  int64_t dq_tiles = 0, dq_tile_floats = 0;  // the fp32 accumulator of dQ in global memory
-  int64_t dq_grid = 0;                       // CTAs of its conversion
+  bool has_dq_sum = false;  // whether dQ has an fp32 accumulator in global memory, which several calls may add to
+  int64_t dq_tiles = 0, dq_tile_floats = 0;
+  int64_t dq_grid = 0;  // CTAs of its conversion
   int dq_threads = 0, dq_smem_bytes = 0;
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its pass for each head (and sequence of a dense batch)
   int64_t workspace_bytes = 0;
 
   constexpr bool has_value_dim() const { return head_dim_v != head_dim; }
+  constexpr bool runs(BwdStage part) const { return stage == BwdStage::kAll || stage == part; }
+  // A tile's floats have the order of the family's accumulators: in the wgmma family each warp has its own.
+  constexpr int dq_tile_parts() const { return family == Family::kWgmma ? dq_threads / 32 : 1; }
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
   constexpr int64_t semaphore_words() const { return deterministic && !dq_in_smem ? dq_tiles : 0; }
   // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and tile_count_semaphore: cleared together,
@@ -61,6 +66,7 @@ struct BwdPlan {
 };
 
 inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {
+  plan.has_dq_sum = true;
   plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
                                                   static_cast<int>(problem.seqlen_q), plan.block_m));
   plan.dq_tile_floats = static_cast<int64_t>(plan.block_m) * plan.head_dim;
@@ -161,6 +167,7 @@ inline BwdPlan plan_bwd(const BwdProblem& problem, const Device& device, const c
   BwdPlan plan = by_wgmma ? plan_bwd_wgmma(problem, device) : plan_bwd_mma_sync(problem, device);
   plan.dtype = problem.dtype;
   plan.deterministic = problem.deterministic;
+  plan.stage = problem.stage;
   plan.softmax_d_rows = softmax_d_rows(problem.is_varlen, problem.batch, problem.seqlen_q);
   plan.softmax_d_blocks = m_blocks(problem.is_varlen, problem.is_varlen ? static_cast<int>(problem.batch) : 1,
                                    static_cast<int>(problem.seqlen_q), static_cast<int>(kSoftmaxDGap));

@@ -103,6 +103,7 @@ constexpr int interleave_width(int64_t resident_blocks, int64_t heads, int64_t b
 // sign of a zero may differ from what global memory adds up: batch-invariant calls have one way.
 constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& device) {
   if (problem.batch_invariant || problem.is_varlen || !problem.is_plain() || problem.accumulates_dkv) return false;
+  if (problem.stage != BwdStage::kAll) return false;
   if (problem.heads != problem.heads_k || problem.seqlen_q == 0 || problem.seqlen_k == 0) return false;
   if (problem.seqlen_q > kSharedDqRows || problem.max_head_dim() > kSm90SharedDqTile.head_dim) return false;
   const int64_t heads = problem.batch * problem.heads, multiprocessors = device.multiprocessors;

@@ -88,7 +88,12 @@ struct FwdProblem : Problem {
   }
 };
 
+// What a backward runs: everything, or one stage of several calls whose sums of dQ are one fp32 tensor. kBegin clears
+// it and computes softmax_d, kAdd adds dQ of the call's keys, kEnd converts it.
+enum class BwdStage { kAll, kBegin, kAdd, kEnd };
+
 struct BwdProblem : Problem {
+  BwdStage stage = BwdStage::kAll;
   bool deterministic = false;
   bool accumulates_dkv = false;  // dK and dV are added to fp32 tensors
   bool fits_tensor_maps = true;  // strides of all inputs and gradients

@@ -49,6 +49,11 @@ __device__ float apply_lse(const Flash_bwd_params& params, int64_t row, float si
   return -expf(sink - lse) * softmax_d;
 }
 
+// Whether a row's O depends on Q. Of calls that keep dQ, whose other keys this one does not know, the LSE says so.
+__device__ bool has_keys(const Flash_bwd_params& params, int64_t lse_row, int row, int first_row) {
+  return params.keeps_dq ? !isinf(params.softmax_lse_ptr[lse_row + row]) : row >= first_row;
+}
+
 // Clears this thread block's part of the fp32 dQ and of the semaphores.
 __device__ void clear_workspace(const Flash_bwd_params& params, int cta) {
   const int64_t count = params.workspace_vectors, length = (count + gridDim.x - 1) / gridDim.x;
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
   for (int offset = 0; offset < kRows; offset += kThreads / lanes) {
     const int row = tile.row_begin + offset + threadIdx.x / lanes;
     float sum = 0.0f;
-    if (row >= first_row && row < tile.row_end && col < params.d_v) {
+    if (row < tile.row_end && col < params.d_v && has_keys(params, lse_row, row, first_row)) {
       sum = dot<Pair>(*reinterpret_cast<const uint4*>(row_of(params.do_ptr, params.do_strides, row)),
                       *reinterpret_cast<const uint4*>(row_of(params.o_ptr, params.o_strides, row)));
     }

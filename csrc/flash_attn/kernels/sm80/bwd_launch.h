@@ -1,6 +1,8 @@
 // Launches of the mma.sync backward.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/common/launch.h"
 #include "kernels/sm80/bwd_kernel.h"
 #include "plan/bwd_plan.h"
@@ -23,23 +25,28 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 }
 
 template <Dtype kDtype, int kHeadDim, bool kSmallTile>
+cudaError_t run_flash_bwd_variant(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  const auto run = [&](auto variant) {
+    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, decltype(variant)::value, kSmallTile>>(params, plan, stream);
+  };
+  switch (plan.variant) {
+    case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
+    case plan::BwdVariant::kDropout: return run(std::integral_constant<BwdVariant, BwdVariant::kDropout>());
+    case plan::BwdVariant::kAccumulate: return run(std::integral_constant<BwdVariant, BwdVariant::kAccumulate>());
+    case plan::BwdVariant::kGeneral: break;
+  }
+  return cudaErrorInvalidValue;  // of the other family
+}
+
+template <Dtype kDtype, int kHeadDim, bool kSmallTile>
 cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if (plan.stages == 0) return cudaErrorInvalidConfiguration;
-  cudaError_t status = run_softmax_d(params, kDtype, stream);
-  if (status != cudaSuccess) return status;
-  switch (plan.variant) {
-    case plan::BwdVariant::kPlain:
-      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, kSmallTile>>(params, plan, stream);
-      break;
-    case plan::BwdVariant::kDropout:
-      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kDropout, kSmallTile>>(params, plan, stream);
-      break;
-    case plan::BwdVariant::kAccumulate:
-      status = run_flash_bwd<BwdConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kSmallTile>>(params, plan, stream);
-      break;
-    case plan::BwdVariant::kGeneral: return cudaErrorInvalidValue;  // of the other family
+  cudaError_t status = cudaSuccess;
+  if (plan.runs(plan::BwdStage::kBegin)) status = run_softmax_d(params, kDtype, stream);
+  if (status == cudaSuccess && plan.runs(plan::BwdStage::kAdd)) {
+    status = run_flash_bwd_variant<kDtype, kHeadDim, kSmallTile>(params, plan, stream);
   }
-  if (status != cudaSuccess) return status;
+  if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
   return run_flash_bwd_convert_dq<BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, kSmallTile>>(params, plan, stream);
 }
 

@@ -75,16 +75,19 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
   launch.params = params;
   launch.grid = plan.order;
   launch.tile_count_semaphore = plan.is_dynamic ? params.tile_count_semaphore : nullptr;
-  cudaError_t status = make_tensor_maps<Config>(launch, Config::kDtype);
-  if (status == cudaSuccess) status = run_softmax_d(params, Config::kDtype, stream);
+  cudaError_t status = cudaSuccess;
+  if (plan.runs(plan::BwdStage::kAdd)) status = make_tensor_maps<Config>(launch, Config::kDtype);
+  if (status == cudaSuccess && plan.runs(plan::BwdStage::kBegin))
+    status = run_softmax_d(params, Config::kDtype, stream);
   if (status != cudaSuccess) return status;
   if constexpr (Config::kDqInSmem) {
     return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
   } else {
-    status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
+    if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
+    if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
     using Plain =
         BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, Config::kHeadDimV>;
-    return status == cudaSuccess ? run_flash_bwd_convert_dq<Plain>(params, plan, stream) : status;
+    return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
   }
 }
 

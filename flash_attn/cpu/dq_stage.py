@@ -1,0 +1,66 @@
+"""A backward in stages: several calls, each with other keys, whose parts of dq have one sum."""
+
+from __future__ import annotations
+
+import torch
+
+from . import checks
+from .scores import compute_dtype
+
+STAGES = ("", "begin", "add", "end")
+
+
+class DqStage:
+    """What a call runs: everything (""), or the sum's beginning with softmax_d, its keys' part, or the rounding."""
+
+    def __init__(self, stage: str, dq_sum: torch.Tensor | None, softmax_d: torch.Tensor | None):
+        self.stage, self._sum, self._softmax_d = stage, dq_sum, softmax_d
+        self.begins, self.adds, self.ends = (stage in ("", own) for own in STAGES[1:])
+
+    def check(self, q, dq, dk, dv, softmax_d_shape) -> None:
+        """Each stage is given what it needs and nothing that it would not write."""
+        stage = self.stage
+        checks.require(stage in STAGES, "dq_stage", "'', 'begin', 'add' or 'end'", repr(stage))
+        self._check_given("dq_sum", self._sum, stage in ("add", "end"))
+        self._check_given("softmax_d", self._softmax_d, stage == "add")
+        if not self.ends:
+            self._check_given("dq", dq, False)
+        if not self.adds:
+            self._check_given("dk", dk, False)
+            self._check_given("dv", dv, False)
+        for name, x, shape in (("dq_sum", self._sum, q.shape), ("softmax_d", self._softmax_d, softmax_d_shape)):
+            if x is None:
+                continue
+            checks.check_device(name, x)
+            checks.check_dtype(name, x, compute_dtype(q.dtype))
+            shape = list(shape)
+            expected = f"that of dq_stage 'begin' over the same rows and sequences, contiguous of shape {shape}"
+            checks.require(list(x.shape) == shape and x.is_contiguous(), name, expected, f"shape {list(x.shape)}")
+
+    def _check_given(self, name: str, x, is_wanted: bool) -> None:
+        expected = f"{'a tensor' if is_wanted else 'None'} at dq_stage '{self.stage}'"
+        checks.require((x is not None) == is_wanted, name, expected, "None" if x is None else "a tensor")
+
+    def written(self) -> dict:
+        return {"dq_sum": self._sum}
+
+    def first_row(self, first_unmasked: int) -> int | None:
+        """For row_deltas: other calls may have keys for rows that this one has none for."""
+        return None if self.stage else first_unmasked
+
+    def softmax_d(self, q, shape) -> torch.Tensor:
+        return torch.zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
+
+    def new_dq(self, q, dq) -> torch.Tensor:
+        """Where the call writes its part."""
+        if self.stage:
+            return torch.zeros(q.shape, dtype=compute_dtype(q.dtype))
+        return torch.zeros(q.shape, dtype=q.dtype) if dq is None else dq.zero_()
+
+    def added(self, part) -> torch.Tensor:
+        """The call's dq, or the sum with its part."""
+        return part if self._sum is None else self._sum.add_(part)
+
+    def end(self, q, dq) -> list:
+        dq = torch.empty(q.shape, dtype=q.dtype) if dq is None else dq
+        return [dq.copy_(self._sum), None, None, None]
