@@ -81,6 +81,7 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
       .add(element * kSm90DqBlockM * tile.value_dim(), kSwizzleBytes)
       .add(element * kSm90DqStages * n * tile.head_dim, kSwizzleBytes)
       .add(element * kSm90DqStages * n * kSm90DqValueCols, kSwizzleBytes)
+      .add(sizeof(RandomBits) * (may_drop ? kSm90DqBlockM : 2), alignof(RandomBits))
       .add(sizeof(RandomBits) * kSm90DqStages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * (8 + 4 * kSm90DqStages + 4 + 1), kBarrierBytes)
       .add(2 * 4, 4);

@@ -6,6 +6,7 @@
 
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/origin.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/sequence.h"
 
@@ -76,18 +77,8 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Score modifiers, and their derivatives on `gradients`.
-template <class Coords, class Scores, class Gradients, class Mask>
-__device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, const Mask& mask,
-                                              const TileCoords& tile_coords, const Coords& coords, Scores& scores,
-                                              Gradients& gradients) {
-  if (!params.has_score_mod) return;
-  ScoreMod(params, tile_coords.batch, tile_coords.head)
-      .grad(scores, gradients, coords, mask.diagonal(tile_coords.row_begin), tile_coords.key_begin);
-}
-
-// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
-// elements 0, as dV = P^T dO needs it, and dp becomes dS.
+// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits` and origins: scores become P with
+// dropped elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients, class Mask>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Mask& mask,
@@ -106,7 +97,11 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
     });
   }
   subtract_softmax_d(dp, softmax_d);
-  modify_scores(params, mask, tile_coords, coords, scores, dp);
+  if (params.has_score_mod) {
+    int diagonal = mask.diagonal(tile_coords.row_begin);
+    if constexpr (kMayDrop) diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, dp, coords, diagonal, tile_coords.key_begin);
+  }
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll

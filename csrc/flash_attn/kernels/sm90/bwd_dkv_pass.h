@@ -12,8 +12,10 @@
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_producer.h"
 #include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/bwd_tile_loader.h"
 #include "kernels/sm90/bwd_wide_products.h"
 #include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_work_queue.h"
 
 namespace flash {
 namespace sm90 {
@@ -85,6 +87,15 @@ struct DkvLoader : BwdTileLoader<Config> {
     }
   }
 };
+
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_key_tile(const BwdPassLaunch& launch, DkvStorage<Config>& storage,
+                                                  const Visit& visit) {
+  for_each_index(storage, launch.num_tiles, [&](int index) {
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) visit(tile);
+  });
+}
 
 // Rows of dK or dV of an n_block: stored as Elements, or added to an fp32 matrix.
 template <class Config, class Accumulator>
@@ -338,18 +349,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
     if (warp == 1) {
       PipelineState<Config::kStages> state;
-      for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) {
+      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) {
         load_statistics<Config>(launch.params, storage, tile, state);
       });
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     DvConsumer<Config> consumer(launch.params, storage);
-    for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     DkConsumer<Config> consumer(launch.params, storage);
-    for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   }
 }
 

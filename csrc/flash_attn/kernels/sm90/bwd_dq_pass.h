@@ -12,6 +12,7 @@
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_dkv_pass.h"
+#include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_tile_loader.h"
 #include "kernels/sm90/bwd_wide_products.h"
 #include "kernels/sm90/bwd_wide_storage.h"
@@ -138,7 +139,6 @@ __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params
 struct DqRows {
   float lse_log2[2];  // +inf where the row is fully masked or beyond the sequence
   float softmax_d[2];
-  RandomBits bits[2];
 
   template <class Config, class Coords>
   __device__ __forceinline__ static DqRows load(const Flash_bwd_params& params, const WorkTile& tile, int row_begin,
@@ -154,14 +154,6 @@ struct DqRows {
       // Not from the L1 cache: this kernel may have started before the one ahead was complete.
       rows.lse_log2[mi] = valid ? lse_or_inf(__ldcg(lse + row)) * ScoreMod::kLog2e : INFINITY;
       rows.softmax_d[mi] = valid ? __ldcg(delta + row) : 0.0f;
-      rows.bits[mi] = {};
-    }
-    if constexpr (Config::kIsGeneral) {
-      if (params.has_dropout) {
-        const DropoutMask mask(params, tile.batch, tile.head);
-#pragma unroll
-        for (int mi = 0; mi < 2; ++mi) rows.bits[mi] = mask.row(row_begin + coords.row(mi));
-      }
     }
     return rows;
   }
@@ -194,11 +186,25 @@ struct DqConsumer {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
     const DqRows rows = DqRows::load<Config>(params, tile, row_begin, coords);
     const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
+    if constexpr (Config::kIsGeneral) {
+      if (params.has_dropout) store_row_bits(tile, row_begin);
+    }
     Gradient acc_dq;
     cute::clear(acc_dq);
     if (n_blocks.count() > 0) visit(tile, rows, row_begin, n_blocks, acc_dq);
     store(tile, rows, row_begin, acc_dq);
     __syncwarp();  // wgmma needs converged warps
+  }
+
+  __device__ __forceinline__ RandomBits* row_bits() const {
+    return storage.dropout_row_bits + group * Config::kBlockM;
+  }
+
+  // The random bits of this warp's 16 rows.
+  __device__ __forceinline__ void store_row_bits(const WorkTile& tile, int row_begin) const {
+    const int row = thread / 32 * 16 + thread % 16;
+    if (thread % 32 < 16) row_bits()[row] = DropoutMask(params, tile.batch, tile.head).row(row_begin + row);
+    __syncwarp();
   }
 
   // Blocks of the work tile that this consumer's rows do not see are passed by.
@@ -308,7 +314,7 @@ struct DqConsumer {
       differentiate_scores(scores, dp, softmax_d);
     } else {
       finish_dp(acc_dp);
-      const RegisterRowBits<Coords> bits{rows.bits, storage.dropout_col_bits[k_state.stage], coords};
+      const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kBlockN, true>(params, visibility, tile_coords, coords, bits,
                                                                     lse_log2, softmax_d, scores, dp);
     }

@@ -122,27 +122,27 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     PipelineState<Config::kStages> state;
     if (warp == kLoadWarp) BwdLoader<Config>(launch, storage).run_all();
     if (warp == kStatisticsWarp) {
-      for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) {
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
         load_statistics<Config>(launch.params, storage, tile, state);
       });
     }
     if constexpr (Config::kHasDqReduceWarps) {
       if (warp >= kFirstDqReduceWarp) {
         DqReduceWarp<Config> dq_reduce_warp{launch.params, storage, warp - kFirstDqReduceWarp};
-        for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
+        for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_reduce_warp.run(tile); });
       }
     }
   } else if (Config::kHasDqWarpgroup && warp_group == 3) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kDqWarpgroupRegisters>();
     if constexpr (Config::kHasDqWarpgroup) {
       DqWarpgroup<Config> dq_warpgroup(launch, storage);
-      for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) { dq_warpgroup.run(tile); });
+      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { dq_warpgroup.run(tile); });
       dq_warpgroup.finish();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     BwdConsumer<Config> consumer(launch, storage, warp_group - 1);
-    for_each_work_tile<Config>(launch, storage, [&](const BwdWorkTile& tile) { consumer.compute_dk_dv_1colblock(tile); });
+    for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.compute_dk_dv_1colblock(tile); });
     consumer.finish();
   }
 }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * Config::kDqWarps)
   using Store = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   extern __shared__ __align__(1024) char smem[];
   const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
-  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x);
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
   convert_dq<Config>(params, staged, [&](const float* dq_tile) {
     typename BwdMainloop<Config>::AccDq acc_dq;
     load_dq<32>(acc_dq, dq_tile + Config::dq_offset(threadIdx.x / 32), threadIdx.x % 32);

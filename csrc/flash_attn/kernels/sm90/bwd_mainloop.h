@@ -132,6 +132,8 @@ struct BwdMainloop {
     }
   }
 
+  __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
+
   // One m_block of one query head, without a dQ warpgroup.
   __device__ __forceinline__ void step(const QStep& at, int i) {
     using namespace cute;

@@ -9,8 +9,9 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/sm90/bwd_storage.h"
-#include "kernels/sm90/bwd_tile_loader.h"
-#include "kernels/sm90/bwd_work_queue.h"
+#include "kernels/tma/clear_rows.h"
+#include "kernels/tma/tensor_map.h"
+#include "kernels/tma/tile_copy.h"
 
 namespace flash {
 namespace sm90 {
@@ -19,18 +20,38 @@ using namespace tma;
 
 // The load warp. One lane issues the TMA copies; all lanes run the loop.
 template <class Config>
-struct BwdLoader : BwdTileLoader<Config> {
-  using typename BwdTileLoader<Config>::Element;
-  using BwdTileLoader<Config>::is_elected;
+struct BwdLoader {
+  using Element = typename Config::Element;
 
   const BwdLaunch& launch;
   BwdStorage<Config>& storage;
+  const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKvStages> kv_state;
   bool is_first = true;
+  uint32_t pre_clear_phase = 0;
 
   __device__ __forceinline__ BwdLoader(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
-      : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
+      : launch(launch_), storage(storage_), is_elected(threadIdx.x % 32 == 0) {}
+
+  // Loads rows [row, row + kRows) of kCols columns into a tile of kTileRows rows, one TMA box per swizzle atom. Rows
+  // before `first` are fully masked and become zeros: 0 * NaN from them would be NaN in the MMA.
+  template <int kRows, int kCols, int kTileRows = kRows>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
+                                       int row, int first, int head, cute::TMA::CacheHintSm90 hint) {
+    constexpr int kAtoms = kCols / Config::kAtomCols;
+    const bool has_masked_rows = first > row;
+    Barrier& tma_full = has_masked_rows ? storage.pre_clear_full : full;
+    if (is_elected) {
+      tma_full.arrive_and_expect(kRows * kCols * static_cast<int>(sizeof(Element)));
+      load_tile<kAtoms, Config::kAtomCols, kTileRows>(map, tma_full, smem, rows, row, head, hint);
+    }
+    if (!has_masked_rows) return;
+    tma_full.wait(pre_clear_phase);
+    pre_clear_phase ^= 1;
+    clear_rows<kTileRows, kAtoms, Config::kAtomCols>(smem, min(first - row, kRows));
+    if (is_elected) full.arrive();
+  }
 
   // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
   // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
@@ -44,14 +65,23 @@ struct BwdLoader : BwdTileLoader<Config> {
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }
 
-  // Fetches, announces and loads the work tiles of this thread block.
+  // Fetches, announces (work_full) and loads the work tiles of this thread block.
   __device__ __forceinline__ void run_all() {
-    announce_work_tiles(
-        storage, launch.grid.blocks, is_elected, [&](bool first, int index) { return fetch(first, index); },
-        [&](int index) {
-          const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
-          if (!tile.empty(Config::kBlockN)) run(tile);
-        });
+    PipelineState<2> work_state;
+    int index = fetch(true, 0);
+    while (true) {
+      storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
+      if (is_elected) {
+        storage.work[work_state.stage] = index;
+        storage.work_full[work_state.stage].arrive();
+      }
+      __syncwarp();
+      work_state.advance();
+      if (index >= launch.grid.blocks) return;
+      const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+      if (!tile.empty(Config::kBlockN)) run(tile);
+      index = fetch(false, index);
+    }
   }
 
   // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
@@ -76,9 +106,9 @@ struct BwdLoader : BwdTileLoader<Config> {
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
-      this->template load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, first_key, head, kHint);
-      this->template load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
                                                       k_rows, row + first, first_key, head, kHint);
     }
   }
@@ -101,10 +131,10 @@ struct BwdLoader : BwdTileLoader<Config> {
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       storage.q_empty[stage].wait(state.phase ^ 1);
-      this->template load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
+      load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
-      this->template load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
+      load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                                first_row, at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
       state.advance();
@@ -115,12 +145,19 @@ struct BwdLoader : BwdTileLoader<Config> {
 };
 
 // The other warps' side of BwdLoader::run_all(): visit(BwdWorkTile) for each work tile that is not empty.
-template <class Config, class Launch, class Storage, class Visit>
-__device__ __forceinline__ void for_each_work_tile(const Launch& launch, Storage& storage, const Visit& visit) {
-  for_each_index(storage, launch.grid.blocks, [&](int index) {
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdStorage<Config>& storage,
+                                                   const Visit& visit) {
+  PipelineState<2> work_state;
+  while (true) {
+    storage.work_full[work_state.stage].wait(work_state.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[work_state.stage], 0);
+    storage.work_empty[work_state.stage].arrive();
+    work_state.advance();
+    if (index >= launch.grid.blocks) return;
     const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
     if (!tile.empty(Config::kBlockN)) visit(tile);
-  });
+  }
 }
 
 // The random bits from which a step computes its dropout mask, by one warp.

@@ -41,16 +41,5 @@ struct SmemRandomBits {
   __device__ __forceinline__ RandomBits column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
 };
 
-// The random bits of dropout of two rows in registers, and of pairs of columns in shared memory.
-template <class Coords>
-struct RegisterRowBits {
-  const RandomBits (&rows)[2];
-  const RandomBits* pairs;
-  const Coords& coords;
-
-  __device__ __forceinline__ RandomBits row(int mi) const { return rows[mi]; }
-  __device__ __forceinline__ RandomBits column_pair(int ni) const { return pairs[coords.col(ni) / 2]; }
-};
-
 }  // namespace sm90
 }  // namespace flash

@@ -93,6 +93,8 @@ struct BwdStorage {
       do_full[i].init(1 + 32);
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
+      dq_added[i].init(Config::kConsumerWarps);
+      dq_released[i].init(1);
     }
     pre_clear_full.init(1);
     for (int i = 0; i < 2; ++i) {

@@ -30,8 +30,8 @@ struct BwdWideConfig {
 
   static constexpr int kConsumers = 256;  // threads
   static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
 
   // A tile is a sequence of swizzle atoms of 64 columns, one per TMA box.
   static constexpr int kAtomCols = 64;

@@ -84,7 +84,8 @@ struct DqStorage {
   alignas(1024) Element dout[2][Config::kSmemV];
   alignas(1024) Element k[Config::kDqStages][Config::kSmemK];
   alignas(1024) Element v[Config::kDqStages][Config::kBlockN * Config::kVPartCols];
-  // Stages of K, with dropout: random bits of the pairs of columns.
+  // With dropout: random bits of the rows, which their warp alone reads; stages of K, of the pairs of columns.
+  RandomBits dropout_row_bits[Config::kIsGeneral ? Config::kDqBlockM : 2];
   RandomBits dropout_col_bits[Config::kDqStages][Config::kIsGeneral ? Config::kBlockN / 2 : 1];
   Barrier q_full[2], q_empty[2], do_full[2], do_empty[2];
   Barrier k_full[Config::kDqStages], k_empty[Config::kDqStages];
