@@ -48,6 +48,7 @@ struct BwdPlan {
   int64_t dq_tile_floats = 0;  // of the accumulator
   int64_t dq_grid = 0;         // CTAs of its conversion or pass
   bool dq_is_dynamic = false;
+  bool dq_overlaps = false;  // its pass may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its pass for each head (and sequence of a dense batch)
@@ -122,6 +123,7 @@ inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& 
   plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
                                                   static_cast<int>(problem.seqlen_q), kSm90DqBlockM));
   plan.dq_grid = persistent_grid(plan.dq_tiles, device, plan.dq_is_dynamic);
+  plan.dq_overlaps = !device.has_margin;
   plan.dq_threads = plan.threads;
   plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, problem.dtype);
 }

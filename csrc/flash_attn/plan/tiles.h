@@ -261,8 +261,8 @@ struct Sm90BwdTile {
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
-// Whether dQ has a pass of its own: where dK and dV of only 64 keys fit the registers, fp32 additions to dQ would be the
-// bound.
+// Whether dQ has a pass of its own: where dK and dV of only 64 keys fit the registers, fp32 additions to dQ would be
+// the bound.
 constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64; }
 
 // The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of parts of V of so many columns.

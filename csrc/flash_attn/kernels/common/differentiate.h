@@ -135,8 +135,7 @@ __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& par
   fill(handed, 1.0f);
   if (params.has_score_mod) {
     const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
-    ScoreMod(params, tile_coords.batch, tile_coords.head)
-        .grad(scores, handed, coords, diagonal, tile_coords.key_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, handed, coords, diagonal, tile_coords.key_begin);
   }
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);

@@ -1,6 +1,6 @@
 // The dQ pass of the wgmma backward above head dim 128, scheduled like a forward: 128 rows of a query head stay in
-// shared memory, 64 for each consumer, and the K and V blocks that they see pass. S = Q K^T and dP = dO V^T have rows as
-// rows, so that dS is the left operand of dQ += dS K from registers, and a thread has two rows of LSE and softmax_d.
+// shared memory, 64 for each consumer, and the K and V blocks that they see pass. S = Q K^T and dP = dO V^T have rows
+// as rows, so that dS is the left operand of dQ += dS K from registers, and a thread has two rows of LSE and softmax_d.
 // dQ is complete in registers and stored once: no fp32 accumulator, no additions, the same bits in every run.
 #pragma once
 
@@ -176,11 +176,7 @@ struct DqConsumer {
   uint32_t tile_phase = 0;
 
   __device__ __forceinline__ DqConsumer(const Flash_bwd_params& params_, DqStorage<Config>& storage_, int group_)
-      : params(params_),
-        storage(storage_),
-        group(group_),
-        thread(threadIdx.x % 128),
-        coords(threadIdx.x % 128) {}
+      : params(params_), storage(storage_), group(group_), thread(threadIdx.x % 128), coords(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run(const WorkTile& tile) {
     const int row_begin = tile.row_begin + group * Config::kBlockM;
@@ -196,9 +192,7 @@ struct DqConsumer {
     __syncwarp();  // wgmma needs converged warps
   }
 
-  __device__ __forceinline__ RandomBits* row_bits() const {
-    return storage.dropout_row_bits + group * Config::kBlockM;
-  }
+  __device__ __forceinline__ RandomBits* row_bits() const { return storage.dropout_row_bits + group * Config::kBlockM; }
 
   // The random bits of this warp's 16 rows.
   __device__ __forceinline__ void store_row_bits(const WorkTile& tile, int row_begin) const {
@@ -242,8 +236,8 @@ struct DqConsumer {
 
   // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
   // serialises those.
-  __device__ __forceinline__ void accumulate(const WorkTile& tile, const DqRows& rows, int row_begin, int begin, int end,
-                                             Gradient& acc_dq) {
+  __device__ __forceinline__ void accumulate(const WorkTile& tile, const DqRows& rows, int row_begin, int begin,
+                                             int end, Gradient& acc_dq) {
     Scores acc_s;
     start_s(acc_s);
     wait_for<0>(acc_s);
@@ -342,7 +336,8 @@ struct DqConsumer {
 // Launched as a dependent of the dK and dV pass, whose results it does not need: its thread blocks take the place of
 // those that have run out of n_blocks. softmax_d is complete when the first of them starts (flash_bwd_dkv_kernel()).
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
   extern __shared__ __align__(1024) char smem[];
   DqStorage<Config>& storage = *reinterpret_cast<DqStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
@@ -357,9 +352,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_dq_kernel(const
     }
     if (Config::kIsGeneral && warp == 1) {
       PipelineState<Config::kDqStages> state;
-      for_each_row_tile(launch, storage, [&](const WorkTile& tile) {
-        store_column_bits<Config>(launch.params, storage, tile, state);
-      });
+      for_each_row_tile(launch, storage,
+                        [&](const WorkTile& tile) { store_column_bits<Config>(launch.params, storage, tile, state); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

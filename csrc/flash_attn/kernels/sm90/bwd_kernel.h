@@ -29,8 +29,8 @@ __device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Acc
                                         const DkvMatrix& matrix) {
   const BwdWorkTile& tile = mainloop.tile;
   const int key = mainloop.key_begin();
-  const int64_t offset = matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch, tile.k_begin + key,
-                                       tile.head_k);
+  const int64_t offset =
+      matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
   add_rows(row_col_view(acc), AccumulatorCoords<4>(mainloop.thread), static_cast<float*>(matrix.data) + offset,
            matrix.strides.row, tile.seqlen_k - key, matrix.cols);
 }

@@ -32,7 +32,7 @@ struct BwdMainloop {
   using Storage = BwdStorage<Config>;
   template <class Mma, int kCols>
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
-  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;  // ((2, 2, M / 8), 1, 1)
+  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
   using AccDkv = Accumulator<typename Config::MmaDkv, Config::kHeadDim>;  // ((2, 2, columns / 8), 1, 1)
   using AccDq = Accumulator<typename Config::MmaDq, Config::kHeadDim>;
   // P^T and dS^T as A operands: the layout of their accumulator registers.
@@ -100,8 +100,8 @@ struct BwdMainloop {
   // S^T = K Q^T or dP^T = V dO^T; `rows` is Q or dO of the m_block.
   __device__ __forceinline__ void start_scores(Element* keys, Element* rows, AccSdP& acc) const {
     using namespace cute;
-    start(typename Config::MmaSdP{}, local_kv(keys),
-          make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQ{}), acc);
+    start(typename Config::MmaSdP{}, local_kv(keys), make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQ{}),
+          acc);
   }
 
   // dV += P^T dO or dK += dS^T Q.
@@ -169,8 +169,8 @@ struct BwdMainloop {
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage],
-                                        storage.dropout_col_bits[stage] + 32 * group, coords};
+      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
+                                        coords};
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
       if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);

@@ -109,7 +109,7 @@ struct BwdLoader {
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, first_key, head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                      k_rows, row + first, first_key, head, kHint);
+                                                     k_rows, row + first, first_key, head, kHint);
     }
   }
 
@@ -135,7 +135,7 @@ struct BwdLoader {
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);

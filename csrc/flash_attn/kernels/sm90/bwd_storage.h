@@ -72,9 +72,7 @@ struct BwdStorage {
     if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemK;
     return Config::kDsHoldsDkv ? ds[0] + Config::kSmemK : reinterpret_cast<Element*>(dq);
   }
-  __device__ __forceinline__ Element* staged_dv() {
-    return Config::kSeparateDkvSmem ? dkv : ds[0];
-  }
+  __device__ __forceinline__ Element* staged_dv() { return Config::kSeparateDkvSmem ? dkv : ds[0]; }
 
   // The buffer of stage `index` of the dQ tiles that DqReduceWarp reduces.
   __device__ __forceinline__ float* dq_tile(int index) { return dq + index % Config::kDqBuffers * Config::kDqTile; }

@@ -40,10 +40,10 @@ struct BwdWideConfig {
                                             cute::Shape<cute::_64, cute::Int<kCols>>{}));
   // The transposed view of the same bytes.
   template <int kCols>
-  using TransposedTile = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                      cute::Shape<cute::Int<kCols>, cute::_64>{},
-                                                      cute::Step<cute::_2, cute::_1>{}));
-  static constexpr int kSmemK = kBlockN * kHeadDim;  // elements; of Q too
+  using TransposedTile =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kCols>, cute::_64>{}, cute::Step<cute::_2, cute::_1>{}));
+  static constexpr int kSmemK = kBlockN * kHeadDim;   // elements; of Q too
   static constexpr int kSmemV = kBlockN * kHeadDimV;  // of dO too
   static constexpr int kSmemP = kBlockM * kBlockN;
 

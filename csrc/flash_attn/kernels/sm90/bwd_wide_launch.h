@@ -54,6 +54,10 @@ cudaError_t run_flash_bwd_dq(BwdPassLaunch launch, const plan::BwdPlan& plan, cu
                 "plan and kernel agree on the shared memory");
   launch.num_tiles = static_cast<int>(plan.dq_tiles);
   launch.tile_count_semaphore = plan.dq_is_dynamic ? launch.params.tile_count_semaphore + 1 : nullptr;
+  if (!plan.dq_overlaps) {
+    return flash::launch(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
+                         launch.params.device, stream, configured_devices);
+  }
   return launch_dependent(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
                           launch.params.device, stream, configured_devices);
 }

@@ -11,15 +11,13 @@ namespace flash {
 namespace sm90 {
 
 template <class Element>
-using MmaScores =
-    decltype(cute::make_tiled_mma(cute::GMMA::ss_op_selector<Element, Element, float,
-                                                             cute::Shape<cute::_64, cute::_64, cute::_16>,
-                                                             cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+using MmaScores = decltype(cute::make_tiled_mma(
+    cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::_64, cute::_16>,
+                               cute::GMMA::Major::K, cute::GMMA::Major::K>()));
 template <class Element, int kCols>
-using MmaGradient =
-    decltype(cute::make_tiled_mma(cute::GMMA::rs_op_selector<Element, Element, float,
-                                                             cute::Shape<cute::_64, cute::Int<kCols>, cute::_16>,
-                                                             cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+using MmaGradient = decltype(cute::make_tiled_mma(
+    cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kCols>, cute::_16>,
+                               cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 template <class Config>
 using AccScores = decltype(cute::partition_fragment_C(MmaScores<typename Config::Element>{},
                                                       cute::Shape<cute::_64, cute::_64>{}));  // ((2, 2, 8), 1, 1)

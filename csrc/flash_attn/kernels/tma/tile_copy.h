@@ -9,8 +9,9 @@
 namespace flash {
 namespace tma {
 
-// Loads kAtoms atoms of kAtomCols columns, from row `row` of the sequence and column `first_col` on. An atom has kTileRows rows
-// in shared memory, of which the box may cover fewer. By one thread, after full.arrive_and_expect() of all bytes.
+// Loads kAtoms atoms of kAtomCols columns, from row `row` of the sequence and column `first_col` on. An atom has
+// kTileRows rows in shared memory, of which the box may cover fewer. By one thread, after full.arrive_and_expect() of
+// all bytes.
 template <int kAtoms, int kAtomCols, int kTileRows, class Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
                                           int row, int head, cute::TMA::CacheHintSm90 hint, int first_col = 0) {
