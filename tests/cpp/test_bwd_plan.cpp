@@ -74,8 +74,8 @@ std::vector<Row> table() {
        true},
       {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
       {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
-      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 190464, 132, true},
-      {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 216064, 64, false},
+      {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 141312, 132, true},
+      {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 215040, 64, false},
       {"d 32", dense(2, 8192, 16, 32), kH100, kMma, V::kPlain, 32, 64, 2, 128, 40960, 4096, false},
       {"d 128 on A100", long_128, kA100, kMma, V::kPlain, 128, 64, 2, 128, 114688, 4096, false},
       {"d 128 on L40", long_128, kL40, kMma, V::kPlain, 128, 64, 1, 128, 81920, 4096, false},
@@ -143,13 +143,33 @@ void check_stages() {
                       add.dq_tile_floats == begin.dq_tile_floats && add.dq_tile_parts() == begin.dq_tile_parts(),
                   "layout", head_dim);
       check::that(add.softmax_d_rows == begin.softmax_d_rows, "softmax_d", head_dim);
-      if (begin.family == Family::kWgmma) {
+      if (begin.family == Family::kWgmma && begin.has_dq_sum) {
         const BwdPlan other = plan_of(problem, device, "mma_sync");
         check::that(other.dq_tile_parts() != add.dq_tile_parts(), "another family's layout", head_dim);
       }
     }
   }
   check::that(!plan_of(dense(32, 512, 32, 64), kH100).has_dq_sum, "dQ in shared memory has no sum");
+}
+
+// Above head dim 128 dQ has a pass of its own: no accumulator, no semaphores but those of work tiles, one way in both
+// modes.
+void check_dq_pass() {
+  BwdProblem problem = dense(2, 1000, 24, 256);
+  const BwdPlan plan = plan_of(problem, kH100);
+  check::that(plan.dq_pass && plan.accum_words() == 0 && plan.workspace_bytes == 16, "workspace", plan.workspace_bytes);
+  check::that(plan.dq_tiles == 2 * 24 * 8 && plan.dq_is_dynamic && plan.dq_grid == 132, "tiles", plan.dq_tiles);
+  check::that(plan.dq_smem_bytes == 230400 && plan.dq_threads == 384, "pass", plan.dq_smem_bytes, plan.dq_threads);
+  problem.deterministic = true;
+  const BwdPlan ordered = plan_of(problem, kH100);
+  check::that(ordered.semaphore_words() == 0 && ordered.workspace_bytes == 16, "no semaphores");
+  check::that(ordered.running_n_blocks == plan.running_n_blocks, "the same order of n_blocks");
+  const BwdPlan few = plan_of(dense(1, 500, 4, 192), kH100);
+  check::that(few.dq_tiles == 16 && few.dq_grid == 16 && !few.dq_is_dynamic, "few rows", few.dq_grid);
+  problem.is_varlen = true;
+  check::that(plan_of(problem, kH100).dq_tiles == 24 * (1000 / 128 + 2 + 2), "slots of packed rows");
+  check::that(!plan_of(dense(2, 1000, 24, 128), kH100).dq_pass, "head dim 128");
+  check::that(!plan_of(dense(2, 1000, 24, 256), kA100).dq_pass, "mma.sync");
 }
 
 // What the wgmma family cannot run the other one does; where V has another head dim, the call is padded.
@@ -213,7 +233,7 @@ void check_rules() {
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
-  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 deterministic=0 ") != std::string::npos, "flags", line);
+  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 dq_pass=0 deterministic=0 ") != std::string::npos, "flags", line);
 }
 
 }  // namespace
@@ -222,6 +242,7 @@ int main() {
   check_table();
   check_memory();
   check_stages();
+  check_dq_pass();
   check_other_families();
   check_limit();
   check_rules();

@@ -164,8 +164,13 @@ void check_backward_choice() {
 constexpr int kSmemBytes = 227 * 1024, kSpareBytes = 4 * 1024;  // headroom that the sanitizers need
 
 void check_backward_tile(const flash::plan::Sm90BwdTile& tile) {
-  const int bytes = flash::plan::sm90_bwd_smem_bytes(tile, true, false, flash::Dtype::kBf16);
+  const auto dtype = flash::Dtype::kBf16;
+  const bool has_dq_pass = flash::plan::has_dq_pass(tile);
+  const int bytes = has_dq_pass ? flash::plan::sm90_dkv_smem_bytes(tile, true, dtype)
+                                : flash::plan::sm90_bwd_smem_bytes(tile, true, false, dtype);
   check::that(bytes + kSpareBytes <= kSmemBytes, "shared memory of the backward", tile.head_dim, bytes);
+  const int dq_bytes = has_dq_pass ? flash::plan::sm90_dq_smem_bytes(tile, true, dtype) : 0;
+  check::that(dq_bytes <= kSmemBytes, "shared memory of the dQ pass", tile.head_dim, dq_bytes);
   check::that((tile.block_n == 128 || tile.block_n == 64) && tile.block_m == 64, "two consumers", tile.head_dim);
 }
 

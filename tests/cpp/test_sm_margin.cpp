@@ -61,6 +61,8 @@ void check_backward(BwdProblem problem, bool deterministic, int64_t margin) {
   const BwdPlan plan = plan_bwd(problem, with_margin(kH100, margin), nullptr);
   const int64_t left = left_by(margin);
   check::that(plan.family == Family::kWgmma && plan.grid >= 1 && plan.grid <= left, "backward grid", plan.grid, margin);
+  check::that(!plan.dq_pass || (plan.dq_grid <= left && plan.dq_overlaps == (margin == 0)), "dQ pass", plan.dq_grid,
+              margin);
   // n_blocks that wait for others are handed out in order wherever not all of them are resident.
   check::that(plan.dq_in_smem || plan.is_dynamic == (plan.order.blocks > left), "semaphore", plan.order.blocks, margin);
 }

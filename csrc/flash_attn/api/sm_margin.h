@@ -21,6 +21,7 @@ struct LaunchOptions {
 constexpr plan::Device with_margin(plan::Device device, int64_t sm_margin) {
   const bool leaves_some = sm_margin < device.multiprocessors;
   device.multiprocessors = leaves_some ? device.multiprocessors - static_cast<int>(sm_margin) : 1;
+  device.has_margin = sm_margin > 0;
   return device;
 }
 

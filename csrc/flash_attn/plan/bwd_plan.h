@@ -32,6 +32,7 @@ struct BwdPlan {
   int pad_head_dim = 0;              // columns that Q, K and V are padded to ahead of them; 0: they stay as they are
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
+  bool dq_pass = false;              // dQ is computed by a pass of its own, not accumulated
   bool deterministic = false;
   BwdStage stage = BwdStage::kAll;
 
@@ -44,9 +45,12 @@ struct BwdPlan {
   int64_t grid = 0;          // CTAs
   bool is_dynamic = false;   // n_blocks are handed out by a semaphore
 
-  bool has_dq_sum = false;  // whether dQ has an fp32 accumulator in global memory, which several calls may add to
-  int64_t dq_tiles = 0, dq_tile_floats = 0;
-  int64_t dq_grid = 0;  // CTAs of its conversion
+  bool has_dq_sum = false;     // whether dQ has an fp32 accumulator in global memory, which several calls may add to
+  int64_t dq_tiles = 0;        // of the fp32 accumulator of dQ in global memory, or work tiles of its own pass
+  int64_t dq_tile_floats = 0;  // of the accumulator
+  int64_t dq_grid = 0;         // CTAs of its conversion or pass
+  bool dq_is_dynamic = false;
+  bool dq_overlaps = false;  // its pass may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
   int64_t softmax_d_rows = 0;    // of one head
   int64_t softmax_d_blocks = 0;  // CTAs of its pass for each head (and sequence of a dense batch)
@@ -57,11 +61,12 @@ struct BwdPlan {
   // A tile's floats have the order of the family's accumulators: in the wgmma family each warp has its own.
   constexpr int dq_tile_parts() const { return family == Family::kWgmma ? dq_threads / 32 : 1; }
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
-  constexpr int64_t semaphore_words() const { return deterministic && !dq_in_smem ? dq_tiles : 0; }
-  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and tile_count_semaphore: cleared together,
-  // 16 bytes at a time.
+  constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
+  constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
+  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each pass:
+  // cleared together, 16 bytes at a time.
   constexpr int64_t workspace_vectors() const {
-    return dq_in_smem ? 0 : (accum_words() + semaphore_words() + 1 + 3) / 4;
+    return dq_in_smem ? 0 : (accum_words() + semaphore_words() + (dq_pass ? 2 : 1) + 3) / 4;
   }
 };
 
@@ -112,6 +117,23 @@ inline void set_dq_in_smem(BwdPlan& plan, const BwdProblem& problem, const Devic
   plan.grid = plan.order.blocks = heads < device.multiprocessors ? heads : device.multiprocessors;
 }
 
+// CTAs for so many work tiles, and whether a semaphore hands them out. More tiles than can be numbered: the launch
+// fails.
+inline int64_t persistent_grid(int64_t tiles, const Device& device, bool& is_dynamic) {
+  is_dynamic = tiles > device.multiprocessors;
+  return is_dynamic && tiles <= kMaxGridBlocks ? device.multiprocessors : tiles;
+}
+
+inline void set_dq_pass(BwdPlan& plan, const BwdProblem& problem, const Device& device, const Sm90BwdTile& tile) {
+  plan.dq_pass = true;
+  plan.dq_tiles = product(problem.heads, m_blocks(problem.is_varlen, static_cast<int>(problem.batch),
+                                                  static_cast<int>(problem.seqlen_q), kSm90DqBlockM));
+  plan.dq_grid = persistent_grid(plan.dq_tiles, device, plan.dq_is_dynamic);
+  plan.dq_overlaps = !device.has_margin;
+  plan.dq_threads = plan.threads;
+  plan.dq_smem_bytes = sm90_dq_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, problem.dtype);
+}
+
 inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
   plan.family = Family::kWgmma;
@@ -126,21 +148,25 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
-  plan.smem_bytes = sm90_bwd_smem_bytes(tile, plan.variant == BwdVariant::kGeneral, dq_in_smem, problem.dtype);
+  const bool may_drop = plan.variant == BwdVariant::kGeneral;
+  plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, may_drop, problem.dtype)
+                                      : sm90_bwd_smem_bytes(tile, may_drop, dq_in_smem, problem.dtype);
   if (dq_in_smem) {
     set_dq_in_smem(plan, problem, device);
     return plan;
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
+  const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
-      running_n_blocks(problem.deterministic, problem.window.may_mask_right(), rows / tile.block_m, tile.block_n);
+      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
-  plan.is_dynamic = plan.order.blocks > device.multiprocessors;
-  // More n_blocks than can be numbered: the launch fails.
-  const bool is_numbered = plan.order.blocks <= kMaxGridBlocks;
-  plan.grid = plan.is_dynamic && is_numbered ? device.multiprocessors : plan.order.blocks;
-  set_dq_accumulator(plan, problem);
-  plan.dq_threads = 32 * sm90_dq_warps(tile);
+  plan.grid = persistent_grid(plan.order.blocks, device, plan.is_dynamic);
+  if (has_dq_pass(tile)) {
+    set_dq_pass(plan, problem, device, tile);
+  } else {
+    set_dq_accumulator(plan, problem);
+    plan.dq_threads = 32 * kSm90DqWarps;
+  }
   return plan;
 }
 

@@ -14,6 +14,7 @@ struct Device {
   int smem_per_multiprocessor = 0;          // bytes
   int smem_per_block = 0;                   // bytes that one CTA may ask for
   uint32_t wgmma_head_dims = kAllHeadDims;  // bit i: this build has wgmma kernels of the i-th head dim of kFwdTiles
+  bool has_margin = false;  // multiprocessors beyond those counted are left to others: kernels must not overlap
 };
 
 // The device with no more than `limit` bytes of shared memory for a thread block: a GPU of fewer bytes, which runs no

@@ -62,6 +62,7 @@ inline Explanation explain(const BwdPlan& plan) {
   result["num_work_tiles"] = plan.order.blocks;
   result["dq_in_smem"] = plan.dq_in_smem;
   result["has_dq_sum"] = plan.has_dq_sum;
+  result["dq_pass"] = plan.dq_pass;
   result["deterministic"] = plan.deterministic;
   result["dynamic_scheduler"] = plan.is_dynamic;
   result["workspace_bytes"] = plan.workspace_bytes;

@@ -55,13 +55,45 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
   return tile.consumer_groups * storage.size(kSwizzleBytes);
 }
 
+// sizeof(sm90::DkvStorage).
+constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
+  const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
+  SmemLayout storage;
+  storage.add(element * n * tile.head_dim, kSwizzleBytes)
+      .add(element * n * tile.value_dim(), kSwizzleBytes)
+      .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
+      .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
+      .add(4 * m * n, 16)
+      .add(4 * tile.stages * m, 16)
+      .add(4 * tile.stages * m, 16)
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
+      .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
+      .add(kBarrierBytes * (7 + 4 * tile.stages + 4), kBarrierBytes)
+      .add(2 * 4, 4);
+  return storage.size(kSwizzleBytes);
+}
+
+// sizeof(sm90::DqStorage).
+constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
+  const int element = dtype_bytes(dtype), n = tile.block_n;
+  SmemLayout storage;
+  storage.add(element * kSm90DqBlockM * tile.head_dim, kSwizzleBytes)
+      .add(element * kSm90DqBlockM * tile.value_dim(), kSwizzleBytes)
+      .add(element * kSm90DqStages * n * tile.head_dim, kSwizzleBytes)
+      .add(element * kSm90DqStages * n * kSm90DqValueCols, kSwizzleBytes)
+      .add(sizeof(RandomBits) * (may_drop ? kSm90DqBlockM : 2), alignof(RandomBits))
+      .add(sizeof(RandomBits) * kSm90DqStages * (may_drop ? n / 2 : 1), alignof(RandomBits))
+      .add(kBarrierBytes * (8 + 4 * kSm90DqStages + 4 + 1), kBarrierBytes)
+      .add(2 * 4, 4);
+  return storage.size(kSwizzleBytes);
+}
+
 // sizeof(sm90::BwdStorage).
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
-  const bool has_group = has_dq_warpgroup(tile), splits_keys = n == 128;
+  const bool has_group = has_dq_warpgroup(tile);
   const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
-  const bool dq_in_slices = !splits_keys && tile.head_dim % 256 == 0;
-  const int64_t staged_dq = dq_in_slices ? 0 : int64_t{has_group ? 2 : 1} * m * tile.head_dim;
+  const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
   const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 6 * tile.stages + 2 * 2 + 1;
@@ -71,7 +103,7 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
       .add(element * 2 * m * n, kSwizzleBytes)
-      .add(4 * (dq_floats > 0 ? dq_floats : 1), kSwizzleBytes)
+      .add(4 * dq_floats, kSwizzleBytes)
       .add(element * gradients, kSwizzleBytes)
       .add(4 * tile.stages * m, 16)
       .add(4 * tile.stages * m, 16)

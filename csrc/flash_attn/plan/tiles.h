@@ -251,7 +251,7 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
 struct Sm90BwdTile {
   int head_dim;
   int block_m;         // query rows per step
-  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64, and half of the columns for each
+  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64, whose steps they split by role
   int stages;          // of Q and of dO
   int head_dim_v = 0;  // of V and O; 0: head_dim
 
@@ -261,11 +261,19 @@ struct Sm90BwdTile {
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
+// Whether dQ has a pass of its own: where dK and dV of only 64 keys fit the registers, fp32 additions to dQ would be
+// the bound.
+constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64; }
+
+// The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of parts of V of so many columns.
+constexpr int kSm90DqBlockM = 128;
+constexpr int kSm90DqStages = 2;
+constexpr int kSm90DqValueCols = 128;
+
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }
 
-// Warps that compute a step's dQ: four with all its columns, or each consumer with half of them.
-constexpr int sm90_dq_warps(const Sm90BwdTile& tile) { return tile.block_n == 128 ? 4 : 8; }
+constexpr int kSm90DqWarps = 4;  // that compute a step's dQ where it has no pass of its own
 
 constexpr int kNumSm90BwdTiles = 3;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {

@@ -115,4 +115,54 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
   }
 }
 
+// The two halves of differentiate_general() for warpgroups that have S and dP apart. First: scores become P with
+// dropped elements 0; `handed` becomes P times the derivative of the modified score, with the sign bit set where it was
+// dropped.
+template <int kBlockM, int kBlockN, class Coords, class Bits, class RowValues, class Scores, class Mask>
+__device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& params, const Mask& mask,
+                                                     const TileCoords& tile_coords, const Coords& coords,
+                                                     const Bits& bits, const RowValues& lse_log2, Scores& scores,
+                                                     Scores& handed) {
+  using namespace cute;
+  constexpr int kRows = decltype(size<0>(scores))::value, kCols = decltype(size<1>(scores))::value;
+  static_assert(kRows * kCols == 32, "a bit of `dropped` for each element");
+  uint32_t dropped = 0;
+  if (params.has_dropout) {
+    for_each_random_bits<kRows, kCols>(params.dropout.threshold, bits, coords, [&](int mi, int ni, bool keep_mask) {
+      dropped |= static_cast<uint32_t>(!keep_mask) << (mi * kCols + ni);
+    });
+  }
+  fill(handed, 1.0f);
+  if (params.has_score_mod) {
+    const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, handed, coords, diagonal, tile_coords.key_begin);
+  }
+  mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
+  exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+#pragma unroll
+  for (int mi = 0; mi < kRows; ++mi) {
+#pragma unroll
+    for (int ni = 0; ni < kCols; ++ni) {
+      const bool is_dropped = (dropped >> (mi * kCols + ni)) & 1;
+      const float product = fabsf(scores(mi, ni) * handed(mi, ni));
+      handed(mi, ni) = is_dropped ? -product : product;
+      if (is_dropped) scores(mi, ni) = 0.0f;
+    }
+  }
+}
+
+// Second: dp becomes dS. `p`, of dp's layout: what the first half handed over.
+template <class Probabilities, class Gradients, class RowValues>
+__device__ __forceinline__ void differentiate_handed(const Flash_bwd_params& params, const Probabilities& p,
+                                                     Gradients& dp, const RowValues& softmax_d) {
+  if (params.has_dropout) {
+    const float keep_scale = params.dropout.keep_scale;
+#pragma unroll
+    for (int i = 0; i < cute::size(dp); ++i) dp(i) = signbit(p(i)) ? 0.0f : dp(i) * keep_scale;
+  }
+  subtract_softmax_d(dp, softmax_d);
+#pragma unroll
+  for (int i = 0; i < cute::size(dp); ++i) dp(i) *= fabsf(p(i));
+}
+
 }  // namespace flash

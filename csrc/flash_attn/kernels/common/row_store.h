@@ -44,6 +44,49 @@ __device__ __forceinline__ void add_rows(const Values& values, const Coords& coo
   }
 }
 
+// Transposes 4 x 4 words of the four lanes of a quad: word k of lane l becomes word l of lane k.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool is_upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, is_upper ? words[i] : words[i + distance], distance);
+      words[i] = is_upper ? received : words[i];
+      words[i + distance] = is_upper ? words[i + distance] : received;
+    }
+  }
+}
+
+// Stores a warpgroup's accumulator of 64 rows to rows [0, rows) and columns [0, cols) of a strided matrix of Elements,
+// in 16-byte vectors, each row in pieces of 64 bytes: no shared memory, nothing to wait for. By whole warps; `thread`:
+// of the warpgroup.
+template <class Element, class Accumulator>
+__device__ __forceinline__ void store_accumulator(const Accumulator& acc, int thread, Element* base, int64_t stride,
+                                                  int rows, int cols) {
+  constexpr int kTiles = decltype(cute::size(acc))::value / 4;  // of 8 columns: two of two rows for each thread
+  static_assert(kTiles % 4 == 0, "a quad exchanges four tiles");
+  const int lane = thread % 4, first_row = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile += 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int first = 4 * (tile + i) + 2 * half;
+        words[i] = pack_pair(acc(first), acc(first + 1), Element{});
+      }
+      transpose_quad(words, lane);
+      const int row = first_row + 8 * half, col = 8 * (tile + lane);
+      if (row < rows && col < cols) {
+        *reinterpret_cast<uint4*>(base + row * stride + col) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
 // Converts accumulators to Elements in a swizzled tile of shared memory. Fragments hold pairs of neighbouring columns.
 template <class Element, class Mma, class Accumulator, class Smem>
 __device__ __forceinline__ void stage_accumulator(const Mma& mma, const Accumulator& accumulator, Smem& tile) {

@@ -43,7 +43,7 @@ template <class Config, class Accumulator>
 __device__ __forceinline__ void stage_dq_tile(BwdStorage<Config>& storage, const PipelineState<2>& state,
                                               const Accumulator& acc_dq, int thread) {
   wait_for_dq_buffer<Config>(storage, state);
-  stage_dq(acc_dq, storage.dq_tile(state.stage) + Config::dq_offset(thread / 32, 0), thread % 32);
+  stage_dq(acc_dq, storage.dq_tile(state.stage) + Config::dq_offset(thread / 32), thread % 32);
   storage.dq_full[state.stage].arrive();
 }
 

@@ -23,8 +23,8 @@ template <class Config>
 struct DqWarpgroup {
   using Element = typename Config::Element;
   using AccDq = decltype(cute::partition_fragment_C(typename Config::MmaDq{},
-                                                    cute::Shape<cute::_64, cute::Int<Config::kDqCols>>{}));
-  static_assert(Config::kBlockM == 64 && Config::kDqCols == Config::kHeadDim, "one product a step");
+                                                    cute::Shape<cute::_64, cute::Int<Config::kHeadDim>>{}));
+  static_assert(Config::kBlockM == 64, "one product a step");
 
   const BwdLaunch& launch;
   const Flash_bwd_params& params;
@@ -72,7 +72,7 @@ struct DqWarpgroup {
 
   // This warp's floats of an m_block's dQ in shared memory: 16 rows.
   __device__ __forceinline__ float* warp_dq(int m_block) const {
-    return storage.dq + m_block * Config::kDqTile + Config::dq_offset(thread / 32, 0);
+    return storage.dq + m_block * Config::kDqTile + Config::dq_offset(thread / 32);
   }
 
   // DqLocation::kShared: accumulates in shared memory. The first visible n_block of an m_block overwrites, the last one

@@ -13,7 +13,7 @@
 namespace flash {
 namespace sm90 {
 
-enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kDqSemaphoreWarp = 2, kFirstDqReduceWarp = 2 };
+enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kFirstDqReduceWarp = 2 };
 
 // dK or dV of the batch. map: for TMA stores of Elements; data, strides: of an fp32 matrix to add to.
 struct DkvMatrix {
@@ -23,21 +23,21 @@ struct DkvMatrix {
   int cols;
 };
 
-// Adds this warpgroup's keys and columns to the fp32 matrix.
-template <int kCols, class Config, class Accumulator>
+// Adds this warpgroup's keys to the fp32 matrix.
+template <class Config, class Accumulator>
 __device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc,
                                         const DkvMatrix& matrix) {
   const BwdWorkTile& tile = mainloop.tile;
-  const int key = mainloop.key_begin(), first_col = mainloop.column_half() * kCols;
-  const int64_t offset = first_col + matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch,
-                                                   tile.k_begin + key, tile.head_k);
+  const int key = mainloop.key_begin();
+  const int64_t offset =
+      matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
   add_rows(row_col_view(acc), AccumulatorCoords<4>(mainloop.thread), static_cast<float*>(matrix.data) + offset,
-           matrix.strides.row, tile.seqlen_k - key, matrix.cols - first_col);
+           matrix.strides.row, tile.seqlen_k - key, matrix.cols);
 }
 
-// Stores this warp's 16 rows and this warpgroup's columns of dK or dV by TMA, staged in a tile of shared memory that
-// has no readers left; or adds the warpgroup's to an fp32 matrix.
-template <int kCols, class Config, class Accumulator>
+// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that has no readers left; or adds
+// the warpgroup's to an fp32 matrix.
+template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const DkvMatrix& matrix, typename Config::Element* smem_tile) {
   using namespace cute;
@@ -47,23 +47,20 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   if (Config::kMayAccumulate && mainloop.params.accumulates_dkv) {
-    add_dkv<kCols>(mainloop, acc, matrix);
+    add_dkv(mainloop, acc, matrix);
     return;
   }
-  const auto store =
-      make_tiled_copy_C(Store{}, typename Config::template MmaDkv<kCols>{}).get_thread_slice(mainloop.thread);
+  const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDkv{}).get_thread_slice(mainloop.thread);
   const auto values = convert<Element>(acc);
-  auto staged = mainloop.template local_kv<kCols>(smem_tile, mainloop.column_half());
+  auto staged = mainloop.local_kv(smem_tile);
   copy(Store{}, store.retile_S(values), store.partition_D(staged));
   tma_store_fence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  const int warp_row = 64 * mainloop.key_half() + mainloop.thread / 32 * 16;
-  constexpr int kOwnAtoms = kCols / Config::kAtomCols;
+  const int warp_row = 64 * mainloop.group + mainloop.thread / 32 * 16;
   const TmaRows k_rows(mainloop.params.is_varlen(), tile.batch, tile.k_begin, tile.seqlen_k);
 #pragma unroll
-  for (int i = 0; i < kOwnAtoms; ++i) {
-    const int atom = mainloop.column_half() * kOwnAtoms + i;
+  for (int atom = 0; atom < Config::kHeadDim / Config::kAtomCols; ++atom) {
     SM90_TMA_STORE_5D::copy(&matrix.map, smem_tile + (atom * Config::kBlockN + warp_row) * Config::kAtomCols,
                             atom * Config::kAtomCols, tile.n_block * Config::kBlockN + warp_row + k_rows.shift,
                             tile.head_k, k_rows.outer, k_rows.origin);
@@ -95,19 +92,15 @@ struct BwdConsumer {
     const bool has_rows = mainloop.order.count() > 0;
     if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
     const Flash_bwd_params& params = launch.params;
-    store_dkv<Config::kDvCols>(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
-                               {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
+    store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
+              {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
     __syncwarp();
-    store_dkv<Config::kDkCols>(mainloop, mainloop.acc_dk, params.scale_softmax,
-                               {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
+    store_dkv(mainloop, mainloop.acc_dk, params.scale_softmax,
+              {launch.dk_map, params.dk_ptr, params.dk_strides, params.d}, storage.staged_dk());
     __syncwarp();
-    if constexpr (!Config::kReleaseKvEarly) {
-      mainloop.wait_for_tma_stores();
-      storage.kv_empty[0][0].arrive();
-    }
     state = mainloop.state;
     ds_state = mainloop.ds_state;
-    if (has_rows || !Config::kReleaseKvEarly) kv_state.advance();
+    if (has_rows) kv_state.advance();
   }
 
   // Shared memory must outlive the reads of the last TMA stores.
@@ -131,11 +124,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
     if (warp == kStatisticsWarp) {
       for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
         load_statistics<Config>(launch.params, storage, tile, state);
-      });
-    }
-    if (!Config::kSplitsKeys && warp == kDqSemaphoreWarp) {
-      for_each_work_tile(launch, storage, [&](const BwdWorkTile& tile) {
-        release_dq_semaphores<Config>(launch.params, storage, tile, state);
       });
     }
     if constexpr (Config::kHasDqReduceWarps) {
@@ -217,17 +205,12 @@ __global__ void __launch_bounds__(32 * Config::kDqWarps)
   const auto staged = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename Config::SmemLayoutQ{});
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDq{}).get_thread_slice(threadIdx.x % 128);
   convert_dq<Config>(params, staged, [&](const float* dq_tile) {
+    typename BwdMainloop<Config>::AccDq acc_dq;
+    load_dq<32>(acc_dq, dq_tile + Config::dq_offset(threadIdx.x / 32), threadIdx.x % 32);
 #pragma unroll
-    for (int slice = 0; slice < Config::kDqSlices; ++slice) {
-      typename BwdMainloop<Config>::AccDq acc_dq;
-      load_dq<32>(acc_dq, dq_tile + Config::dq_offset(threadIdx.x / 32, slice), threadIdx.x % 32);
-#pragma unroll
-      for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
-      auto staged_slice = local_tile(staged, Shape<_64, Int<Config::kDqCols>>{},
-                                     make_coord(_0{}, Config::dq_column_slice(threadIdx.x / 128, slice)));
-      const auto values = convert<Element>(acc_dq);
-      copy(Store{}, store.retile_S(values), store.partition_D(staged_slice));
-    }
+    for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.scale_softmax;
+    const auto values = convert<Element>(acc_dq);
+    copy(Store{}, store.retile_S(values), store.partition_D(staged));
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/sm90/bwd_kernel.h"
+#include "kernels/sm90/bwd_wide_launch.h"
 #include "plan/bwd_plan.h"
 
 namespace flash {
@@ -38,7 +39,7 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
   }
   if constexpr (Config::kDqInSmem) {
     return make_tensor_map(launch.dq_map, tensor_map_source(params, params.dq_ptr, params.dq_strides, true, params.d),
-                           dtype, {Config::kDqCols, kStoredRows});
+                           dtype, {Config::kHeadDim, kStoredRows});
   }
   return cudaSuccess;
 }
@@ -85,21 +86,19 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
   } else {
     if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
     if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
-    using Plain =
-        BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain, DqLocation::kGlobal, Config::kHeadDimV>;
+    using Plain = BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain>;
     return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
   }
 }
 
-template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
-cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+template <Dtype kDtype, int kHeadDim>
+cudaError_t run_mha_bwd_narrow(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDim == plan::kSm90SharedDqTile.head_dim) {
     using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>;
     if (plan.dq_in_smem) return run_flash_bwd<Shared>(params, plan, stream);
   }
   const auto run = [&](auto variant) {
-    using Config = BwdConfig<kDtype, kHeadDim, decltype(variant)::value, DqLocation::kGlobal, kHeadDimV>;
-    return run_flash_bwd<Config>(params, plan, stream);
+    return run_flash_bwd<BwdConfig<kDtype, kHeadDim, decltype(variant)::value>>(params, plan, stream);
   };
   switch (plan.variant) {
     case plan::BwdVariant::kPlain: return run(std::integral_constant<BwdVariant, BwdVariant::kPlain>());
@@ -108,6 +107,15 @@ cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& pla
     case plan::BwdVariant::kDropout: break;
   }
   return cudaErrorInvalidValue;  // of the other family
+}
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  if constexpr (plan::has_dq_pass(plan::sm90_bwd_tile(kHeadDim, kHeadDimV))) {
+    return run_mha_bwd_wide<kDtype, kHeadDim, kHeadDimV>(params, plan, stream);
+  } else {
+    return run_mha_bwd_narrow<kDtype, kHeadDim>(params, plan, stream);
+  }
 }
 
 }  // namespace sm90

@@ -32,17 +32,16 @@ struct BwdMainloop {
   using Storage = BwdStorage<Config>;
   template <class Mma, int kCols>
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kCols>>{}));
-  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;  // ((2, 2, M / 8), 1, 1)
-  template <int kCols>
-  using AccDkv = Accumulator<typename Config::template MmaDkv<kCols>, kCols>;  // ((2, 2, columns / 8), 1, 1)
-  using AccDq = Accumulator<typename Config::MmaDq, Config::kDqCols>;          // a slice
+  using AccSdP = Accumulator<typename Config::MmaSdP, Config::kBlockM>;   // ((2, 2, M / 8), 1, 1)
+  using AccDkv = Accumulator<typename Config::MmaDkv, Config::kHeadDim>;  // ((2, 2, columns / 8), 1, 1)
+  using AccDq = Accumulator<typename Config::MmaDq, Config::kHeadDim>;
   // P^T and dS^T as A operands: the layout of their accumulator registers.
   using LayoutP =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<Config::kBlockM / 16>>>;
   using Coords = TransposedCoords<AccumulatorCoords<4>>;
 
   using RowValues = SmemRowValues<Coords>;
-  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && Config::kSplitsKeys && !Config::kHasDqWarpgroup;
+  static constexpr bool kRowValuesInRegs = !Config::kIsGeneral && !Config::kHasDqWarpgroup;
   using EarlyRowValues =
       std::conditional_t<kRowValuesInRegs, RegisterRowValues<Coords, Config::kBlockM / 4>, RowValues>;
 
@@ -60,8 +59,7 @@ struct BwdMainloop {
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
 
-  AccDkv<Config::kDkCols> acc_dk;
-  AccDkv<Config::kDvCols> acc_dv;
+  AccDkv acc_dk, acc_dv;
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
@@ -83,10 +81,7 @@ struct BwdMainloop {
     cute::clear(acc_dv);
   }
 
-  // Which half of the keys, or of the columns of dK, dV and dQ, this warpgroup owns.
-  __device__ __forceinline__ int key_half() const { return Config::kSplitsKeys ? group : 0; }
-  __device__ __forceinline__ int column_half() const { return Config::kSplitsKeys ? 0 : group; }
-  __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * key_half(); }
+  __device__ __forceinline__ int key_begin() const { return tile.n_block * Config::kBlockN + 64 * group; }
 
   // acc (64, N) = A B, both in shared memory: started, not waited for.
   template <class Mma, class SmemA, class SmemB, class Acc>
@@ -95,42 +90,28 @@ struct BwdMainloop {
     start_gemm(mma, slice.partition_fragment_A(a), slice.partition_fragment_B(b), acc, true);
   }
 
-  // The view of this warpgroup's 64 keys and kCols columns in a tile of kBlockN keys.
-  template <int kCols>
-  __device__ __forceinline__ auto local_kv(Element* smem_tile, int column_half) const {
+  // The view of this warpgroup's 64 keys in a tile of kBlockN keys.
+  __device__ __forceinline__ auto local_kv(Element* smem_tile) const {
     using namespace cute;
-    return local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutKv{}), Shape<_64, Int<kCols>>{},
-                      make_coord(key_half(), column_half));
+    return local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutKv{}),
+                      Shape<_64, Int<Config::kHeadDim>>{}, make_coord(group, _0{}));
   }
 
-  // S^T = K Q^T or dP^T = V dO^T; `tile` is Q or dO of the m_block, with kCols columns.
-  template <int kCols>
-  __device__ __forceinline__ void start_scores(Element* keys, Element* smem_tile, AccSdP& acc) const {
+  // S^T = K Q^T or dP^T = V dO^T; `rows` is Q or dO of the m_block.
+  __device__ __forceinline__ void start_scores(Element* keys, Element* rows, AccSdP& acc) const {
     using namespace cute;
-    const auto rows = local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutQ{}),
-                                 Shape<Int<Config::kBlockM>, Int<kCols>>{}, make_coord(_0{}, _0{}));
-    start(typename Config::MmaSdP{}, local_kv<kCols>(keys, 0), rows, acc);
+    start(typename Config::MmaSdP{}, local_kv(keys), make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQ{}),
+          acc);
   }
 
-  // dV += P^T dO or dK += dS^T Q, the columns that this warpgroup owns.
-  template <int kCols, class Values>
-  __device__ __forceinline__ void start_dkv(const Values& values, Element* smem_tile, AccDkv<kCols>& acc) const {
+  // dV += P^T dO or dK += dS^T Q.
+  template <class Values>
+  __device__ __forceinline__ void start_dkv(const Values& values, Element* rows, AccDkv& acc) const {
     using namespace cute;
-    typename Config::template MmaDkv<kCols> mma;
+    typename Config::MmaDkv mma;
     const auto a = make_tensor(values.data(), LayoutP{});
-    const auto cols = local_tile(make_tensor(make_smem_ptr(smem_tile), typename Config::SmemLayoutQt{}),  // (D, M)
-                                 Shape<Int<kCols>, Int<Config::kBlockM>>{}, make_coord(column_half(), _0{}));
+    const auto cols = make_tensor(make_smem_ptr(rows), typename Config::SmemLayoutQt{});  // (D, M)
     start_gemm(mma, a, mma.get_slice(thread).partition_fragment_B(cols), acc, false);
-  }
-
-  // A slice of this warpgroup's columns of dQ = dS K.
-  __device__ __forceinline__ void start_dq(int slice, AccDq& acc_dq) const {
-    using namespace cute;
-    const auto ds = make_tensor(make_smem_ptr(storage.ds[group]), typename Config::SmemLayoutDs{});  // (M, N)
-    const auto k = make_tensor(make_smem_ptr(storage.k[0]), typename Config::SmemLayoutKt{});        // (D, N)
-    const auto cols = local_tile(k, Shape<Int<Config::kDqCols>, Int<Config::kBlockN>>{},
-                                 make_coord(Config::dq_column_slice(group, slice), _0{}));
-    start(typename Config::MmaDq{}, ds, cols, acc_dq);
   }
 
   // Stores dS^T of this warp's 16 keys transposed, as rows of queries (stmatrix.trans): a 16-byte vector holds 8 keys
@@ -140,7 +121,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void write_ds(const Values& values, int buffer) const {
     constexpr int kAtomCols = Config::kAtomCols;
     const int lane = thread % 32, row = lane / 16 * 8 + lane % 8;
-    const int key = 64 * key_half() + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
+    const int key = 64 * group + thread / 32 * 16 + lane / 8 % 2 * kVectorCols;
     Element* const first = storage.ds[buffer] + key / kAtomCols * Config::kBlockM * kAtomCols +
                            swizzle_offset(kAtomCols, row, key % kAtomCols / kVectorCols);
     const auto pairs = cute::recast<uint32_t>(values);  // pairs of queries; then keys 8 apart, then queries 8 apart
@@ -149,15 +130,6 @@ struct BwdMainloop {
       cute::SM90_U16x8_STSM_T::copy(pairs(i), pairs(i + 1), pairs(i + 2), pairs(i + 3),
                                     *reinterpret_cast<cute::uint128_t*>(first + i / 4 * 16 * kAtomCols));
     }
-  }
-
-  // !kSplitsKeys: each consumer stores the whole dS in a buffer of its own, and waits for its own four warps only.
-  template <class Values>
-  __device__ __forceinline__ void store_ds_and_sync(const Values& values) const {
-    wait_for_warpgroup(group);  // every warp's wgmma has read the previous dS
-    write_ds(values, group);
-    fence_buffer();
-    wait_for_warpgroup(group);
   }
 
   __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
@@ -170,16 +142,12 @@ struct BwdMainloop {
     storage.q_full[stage].wait(state.phase);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
-    start_scores<Config::kHeadDim>(storage.k[0], storage.q[stage], acc_s);
+    start_scores(storage.k[0], storage.q[stage], acc_s);
     storage.do_full[stage].wait(state.phase);
-    start_scores<Config::kHeadDimV>(storage.v[0], storage.dout[stage], acc_dp);
+    start_scores(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
     differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
-    if constexpr (Config::kAlternateDq) {
-      compute_dk_alternate_dq(acc_dp, i);
-    } else {
-      compute_dk_dq(at, acc_dp);
-    }
+    compute_dk_alternate_dq(acc_dp, i);
   }
 
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
@@ -196,16 +164,16 @@ struct BwdMainloop {
       if (!is_unmasked) mask_scores<Config::kBlockM, 64>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       const EarlyRowValues softmax_d_of_rows(softmax_d);
-      if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
       wait_for<kStartsDv>(acc_dp);
       differentiate_scores(scores, dp, softmax_d_of_rows);
     } else {
       wait_for<0>(acc_dp);
-      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage],
-                                        storage.dropout_col_bits[stage] + 32 * key_half(), coords};
+      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[stage], storage.dropout_col_bits[stage] + 32 * group,
+                                        coords};
       differentiate_general<Config::kBlockM, 64, true>(params, visibility, tile_coords, coords, bits, lse_log2,
                                                        softmax_d, scores, dp);
-      if constexpr (kStartsDv) start_dkv<Config::kDvCols>(convert<Element>(acc_s), storage.dout[stage], acc_dv);
+      if constexpr (kStartsDv) start_dkv(convert<Element>(acc_s), storage.dout[stage], acc_dv);
     }
   }
 
@@ -213,7 +181,7 @@ struct BwdMainloop {
   __device__ __forceinline__ void compute_dk_alternate_dq(const AccSdP& acc_ds, int i) {
     const auto ds = convert<Element>(acc_ds);
     store_ds(ds, i == 0);
-    start_dkv<Config::kDkCols>(ds, storage.q[state.stage], acc_dk);
+    start_dkv(ds, storage.q[state.stage], acc_dk);
     wait_for<0>(acc_dk);
     release_step(state.stage);
     state.advance();
@@ -230,35 +198,6 @@ struct BwdMainloop {
     }
     dq_state.advance();
   }
-
-  // !kSplitsKeys: dK and dQ (dV is in flight). A slice of dQ is reduced while dK or the next slice is in flight.
-  __device__ __forceinline__ void compute_dk_dq(const QStep& at, const AccSdP& acc_ds) {
-    const auto ds = convert<Element>(acc_ds);
-    store_ds_and_sync(ds);
-    AccDq acc_dq;
-    start_dq(0, acc_dq);
-    start_dkv<Config::kDkCols>(ds, storage.q[state.stage], acc_dk);
-    const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
-    const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile) : 0;
-    wait_for<1>(acc_dq);
-    cute::warpgroup_fence_operand(acc_dv);
-    release(storage.do_empty);
-    reduce_dq_slice(at, dq_tile, 0, peeked, acc_dq);
-    if constexpr (Config::kDqSlices == 2) {
-      start_dq(1, acc_dq);
-      wait_for<1>(acc_dk);
-      release(storage.q_empty);
-      wait_for<0>(acc_dq);
-      reduce_dq_slice(at, dq_tile, 1, peeked, acc_dq);
-    } else {
-      wait_for<0>(acc_dk);
-      release(storage.q_empty);
-    }
-    arrive_dq_added();
-    state.advance();
-  }
-
-  __device__ __forceinline__ bool is_deterministic() const { return params.dq_semaphore_ptr != nullptr; }
 
   // Waits until this warp's TMA stores and bulk reductions have read their shared memory.
   __device__ __forceinline__ void wait_for_tma_stores() const {
@@ -277,40 +216,7 @@ struct BwdMainloop {
     }
   }
 
-  // Reduces a warp's slice of dQ into global memory. `peeked`: the dQ semaphore as read before the wgmma.
-  __device__ __forceinline__ void reduce_dq_slice(const QStep& at, int64_t dq_tile, int slice, int peeked,
-                                                  AccDq& acc_dq) {
-    const int warp = 4 * group + thread / 32;
-    float* const target = params.dq_accum_ptr + dq_tile * Config::kDqTile + Config::dq_offset(warp, slice);
-    if (Config::kWarpDqStaged > 0 && !is_deterministic()) {
-      float* const staged = storage.dq + warp * Config::kWarpDqStaged;
-      wait_for_tma_stores();  // the previous reduction has read the buffer
-      stage_dq(acc_dq, staged, thread % 32);
-      fence_buffer();
-      __syncwarp();
-      if (is_first_lane()) reduce_bulk(target, staged, Config::kWarpDqStaged);
-    } else {
-      if (is_deterministic() && slice == 0) {
-        dq_semaphore_acquire<Config>(params, visibility, at.m_block, tile.n_block, dq_tile, peeked);
-      }
-      reduce_dq<32>(acc_dq, target, thread % 32);
-    }
-    __syncwarp();  // wgmma needs converged warps
-  }
-
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
-
-  // Deterministic: arrives on dq_added, for release_dq_semaphores(). The release is left to the semaphore warp because
-  // it waits until the reductions are performed in memory.
-  __device__ __forceinline__ void arrive_dq_added() const {
-    if (!is_deterministic()) return;
-    __syncwarp();
-    if (is_first_lane()) {
-      storage.dq_released[state.stage].wait(state.phase ^ 1);
-      storage.dq_added[state.stage].arrive();
-    }
-    __syncwarp();
-  }
 
   // Stores dS for the warpgroup that computes dQ: waits for ds_empty, arrives on ds_full. The proxy fence is in
   // compute_dq(), where it stalls no consumer.
@@ -346,13 +252,13 @@ struct BwdMainloop {
     Element* const values = storage.v[kv_state.stage];
     AccSdP acc_s;
     storage.q_full[state.stage].wait(state.phase);
-    start_scores<Config::kHeadDim>(keys, storage.q[state.stage], acc_s);
+    start_scores(keys, storage.q[state.stage], acc_s);
     wait_for<0>(acc_s);
     for (int i = begin; i < end; ++i) {
       const int stage = state.stage;
       AccSdP acc_dp;
       storage.do_full[stage].wait(state.phase);
-      start_scores<Config::kHeadDimV>(values, storage.dout[stage], acc_dp);
+      start_scores(values, storage.dout[stage], acc_dp);
       wait_for_order_barrier<Config>(group);
       differentiate<false>(at, at.m_block >= unmasked.begin && at.m_block < unmasked.end,
                            RowValues{storage.lse_log2[state.stage], coords}, acc_s, acc_dp);
@@ -360,14 +266,14 @@ struct BwdMainloop {
       arrive_at_order_barrier<Config>(group);
       store_ds(ds, i == 0);
       // wgmma with A in registers blocks the warp while earlier ones run, so everything else has been issued before.
-      start_dkv<Config::kDvCols>(p, storage.dout[stage], acc_dv);
-      start_dkv<Config::kDkCols>(ds, storage.q[stage], acc_dk);
+      start_dkv(p, storage.dout[stage], acc_dv);
+      start_dkv(ds, storage.q[stage], acc_dk);
       state.advance();
       order.advance(at);
       if (i + 1 < end) {
         AccSdP next;
         storage.q_full[state.stage].wait(state.phase);
-        start_scores<Config::kHeadDim>(keys, storage.q[state.stage], next);
+        start_scores(keys, storage.q[state.stage], next);
         wait_for<1>(acc_dk);
         release_step(stage);
         wait_for<0>(next);
@@ -412,11 +318,10 @@ struct BwdMainloop {
   // warpgroup in this consumer's rows.
   __device__ __forceinline__ void run() {
     const int count = order.count();
-    if (Config::kReleaseKvEarly && count == 0) return;
+    if (count == 0) return;
     const int part = Config::kHasDqWarpgroup ? group : 0;
     storage.k_full[kv_state.stage][part].wait(kv_state.phase);
     storage.v_full[kv_state.stage][part].wait(kv_state.phase);
-    if (count == 0) return;  // nothing was loaded; the phase of k_full and v_full had to be consumed
     if constexpr (Config::kHasDqWarpgroup) {
       run_with_dq_warpgroup(count);
     } else {
@@ -425,15 +330,10 @@ struct BwdMainloop {
         step(at, i);
         order.advance(at);
       }
-      if constexpr (Config::kAlternateDq) {
-        compute_own_dq();
-        storage.kv_empty[0][0].arrive();
-        wait_for_ds_readers();
-        wait_for_dq_buffer<Config>(storage, ds_state);
-      } else {
-        if constexpr (Config::kWarpDqStaged > 0) wait_for_tma_stores();  // reductions have read the dQ buffer
-        wait_for_consumers<Config>();
-      }
+      compute_own_dq();
+      storage.kv_empty[0][0].arrive();
+      wait_for_ds_readers();
+      wait_for_dq_buffer<Config>(storage, ds_state);
     }
   }
 };

@@ -1,5 +1,4 @@
-// The producer warps of the wgmma backward: one loads K, V, Q and dO by TMA, one the LSE and softmax_d of the rows, and
-// with 64-key tiles in deterministic mode one releases the dQ semaphores.
+// The producer warps of the wgmma backward: one loads K, V, Q and dO by TMA, one the LSE and softmax_d of the rows.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -7,7 +6,6 @@
 #include "core/bwd_schedule.h"
 #include "core/unmasked.h"
 #include "kernels/common/differentiate.h"
-#include "kernels/common/dq_semaphore.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/sm90/bwd_storage.h"
@@ -93,7 +91,6 @@ struct BwdLoader {
     for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
       for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKvParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
-          if (map == &launch.v_map && col >= Config::kHeadDimV) continue;
           cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + k_rows.shift, head, k_rows.outer,
                                                  k_rows.origin);
         }
@@ -111,8 +108,8 @@ struct BwdLoader {
       storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, first_key, head, kHint);
-      load<kRows, Config::kHeadDimV, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
-                                                      k_rows, row + first, first_key, head, kHint);
+      load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
+                                                     k_rows, row + first, first_key, head, kHint);
     }
   }
 
@@ -126,20 +123,7 @@ struct BwdLoader {
     const int first_row = first_unmasked_row(visibility);
     const QBlockOrder order = q_block_order<Config>(params, tile);
     const int count = order.count();
-    if (count == 0) {
-      // Nothing to load, but dK and dV may be staged in the buffers of K and V: this phase of kv_empty and k_full must
-      // take place all the same. Without it consumers could release kv_empty again before this warp has seen the
-      // previous phase, whose parity would then have wrapped around.
-      if constexpr (!Config::kReleaseKvEarly) {
-        storage.kv_empty[0][0].wait(kv_state.phase ^ 1);
-        if (is_elected) {
-          storage.k_full[0][0].arrive();
-          storage.v_full[0][0].arrive();
-        }
-        kv_state.advance();
-      }
-      return;
-    }
+    if (count == 0) return;
     QStep at = order.start();
     const int key = tile.n_block * Config::kBlockN;
     if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
@@ -150,8 +134,8 @@ struct BwdLoader {
       load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage], q_rows, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
       storage.do_empty[stage].wait(state.phase ^ 1);
-      load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
-                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
+      load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
+                                              first_row, at.head, CacheHintSm90::EVICT_LAST);
       if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
       state.advance();
       order.advance(at);
@@ -177,8 +161,8 @@ __device__ __forceinline__ void for_each_work_tile(const BwdLaunch& launch, BwdS
 }
 
 // The random bits from which a step computes its dropout mask, by one warp.
-template <class Config>
-__device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+template <class Config, class Storage>
+__device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& params, Storage& storage,
                                                    const BwdWorkTile& tile, const QStep& at, int stage) {
   const DropoutMask mask(params, tile.batch, at.head);
   const int lane = threadIdx.x % 32;
@@ -195,8 +179,8 @@ __device__ __forceinline__ void store_dropout_bits(const Flash_bwd_params& param
 // The statistics warp: LSE and softmax_d of the rows of each step. Fully masked rows (by position, or by an infinite
 // LSE of either sign) and rows beyond the sequence get an LSE of +inf, which makes P 0. The global loads of a step are
 // issued before the wait for its buffers. Waits for q_empty, do_empty; arrives on q_full, do_full.
-template <class Config>
-__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, BwdStorage<Config>& storage,
+template <class Config, class Storage>
+__device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, Storage& storage,
                                                 const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
   constexpr int kRows = Config::kBlockM / 32;  // of each lane
   const int lane = threadIdx.x % 32;
@@ -219,34 +203,13 @@ __device__ __forceinline__ void load_statistics(const Flash_bwd_params& params, 
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.lse_log2[state.stage][32 * j + lane] = lse_log2[j];
     if constexpr (Config::kIsGeneral) {
-      if (params.has_dropout) store_dropout_bits(params, storage, tile, at, state.stage);
+      if (params.has_dropout) store_dropout_bits<Config>(params, storage, tile, at, state.stage);
     }
     storage.q_full[state.stage].arrive();
     storage.do_empty[state.stage].wait(state.phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) storage.softmax_d[state.stage][32 * j + lane] = softmax_d[j];
     storage.do_full[state.stage].arrive();
-    state.advance();
-    order.advance(at);
-  }
-}
-
-// The semaphore warp (deterministic mode, reductions from registers): releases the dQ semaphore of a tile when all
-// consumer warps have reduced into it. Waits for dq_added, arrives on dq_released.
-template <class Config>
-__device__ __forceinline__ void release_dq_semaphores(const Flash_bwd_params& params, BwdStorage<Config>& storage,
-                                                      const BwdWorkTile& tile, PipelineState<Config::kStages>& state) {
-  if (params.dq_semaphore_ptr == nullptr) return;
-  const QBlockOrder order = q_block_order<Config>(params, tile);
-  QStep at = order.start();
-  const int count = order.count();
-  for (int i = 0; i < count; ++i) {
-    storage.dq_added[state.stage].wait(state.phase);
-    if (threadIdx.x % 32 == 0) {
-      dq_semaphore_release(params.dq_semaphore_ptr + dq_tile_index(params, tile, at, Config::kBlockM));
-      storage.dq_released[state.stage].arrive();
-    }
-    __syncwarp();
     state.advance();
     order.advance(at);
   }

@@ -27,13 +27,12 @@ struct BwdStorage {
   using Element = typename Config::Element;
 
   alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
-  alignas(1024) Element v[Config::kKvStages][Config::kSmemV];
+  alignas(1024) Element v[Config::kKvStages][Config::kSmemK];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
-  alignas(1024) Element dout[Config::kStages][Config::kSmemDo];
-  // kSplitsKeys: a ring of two stages, each with the dS of both consumers. Else: a buffer per consumer.
-  alignas(1024) Element ds[2][Config::kSmemDs];
-  alignas(1024) float dq[Config::kSmemDq > 0 ? Config::kSmemDq : 1];
-  alignas(1024) Element dkv[Config::kSeparateDkvSmem ? Config::kSmemV + Config::kSmemK : 1];
+  alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
+  alignas(1024) Element ds[2][Config::kSmemDs];  // a ring of two stages, each with the dS of both consumers
+  alignas(1024) float dq[Config::kSmemDq];
+  alignas(1024) Element dkv[Config::kSeparateDkvSmem ? 2 * Config::kSmemK : 1];
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
 
@@ -49,7 +48,6 @@ struct BwdStorage {
   // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
   // ds_full: every consumer thread -> the warpgroup that computes dQ. ds_empty: its 128 threads -> consumers.
   // dq_full: every thread that computed the tile -> DqReduceWarp. dq_empty: DqReduceWarp (1) -> who computes the next.
-  // dq_added: each consumer warp (1) -> semaphore warp. dq_released: semaphore warp (1) -> consumer warps.
   // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
   // pre_clear_full: load warp (1, plus the TMA bytes) -> load warp, which clears fully masked rows of the tile before
   // it arrives on the tile's full barrier.
@@ -61,7 +59,7 @@ struct BwdStorage {
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
-  Barrier dq_added[Config::kStages], dq_released[Config::kStages];
+  Barrier dq_added[Config::kStages], dq_released[Config::kStages];  // REMOVE
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
 
@@ -71,14 +69,10 @@ struct BwdStorage {
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {
-    if constexpr (!Config::kReleaseKvEarly) return k[0];
-    if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemV;
-    return Config::kDsHoldsDkv ? ds[0] + Config::kSmemV : reinterpret_cast<Element*>(dq);
+    if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemK;
+    return Config::kDsHoldsDkv ? ds[0] + Config::kSmemK : reinterpret_cast<Element*>(dq);
   }
-  __device__ __forceinline__ Element* staged_dv() {
-    if constexpr (Config::kSeparateDkvSmem) return dkv;
-    return Config::kReleaseKvEarly ? ds[0] : v[0];
-  }
+  __device__ __forceinline__ Element* staged_dv() { return Config::kSeparateDkvSmem ? dkv : ds[0]; }
 
   // The buffer of stage `index` of the dQ tiles that DqReduceWarp reduces.
   __device__ __forceinline__ float* dq_tile(int index) { return dq + index % Config::kDqBuffers * Config::kDqTile; }
@@ -103,7 +97,7 @@ struct BwdStorage {
     pre_clear_full.init(1);
     for (int i = 0; i < 2; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * (Config::kSplitsKeys ? 3 : 2));
+      work_empty[i].init(Config::kConsumers + kDqWarpgroup + 32 * 3);
       ds_full[i].init(Config::kConsumers);
       ds_empty[i].init(128);
       dq_full[i].init(32 * Config::kDqWarps);

@@ -9,15 +9,16 @@
 namespace flash {
 namespace tma {
 
-// Loads kAtoms atoms of kAtomCols columns, from row `row` of the sequence and column 0 on. An atom has kTileRows rows
-// in shared memory, of which the box may cover fewer. By one thread, after full.arrive_and_expect() of all bytes.
+// Loads kAtoms atoms of kAtomCols columns, from row `row` of the sequence and column `first_col` on. An atom has
+// kTileRows rows in shared memory, of which the box may cover fewer. By one thread, after full.arrive_and_expect() of
+// all bytes.
 template <int kAtoms, int kAtomCols, int kTileRows, class Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, Element* smem, const TmaRows& rows,
-                                          int row, int head, cute::TMA::CacheHintSm90 hint) {
+                                          int row, int head, cute::TMA::CacheHintSm90 hint, int first_col = 0) {
 #pragma unroll
   for (int atom = 0; atom < kAtoms; ++atom) {
     cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + atom * kTileRows * kAtomCols,
-                                 atom * kAtomCols, row + rows.shift, head, rows.outer, rows.origin);
+                                 first_col + atom * kAtomCols, row + rows.shift, head, rows.outer, rows.origin);
   }
 }
 

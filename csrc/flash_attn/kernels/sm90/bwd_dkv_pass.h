@@ -1,0 +1,367 @@
+// The dK and dV pass of the wgmma backward above head dim 128: 64 keys of a K/V head against every m_block that sees
+// them, for all query heads of the group. The consumers split a step by role: consumer 0 computes S, P and dV, consumer
+// 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has its own
+// tile of K or V, which is given back before the last gradients are complete; these leave straight from registers.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "core/bwd_schedule.h"
+#include "kernels/common/differentiate.h"
+#include "kernels/common/pdl.h"
+#include "kernels/common/row_store.h"
+#include "kernels/sm90/bwd_producer.h"
+#include "kernels/sm90/bwd_row_values.h"
+#include "kernels/sm90/bwd_tile_loader.h"
+#include "kernels/sm90/bwd_wide_products.h"
+#include "kernels/sm90/bwd_wide_storage.h"
+#include "kernels/sm90/bwd_work_queue.h"
+
+namespace flash {
+namespace sm90 {
+
+// The next work tile index, the same in all lanes of a warp.
+__device__ __forceinline__ int fetch_index(int* semaphore, bool is_first, int index) {
+  if (is_first) return blockIdx.x;
+  if (semaphore == nullptr) return index + gridDim.x;
+  const int fetched = threadIdx.x % 32 == 0 ? atomicAdd(semaphore, 1) : 0;
+  return gridDim.x + __shfl_sync(0xffffffffu, fetched, 0);
+}
+
+template <class Config>
+struct DkvLoader : BwdTileLoader<Config> {
+  using BwdTileLoader<Config>::is_elected;
+
+  const BwdPassLaunch& launch;
+  DkvStorage<Config>& storage;
+  PipelineState<Config::kStages> state;
+  uint32_t kv_phase = 0;
+
+  __device__ __forceinline__ DkvLoader(const BwdPassLaunch& launch_, DkvStorage<Config>& storage_)
+      : BwdTileLoader<Config>(storage_.pre_clear_full), launch(launch_), storage(storage_) {}
+
+  __device__ __forceinline__ void run_all() {
+    announce_work_tiles(
+        storage, launch.num_tiles, is_elected,
+        [&](bool is_first, int index) { return fetch_index(launch.tile_count_semaphore, is_first, index); },
+        [&](int index) {
+          const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+          if (!tile.empty(Config::kBlockN)) run(tile);
+        });
+  }
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    using cute::TMA::CacheHintSm90;
+    const Flash_bwd_params& params = launch.params;
+    const TmaRows k_rows(params.is_varlen(), tile.batch, tile.k_begin, tile.seqlen_k);
+    const TmaRows q_rows(params.is_varlen(), tile.batch, tile.q_begin, tile.seqlen_q);
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const int first_row = first_unmasked_row(visibility), first_key = first_unmasked_key(visibility);
+    const int key = tile.n_block * Config::kBlockN;
+    const QBlockOrder order = q_block_order<Config>(params, tile);
+    const int count = order.count();
+    QStep at = order.start();
+    for (int i = 0; i < count; ++i) {
+      const int stage = state.stage, row = at.m_block * Config::kBlockM;
+      if (i == 0) {
+        storage.k_empty.wait(kv_phase ^ 1);
+        this->template load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full, storage.k, k_rows, key,
+                                                               first_key, tile.head_k, CacheHintSm90::EVICT_FIRST);
+      }
+      storage.q_empty[stage].wait(state.phase ^ 1);
+      this->template load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage],
+                                                             q_rows, row, first_row, at.head,
+                                                             CacheHintSm90::EVICT_LAST);
+      if (i == 0) {
+        storage.v_empty.wait(kv_phase ^ 1);
+        this->template load<Config::kBlockN, Config::kHeadDimV>(launch.v_map, storage.v_full, storage.v, k_rows, key,
+                                                                first_key, tile.head_k, CacheHintSm90::EVICT_FIRST);
+        kv_phase ^= 1;
+      }
+      storage.do_empty[stage].wait(state.phase ^ 1);
+      this->template load<Config::kBlockM, Config::kHeadDimV>(launch.do_map, storage.do_full[stage],
+                                                              storage.dout[stage], q_rows, row, first_row, at.head,
+                                                              CacheHintSm90::EVICT_LAST);
+      state.advance();
+      order.advance(at);
+    }
+  }
+};
+
+template <class Config, class Visit>
+__device__ __forceinline__ void for_each_key_tile(const BwdPassLaunch& launch, DkvStorage<Config>& storage,
+                                                  const Visit& visit) {
+  for_each_index(storage, launch.num_tiles, [&](int index) {
+    const BwdWorkTile tile = bwd_work_tile_at(launch.params, Config::kBlockN, index, launch.grid);
+    if (!tile.empty(Config::kBlockN)) visit(tile);
+  });
+}
+
+// Rows of dK or dV of an n_block: stored as Elements, or added to an fp32 matrix.
+template <class Config, class Accumulator>
+__device__ __forceinline__ void store_dkv(const Flash_bwd_params& params, const BwdWorkTile& tile, int thread,
+                                          Accumulator& acc, float scale, void* data, const MatrixStrides& strides,
+                                          int cols) {
+  using Element = typename Config::Element;
+#pragma unroll
+  for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
+  const int key = tile.n_block * Config::kBlockN, rows = tile.seqlen_k - key;
+  const int64_t offset = matrix_offset(strides, params.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
+  if (Config::kMayAccumulate && params.accumulates_dkv) {
+    add_rows(row_col_view(acc), AccumulatorCoords<4>(thread), static_cast<float*>(data) + offset, strides.row, rows,
+             cols);
+  } else {
+    store_accumulator(acc, thread, static_cast<Element*>(data) + offset, strides.row, rows, cols);
+  }
+}
+
+// What both consumers have: pipeline states persist from one work tile to the next.
+template <class Config>
+struct DkvConsumer {
+  using Element = typename Config::Element;
+  using Coords = TransposedCoords<AccumulatorCoords<4>>;  // rows: queries of the m_block; columns: keys
+  using RowValues = SmemRowValues<Coords>;
+  using Scores = AccScores<Config>;
+
+  const Flash_bwd_params& params;
+  DkvStorage<Config>& storage;
+  const int thread;  // of the warpgroup
+  const Coords coords;
+  PipelineState<Config::kStages> state;
+  uint32_t kv_phase = 0;
+
+  __device__ __forceinline__ DkvConsumer(const Flash_bwd_params& params_, DkvStorage<Config>& storage_)
+      : params(params_),
+        storage(storage_),
+        thread(threadIdx.x % 128),
+        coords{AccumulatorCoords<4>(threadIdx.x % 128)} {}
+
+  // The phase of the one buffer of P is the parity of the step.
+  __device__ __forceinline__ uint32_t p_phase() const { return state.stage; }
+
+  // This thread's 16-byte vectors of P.
+  __device__ __forceinline__ float4& p_vector(int i) const {
+    return reinterpret_cast<float4*>(storage.p)[i * 128 + thread];
+  }
+};
+
+// Consumer 0: S, P and dV.
+template <class Config>
+struct DvConsumer : DkvConsumer<Config> {
+  using Base = DkvConsumer<Config>;
+  using Base::coords;
+  using Base::kv_phase;
+  using Base::params;
+  using Base::state;
+  using Base::storage;
+  using Base::thread;
+  using typename Base::Coords;
+  using typename Base::Element;
+  using typename Base::RowValues;
+  using typename Base::Scores;
+  using Gradient = AccGradient<Config, Config::kHeadDimV>;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    const QBlockOrder order = q_block_order<Config>(params, tile);
+    Gradient acc_dv;
+    cute::clear(acc_dv);
+    if (order.count() > 0) accumulate(tile, order, acc_dv);
+    store_dkv<Config>(params, tile, thread, acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
+                      params.d_v);
+    __syncwarp();  // wgmma needs converged warps
+  }
+
+  // S of the next step is in flight behind dV of this one; no product is in flight where branches meet, since ptxas
+  // serialises those.
+  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, Gradient& acc_dv) {
+    const int count = order.count();
+    QStep at = order.start();
+    Scores acc_s;
+    storage.k_full.wait(kv_phase);
+    kv_phase ^= 1;
+    start_s(acc_s);
+    wait_for<0>(acc_s);
+    for (int i = 0; i < count; ++i) {
+      if (i + 1 == count) storage.k_empty.arrive();
+      const auto p = publish_p(tile, at, acc_s);
+      const int stage = state.stage;
+      storage.do_full[stage].wait(state.phase);
+      start_gradient<Config, Config::kHeadDimV>(thread, p, storage.dout[stage], acc_dv);
+      state.advance();
+      order.advance(at);
+      if (i + 1 < count) {
+        start_s(acc_s);
+        wait_for<1>(acc_dv);
+        storage.do_empty[stage].arrive();
+        wait_for<0>(acc_s);
+      } else {
+        wait_for<0>(acc_dv);
+        storage.do_empty[stage].arrive();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_s(Scores& acc_s) const {
+    storage.q_full[state.stage].wait(state.phase);
+    start_scores<Config, Config::kHeadDim>(thread, storage.k, storage.q[state.stage], acc_s, [](int) {});
+  }
+
+  // P of the step from its scores, for consumer 1 and, returned, for dV. Releases Q.
+  __device__ __forceinline__ auto publish_p(const BwdWorkTile& tile, const QStep& at, Scores& acc_s) const {
+    const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM, tile.n_block * Config::kBlockN};
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const RowValues lse_log2{storage.lse_log2[state.stage], coords};
+    auto scores = transposed_row_col_view(acc_s);
+    if constexpr (!Config::kIsGeneral) {
+      mask_scores<Config::kBlockM, Config::kBlockN>(scores, coords, visibility, tile_coords);
+      exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      storage.q_empty[state.stage].arrive();
+      store_p(acc_s);
+    } else {
+      const SmemRandomBits<Coords> bits{storage.dropout_row_bits[state.stage], storage.dropout_col_bits[state.stage],
+                                        coords};
+      Scores acc_handed;
+      auto handed = transposed_row_col_view(acc_handed);
+      exponentiate_general<Config::kBlockM, Config::kBlockN>(params, visibility, tile_coords, coords, bits, lse_log2,
+                                                             scores, handed);
+      storage.q_empty[state.stage].arrive();
+      store_p(acc_handed);
+    }
+    return convert<Element>(acc_s);
+  }
+
+  __device__ __forceinline__ void store_p(const Scores& acc_p) const {
+    storage.p_empty.wait(this->p_phase() ^ 1);
+#pragma unroll
+    for (int i = 0; i < decltype(cute::size(acc_p))::value; i += 4) {
+      this->p_vector(i / 4) = make_float4(acc_p(i), acc_p(i + 1), acc_p(i + 2), acc_p(i + 3));
+    }
+    storage.p_full.arrive();
+  }
+};
+
+// Consumer 1: dP, dS and dK.
+template <class Config>
+struct DkConsumer : DkvConsumer<Config> {
+  using Base = DkvConsumer<Config>;
+  using Base::coords;
+  using Base::kv_phase;
+  using Base::params;
+  using Base::state;
+  using Base::storage;
+  using Base::thread;
+  using typename Base::Element;
+  using typename Base::RowValues;
+  using typename Base::Scores;
+  using Gradient = AccGradient<Config, Config::kHeadDim>;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    const QBlockOrder order = q_block_order<Config>(params, tile);
+    Gradient acc_dk;
+    cute::clear(acc_dk);
+    if (order.count() > 0) accumulate(order.count(), acc_dk);
+    store_dkv<Config>(params, tile, thread, acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, params.d);
+    __syncwarp();  // wgmma needs converged warps
+  }
+
+  // dP of the next step is in flight behind dK of this one.
+  __device__ __forceinline__ void accumulate(int count, Gradient& acc_dk) {
+    Scores acc_dp;
+    storage.v_full.wait(kv_phase);
+    kv_phase ^= 1;
+    start_dp(acc_dp);
+    wait_for<0>(acc_dp);
+    for (int i = 0; i < count; ++i) {
+      if (i + 1 == count) storage.v_empty.arrive();
+      const auto ds = differentiate(acc_dp);
+      const int stage = state.stage;
+      storage.q_full[stage].wait(state.phase);
+      start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
+      state.advance();
+      if (i + 1 < count) {
+        start_dp(acc_dp);
+        wait_for<1>(acc_dk);
+        storage.q_empty[stage].arrive();
+        wait_for<0>(acc_dp);
+      } else {
+        wait_for<0>(acc_dk);
+        storage.q_empty[stage].arrive();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_dp(Scores& acc_dp) const {
+    storage.do_full[state.stage].wait(state.phase);
+    start_scores<Config, Config::kHeadDimV>(thread, storage.v, storage.dout[state.stage], acc_dp, [](int) {});
+  }
+
+  // dS of the step from dP and consumer 0's P. Releases dO and P.
+  __device__ __forceinline__ auto differentiate(Scores& acc_dp) const {
+    const RowValues softmax_d{storage.softmax_d[state.stage], coords};
+    auto dp = transposed_row_col_view(acc_dp);
+    Scores acc_p;
+    if constexpr (!Config::kIsGeneral) {
+      subtract_softmax_d(dp, softmax_d);
+      storage.do_empty[state.stage].arrive();
+      load_p(acc_p);
+#pragma unroll
+      for (int i = 0; i < cute::size(acc_dp); ++i) acc_dp(i) *= acc_p(i);
+    } else {
+      load_p(acc_p);
+      differentiate_handed(params, transposed_row_col_view(acc_p), dp, softmax_d);
+      storage.do_empty[state.stage].arrive();
+    }
+    return convert<Element>(acc_dp);
+  }
+
+  __device__ __forceinline__ void load_p(Scores& acc_p) const {
+    storage.p_full.wait(this->p_phase());
+#pragma unroll
+    for (int i = 0; i < decltype(cute::size(acc_p))::value; i += 4) {
+      const float4 vector = this->p_vector(i / 4);
+      acc_p(i) = vector.x;
+      acc_p(i + 1) = vector.y;
+      acc_p(i + 2) = vector.z;
+      acc_p(i + 3) = vector.w;
+    }
+    storage.p_empty.arrive();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_bwd_dkv_kernel(const __grid_constant__ BwdPassLaunch launch) {
+  extern __shared__ __align__(1024) char smem[];
+  DkvStorage<Config>& storage = *reinterpret_cast<DkvStorage<Config>*>(smem);
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  // The order matters: the dQ pass, which may start from here on, takes softmax_d for complete.
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
+  if (warp_group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) DkvLoader<Config>(launch, storage).run_all();
+    if (warp == 1) {
+      PipelineState<Config::kStages> state;
+      for_each_key_tile(launch, storage,
+                        [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
+    }
+  } else if (warp_group == 1) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    DvConsumer<Config> consumer(launch.params, storage);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    DkConsumer<Config> consumer(launch.params, storage);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash

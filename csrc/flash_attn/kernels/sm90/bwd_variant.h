@@ -1,0 +1,13 @@
+// Variants of the wgmma backward.
+#pragma once
+
+namespace flash {
+namespace sm90 {
+
+// kPlain: no dropout, no score modifier, softmax scale > 0, dK and dV of the inputs' dtype. kGeneral: all of these as
+// run-time flags. kAccumulate: kPlain, but dK and dV are added to fp32 matrices; as a flag of kPlain it would change
+// how ptxas schedules the loop.
+enum class BwdVariant { kPlain, kGeneral, kAccumulate };
+
+}  // namespace sm90
+}  // namespace flash

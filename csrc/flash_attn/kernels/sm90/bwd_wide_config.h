@@ -1,0 +1,61 @@
+// Compile-time configuration of the wgmma backward above head dim 128: two passes over blocks of 64 rows and 64 keys,
+// one for dK and dV, one for dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/accumulator.h"
+#include "kernels/common/convert.h"
+#include "kernels/sm90/bwd_variant.h"
+#include "params/flash.h"
+#include "plan/tiles.h"
+
+namespace flash {
+namespace sm90 {
+
+template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_ = kHeadDim_>
+struct BwdWideConfig {
+  static constexpr Dtype kDtype = kDtype_;
+  using Element = ElementOf<kDtype>;
+  static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
+  static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain;
+  static constexpr plan::Sm90BwdTile kTile = plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
+  static_assert(plan::has_dq_pass(kTile) && kTile.block_m == 64 && kTile.block_n == 64);
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages;  // of Q and dO in the dK and dV pass
+  static_assert(kStages == 2, "the stage is the parity of the step, which is the phase of the one buffer of P");
+
+  static constexpr int kConsumers = 256;  // threads
+  static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  // A tile is a sequence of swizzle atoms of 64 columns, one per TMA box.
+  static constexpr int kAtomCols = 64;
+  template <int kCols>
+  using Tile = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                            cute::Shape<cute::_64, cute::Int<kCols>>{}));
+  // The transposed view of the same bytes.
+  template <int kCols>
+  using TransposedTile =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kCols>, cute::_64>{}, cute::Step<cute::_2, cute::_1>{}));
+  static constexpr int kSmemK = kBlockN * kHeadDim;   // elements; of Q too
+  static constexpr int kSmemV = kBlockN * kHeadDimV;  // of dO too
+  static constexpr int kSmemP = kBlockM * kBlockN;
+
+  // The dQ pass: a consumer for each 64 of a work tile's rows.
+  static constexpr int kDqBlockM = plan::kSm90DqBlockM;
+  static_assert(kDqBlockM == 128);
+  static constexpr int kDqStages = plan::kSm90DqStages;  // of K, and of parts of V
+  static constexpr int kVPartCols = plan::kSm90DqValueCols;
+  static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
+  static_assert(kHeadDimV % kVPartCols == 0 && kVParts <= kDqStages);
+  static_assert(kVParts == 1 || kVParts == kDqStages, "parts of a block lie side by side, as one tile");
+};
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,88 @@
+// Launches of the wgmma backward above head dim 128: softmax_d, the dK and dV pass, the dQ pass.
+#pragma once
+
+#include "kernels/common/launch.h"
+#include "kernels/sm90/bwd_dkv_pass.h"
+#include "kernels/sm90/bwd_dq_pass.h"
+#include "plan/bwd_plan.h"
+
+namespace flash {
+namespace sm90 {
+
+template <class Config>
+cudaError_t make_pass_maps(BwdPassLaunch& launch) {
+  const Flash_bwd_params& params = launch.params;
+  struct Matrix {
+    CUtensorMap& map;
+    const void* data;
+    const MatrixStrides& strides;
+    bool is_query;
+    int head_dim;
+  };
+  const Matrix matrices[] = {
+      {launch.q_map, params.q_ptr, params.q_strides, true, params.d},
+      {launch.do_map, params.do_ptr, params.do_strides, true, params.d_v},
+      {launch.k_map, params.k_ptr, params.k_strides, false, params.d},
+      {launch.v_map, params.v_ptr, params.v_strides, false, params.d_v},
+  };
+  for (const Matrix& matrix : matrices) {
+    const cudaError_t status = make_tensor_map(
+        matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim),
+        Config::kDtype, {Config::kAtomCols, Config::kBlockN});
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+template <class Config>
+cudaError_t run_flash_bwd_dkv(BwdPassLaunch launch, const plan::BwdPlan& plan, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  constexpr int kBytes = static_cast<int>(sizeof(DkvStorage<Config>));
+  static_assert(kBytes == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
+                "plan and kernel agree on the shared memory");
+  launch.num_tiles = static_cast<int>(plan.order.blocks);
+  launch.tile_count_semaphore = plan.is_dynamic ? launch.params.tile_count_semaphore : nullptr;
+  return launch_dependent(flash_bwd_dkv_kernel<Config>, plan.grid, Config::kThreads, kBytes, launch,
+                          launch.params.device, stream, configured_devices);
+}
+
+template <class Config>
+cudaError_t run_flash_bwd_dq(BwdPassLaunch launch, const plan::BwdPlan& plan, cudaStream_t stream) {
+  static std::atomic<uint64_t> configured_devices{0};
+  constexpr int kBytes = static_cast<int>(sizeof(DqStorage<Config>));
+  static_assert(kBytes == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
+                "plan and kernel agree on the shared memory");
+  launch.num_tiles = static_cast<int>(plan.dq_tiles);
+  launch.tile_count_semaphore = plan.dq_is_dynamic ? launch.params.tile_count_semaphore + 1 : nullptr;
+  if (!plan.dq_overlaps) {
+    return flash::launch(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
+                         launch.params.device, stream, configured_devices);
+  }
+  return launch_dependent(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
+                          launch.params.device, stream, configured_devices);
+}
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+cudaError_t run_mha_bwd_wide(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  using Plain = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDimV>;
+  using General = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kGeneral, kHeadDimV>;
+  using Accumulate = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kHeadDimV>;
+  BwdPassLaunch launch{};
+  launch.params = params;
+  launch.grid = plan.order;
+  cudaError_t status = make_pass_maps<Plain>(launch);
+  if (status == cudaSuccess) status = run_softmax_d(params, kDtype, stream);
+  if (status != cudaSuccess) return status;
+  switch (plan.variant) {
+    case plan::BwdVariant::kPlain: status = run_flash_bwd_dkv<Plain>(launch, plan, stream); break;
+    case plan::BwdVariant::kGeneral: status = run_flash_bwd_dkv<General>(launch, plan, stream); break;
+    case plan::BwdVariant::kAccumulate: status = run_flash_bwd_dkv<Accumulate>(launch, plan, stream); break;
+    case plan::BwdVariant::kDropout: return cudaErrorInvalidValue;  // of the other family
+  }
+  if (status != cudaSuccess) return status;
+  return plan.variant == plan::BwdVariant::kGeneral ? run_flash_bwd_dq<General>(launch, plan, stream)
+                                                    : run_flash_bwd_dq<Plain>(launch, plan, stream);
+}
+
+}  // namespace sm90
+}  // namespace flash

@@ -1,0 +1,48 @@
+// Work tile indices of a persistent thread block, handed from its load warp to all others by a ring of two.
+#pragma once
+
+#include "kernels/tma/mbarrier.h"
+#include "kernels/tma/pipeline_state.h"
+
+namespace flash {
+namespace sm90 {
+
+using namespace tma;
+
+// The load warp's side: fetch(is_first, previous index), the same in all lanes, until it is num_tiles or more; each one
+// is announced (work_full), then load(index).
+template <class Storage, class Fetch, class Load>
+__device__ __forceinline__ void announce_work_tiles(Storage& storage, int64_t num_tiles, bool is_elected,
+                                                    const Fetch& fetch, const Load& load) {
+  PipelineState<2> work_state;
+  int index = fetch(true, 0);
+  while (true) {
+    storage.work_empty[work_state.stage].wait(work_state.phase ^ 1);
+    if (is_elected) {
+      storage.work[work_state.stage] = index;
+      storage.work_full[work_state.stage].arrive();
+    }
+    __syncwarp();
+    work_state.advance();
+    if (index >= num_tiles) return;
+    load(index);
+    index = fetch(false, index);
+  }
+}
+
+// The other warps' side: visit(index).
+template <class Storage, class Visit>
+__device__ __forceinline__ void for_each_index(Storage& storage, int64_t num_tiles, const Visit& visit) {
+  PipelineState<2> work_state;
+  while (true) {
+    storage.work_full[work_state.stage].wait(work_state.phase);
+    const int index = __shfl_sync(0xffffffffu, storage.work[work_state.stage], 0);
+    storage.work_empty[work_state.stage].arrive();
+    work_state.advance();
+    if (index >= num_tiles) return;
+    visit(index);
+  }
+}
+
+}  // namespace sm90
+}  // namespace flash
