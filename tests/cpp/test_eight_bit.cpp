@@ -105,27 +105,32 @@ struct E4m3 {
   }
 };
 
+// Two codes, exactly; word: with kInt8Sign flipped.
+uint32_t decode_int8(uint32_t word, uint32_t selector) {
+  const auto add = [](double a, double b, double) { return a + b; };
+  return by_half(add, prmt(word, kInt8Exponent, selector), kInt8Bias);
+}
+
+// kHasOffset: the operands of head dim 128, in units of 2^-24.
+template <bool kHasOffset>
 struct Int8 {
-  static constexpr uint32_t kOffset = kInt8Offset;
-  static constexpr double kUnit = kInt8Unit;
+  static constexpr uint32_t kOffset = kHasOffset ? kInt8Offset : 0;
+  static constexpr double kUnit = kHasOffset ? kInt8Unit : 1;
 
   static double value(uint8_t code) { return static_cast<int8_t>(code); }
 
+  static uint32_t operand(uint32_t word, uint32_t selector) {
+    return kHasOffset ? prmt(word ^ kInt8Sign, 0, selector) : decode_int8(word ^ kInt8Sign, selector);
+  }
   static void keys(uint32_t word, uint32_t& b0, uint32_t& b1) {
-    b0 = prmt(word ^ kInt8Sign, 0, kInt8First);
-    b1 = prmt(word ^ kInt8Sign, 0, kInt8Second);
+    b0 = operand(word, kInt8First);
+    b1 = operand(word, kInt8Second);
   }
   static void values(uint32_t word, uint32_t& even, uint32_t& odd) {
-    even = prmt(word ^ kInt8Sign, 0, kInt8EvenCols);
-    odd = prmt(word ^ kInt8Sign, 0, kInt8OddCols);
+    even = operand(word, kInt8EvenCols);
+    odd = operand(word, kInt8OddCols);
   }
 };
-
-// Two codes, exactly.
-uint32_t decode_int8(uint32_t word, uint32_t selector) {
-  const auto add = [](double a, double b, double) { return a + b; };
-  return by_half(add, prmt(word ^ kInt8Sign, kInt8Exponent, selector), kInt8Bias);
-}
 
 // Without the instruction.
 uint32_t decode_e4m3_by_bits(uint32_t word, bool second) {
@@ -152,7 +157,8 @@ void check_conversions() {
         const uint32_t got = decode_e4m3_by_bits(words[i], i % 2 == 1) >> (i < 2 ? 0 : 16) & 0xffff;
         const double expected = e4m3_value(code), value = half_value(got);
         check::that(value == expected || (std::isnan(value) && std::isnan(expected)), "e4m3 by bits", code, value);
-        const uint32_t pair = decode_int8(words[i], i % 2 == 1 ? kInt8Second : kInt8First) >> (i < 2 ? 0 : 16);
+        const uint32_t pair =
+            decode_int8(words[i] ^ kInt8Sign, i % 2 == 1 ? kInt8Second : kInt8First) >> (i < 2 ? 0 : 16);
         check::that(half_value(pair & 0xffff) == static_cast<int8_t>(code), "int8", code, half_value(pair & 0xffff));
       }
     }
@@ -370,6 +376,7 @@ int main() {
   check_swizzle<128>();
   check_swizzle<256>();
   check_format<E4m3>();
-  check_format<Int8>();
+  check_format<Int8<false>>();
+  check_format<Int8<true>>();
   return check::report();
 }

@@ -67,27 +67,31 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t& first, uint32_t&
   }
 }
 
-// A word of ldmatrix: four columns of one key -> both B registers; int8 with its offset, in units of 2^-24.
-template <Dtype kCodes>
+// A word of ldmatrix: four columns of one key -> both B registers. kHasOffset: of int8, in units of 2^-24.
+template <Dtype kCodes, bool kHasOffset>
 __device__ __forceinline__ void key_operands(uint32_t word, uint32_t& b0, uint32_t& b1) {
-  if constexpr (kCodes == Dtype::kE4m3) {
-    decode<kCodes>(word, b0, b1);
-  } else {
+  if constexpr (kHasOffset) {
     word ^= eight_bit::kInt8Sign;
     b0 = __byte_perm(word, 0, eight_bit::kInt8First);
     b1 = __byte_perm(word, 0, eight_bit::kInt8Second);
+  } else {
+    decode<kCodes>(word, b0, b1);
   }
 }
 
 // A word of ldmatrix.trans: two keys by an even and an odd column -> one B register of each column's product.
-template <Dtype kCodes>
+template <Dtype kCodes, bool kHasOffset>
 __device__ __forceinline__ void value_operands(uint32_t word, uint32_t& even, uint32_t& odd) {
-  if constexpr (kCodes == Dtype::kE4m3) {
-    decode<kCodes>(__byte_perm(word, word, eight_bit::kInterleaveKeys), even, odd);
-  } else {
+  if constexpr (kHasOffset) {
     word ^= eight_bit::kInt8Sign;
     even = __byte_perm(word, 0, eight_bit::kInt8EvenCols);
     odd = __byte_perm(word, 0, eight_bit::kInt8OddCols);
+  } else if constexpr (kCodes == Dtype::kE4m3) {
+    decode<kCodes>(__byte_perm(word, word, eight_bit::kInterleaveKeys), even, odd);
+  } else {
+    word ^= eight_bit::kInt8Sign;
+    even = decode_int8<eight_bit::kInt8EvenCols>(word);
+    odd = decode_int8<eight_bit::kInt8OddCols>(word);
   }
 }
 

@@ -287,7 +287,7 @@ struct KvMainloop {
 #pragma unroll
       for (int ni = 0; ni < 4; ++ni) {
         uint32_t b0, b1;
-        key_operands<Config::kDtype>(words[ni], b0, b1);
+        key_operands<Config::kDtype, Config::kHasOffset>(words[ni], b0, b1);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) multiply(square(acc_s, mi, ni), a[mi], b0, b1, Element{});
       }
@@ -319,8 +319,8 @@ struct KvMainloop {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15
-          value_operands<Config::kDtype>(words[2 * i], even[0], odd[0]);
-          value_operands<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
+          value_operands<Config::kDtype, Config::kHasOffset>(words[2 * i], even[0], odd[0]);
+          value_operands<Config::kDtype, Config::kHasOffset>(words[2 * i + 1], even[1], odd[1]);
 #pragma unroll
           for (int mi = 0; mi < Config::kRowTiles; ++mi) {
             multiply(square(acc_o, mi, 2 * (vector + i)), a[mi], even[0], even[1], Element{});
