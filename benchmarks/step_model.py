@@ -46,18 +46,20 @@ def forward_step(d, m, n):
 
 def backward_step(d, m, n):
     """Of m rows of Q and dO against n keys."""
+    scores = 2 * 2 * (64 * d + m * d) * 2  # both operands of S and dP, by two consumers or in two passes
     if n == 128:  # each of two consumers has 64 keys; one warpgroup has all of dQ, which is staged
-        products = 10
+        products, times, added = 10, 1, 4 * m * d
         rest = 2 * 2 * m * d * 2 + 2 * m * n + (m * n * 2 + n * d * 2) + 2 * 4 * m * d
-    else:  # both have all 64 keys, so all scores, and half of the columns; a slice of dQ reads dS again
-        products = 14
-        rest = 2 * 2 * m * d // 2 * 2 + 2 * 2 * m * n + 2 * (2 * m * n * 2 + n * d // 2 * 2)
-    scores, copies = 2 * 2 * (64 * d + m * d) * 2, 2 * m * d * 2
+        copies = 2 * m * d * 2
+    else:  # dV and dK by a consumer each, which hand over P; then dQ in a pass of 128 rows, nothing added
+        products, times, added = 14, 2, 0
+        rest = 2 * m * d * 2 + 2 * 4 * m * n + n * d * 2
+        copies = 2 * m * d * 2 + 2 * n * d * 2 * m // 128
     clocks = {
         "tensor cores": products * m * n * d / TENSOR_FLOP,
         "shared memory": (scores + rest + copies) / SMEM_BYTES,
-        "exp2": m * n / EXP2,
-        "additions to dQ": 4 * m * d / ADDED_BYTES,
+        "exp2": times * m * n / EXP2,
+        "additions to dQ": added / ADDED_BYTES,
     }
     return Step(clocks, 10 * m * n * d / TENSOR_FLOP)
 

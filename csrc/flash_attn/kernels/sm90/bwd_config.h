@@ -42,7 +42,6 @@ struct BwdConfig {
   static constexpr bool kAlternateDq = !kHasDqWarpgroup;
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
-  static constexpr int kConsumerWarps = 4 * kWarpGroups;
   static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 240;

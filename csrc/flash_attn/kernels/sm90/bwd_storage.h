@@ -59,7 +59,6 @@ struct BwdStorage {
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
-  Barrier dq_added[Config::kStages], dq_released[Config::kStages];  // REMOVE
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
 
@@ -91,8 +90,6 @@ struct BwdStorage {
       do_full[i].init(1 + 32);
       q_empty[i].init(Config::kConsumers);
       do_empty[i].init(Config::kConsumers);
-      dq_added[i].init(Config::kConsumerWarps);
-      dq_released[i].init(1);
     }
     pre_clear_full.init(1);
     for (int i = 0; i < 2; ++i) {
