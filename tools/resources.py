@@ -20,7 +20,8 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _VARIANTS = re.compile(r"^enum class (\w*Variant) \{([^}]*)\}", re.MULTILINE)
-_VARIANT_NUMBER = re.compile(r"\((?:\w+::)*(\w*Variant)\)(\d+)")
+_NAMESPACE = re.compile(r"^namespace (\w+) \{$|^\}  // namespace", re.MULTILINE)
+_VARIANT_NUMBER = re.compile(r"\(((?:\w+::)*\w*Variant)\)(\d+)")
 
 
 def parse_ptxas_log(log: str) -> list[dict]:
@@ -52,9 +53,17 @@ def fatal_diagnostics(log: str) -> list[str]:
 
 
 def variants_of(headers: Iterable[str]) -> dict[str, list[str]]:
-    """The enumerators of every enum of kernel variants that one of the headers defines."""
-    text = "\n".join(Path(header).read_text(encoding="utf-8", errors="replace") for header in headers)
-    return {name: re.findall(r"\bk\w+", values) for name, values in _VARIANTS.findall(text)}
+    """The enumerators of every enum of kernel variants that one of the headers defines, by its qualified name: families
+    have enums of one name."""
+    found = {}
+    for header in headers:
+        text = Path(header).read_text(encoding="utf-8", errors="replace")
+        for enum in _VARIANTS.finditer(text):
+            namespaces: list[str] = []
+            for bound in _NAMESPACE.finditer(text, 0, enum.start()):
+                namespaces = [*namespaces, bound[1]] if bound[1] else namespaces[:-1]
+            found["::".join([*namespaces, enum[1]])] = re.findall(r"\bk\w+", enum[2])
+    return found
 
 
 def with_variant_names(name: str, variants: dict[str, list[str]]) -> str:
@@ -62,7 +71,7 @@ def with_variant_names(name: str, variants: dict[str, list[str]]) -> str:
 
     def named(number: re.Match) -> str:
         enumerators = variants.get(number[1])
-        return f"{number[1]}::{enumerators[int(number[2])]}" if enumerators else number[0]
+        return f"{number[1].split('::')[-1]}::{enumerators[int(number[2])]}" if enumerators else number[0]
 
     return _VARIANT_NUMBER.sub(named, name)
 

@@ -99,15 +99,20 @@ def test_every_rule_names_a_file_that_exists():
 
 def test_every_rule_names_a_variant_that_exists():
     variants = resources.variants_of((ROOT / "csrc" / "flash_attn").rglob("*.h"))
-    assert {"FwdVariant", "BwdVariant"} <= set(variants) and "kDropout" in variants["FwdVariant"]
+    assert "kDropout" in variants["flash::plan::FwdVariant"]
+    assert {f"flash::{family}::BwdVariant" for family in ("plan", "sm80", "sm90")} <= set(variants)
     stated = {rule["variant"] for rule in (*BUDGET["rules"], *BUDGET["interior_loops"]) if "variant" in rule}
     assert stated <= {name for names in variants.values() for name in names}
 
 
 def test_variants_are_named(tmp_path):
     header = tmp_path / "config.h"
-    header.write_text("namespace flash {\nenum class FwdVariant { kPlain, kShort, kDropout };\n}\n")
+    header.write_text(
+        "namespace flash {\nnamespace sm80 {\nenum class FwdVariant { kPlain };\n}  // namespace sm80\n"
+        "namespace plan {\nenum class FwdVariant { kPlain, kShort, kDropout };\n}\n}\n"
+    )
     variants = resources.variants_of([str(header)])
+    assert variants["flash::sm80::FwdVariant"] == ["kPlain"]
     name = resources.with_variant_names("void kernel<Config<(Dtype)1, 64, (flash::plan::FwdVariant)2> >()", variants)
     assert name == "void kernel<Config<(Dtype)1, 64, FwdVariant::kDropout> >()"
     assert resources.with_variant_names("kernel<(KvVariant)1>", variants) == "kernel<(KvVariant)1>"
