@@ -84,7 +84,10 @@ class TileDesign:
     @property
     def entry(self):
         """What the name of its main kernel has in it."""
-        return "flash_bwd_kernel" if self.is_backward else ""
+        if not self.is_backward:
+            return ""
+        has_dq_pass = self.table.wgmma and self.column("block_n") == 64  # has_dq_pass()
+        return "flash_bwd_dkv_kernel" if has_dq_pass else "flash_bwd_kernel"
 
     @property
     def name(self):

@@ -15,7 +15,20 @@ constexpr flash::Dtype kDtype = flash::Dtype::LAB_DTYPE;
 
 #if LAB_WGMMA
 constexpr plan::Sm90BwdTile kWanted = LAB_TILE;
-using Config = flash::sm90::BwdConfig<kDtype, kWanted.head_dim, flash::sm90::BwdVariant::kPlain>;
+constexpr auto kVariant = flash::sm90::BwdVariant::kPlain;
+using Config =
+    std::conditional_t<plan::has_dq_pass(kWanted), flash::sm90::BwdWideConfig<kDtype, kWanted.head_dim, kVariant>,
+                       flash::sm90::BwdConfig<kDtype, kWanted.head_dim, kVariant>>;
+
+template <class Config>
+cudaError_t run_wgmma(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
+  if constexpr (plan::has_dq_pass(Config::kTile)) {
+    return flash::sm90::run_flash_bwd_passes<Config, Config>(params, made, stream);
+  } else {
+    return flash::sm90::run_flash_bwd<Config>(params, made, stream);
+  }
+}
+
 static_assert(Config::kStages == kWanted.stages);
 constexpr const char* kForced = nullptr;
 #else
@@ -29,7 +42,7 @@ static_assert(Config::kBlockM == kWanted.block_m && Config::kBlockN == kWanted.b
 
 cudaError_t run(const flash::Flash_bwd_params& params, const plan::BwdPlan& made, cudaStream_t stream) {
 #if LAB_WGMMA
-  return flash::sm90::run_flash_bwd<Config>(params, made, stream);
+  return run_wgmma<Config>(params, made, stream);
 #else
   if (made.stages == 0) return cudaErrorInvalidConfiguration;
   cudaError_t status = flash::run_softmax_d(params, kDtype, stream);

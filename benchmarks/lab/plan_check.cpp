@@ -101,7 +101,7 @@ int fits(const std::string& kernel, Row row) {
     problem = warp_grid_problem(tile);
   } else if (kernel == "bwd_wgmma") {
     const plan::Sm90BwdTile tile{row[0], row[1], row[2], row[3], row[4]};
-    bytes = plan::sm90_bwd_smem_bytes(tile, false, false, Dtype::kBf16);
+    bytes = plan::sm90_backward_smem_bytes(tile, false, Dtype::kBf16);
     problem = wgmma_bwd_problem(tile);
   } else {
     return 2;

@@ -80,7 +80,7 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
   storage.add(element * kSm90DqBlockM * tile.head_dim, kSwizzleBytes)
       .add(element * kSm90DqBlockM * tile.value_dim(), kSwizzleBytes)
       .add(element * kSm90DqStages * n * tile.head_dim, kSwizzleBytes)
-      .add(element * kSm90DqStages * n * kSm90DqValueCols, kSwizzleBytes)
+      .add(element * kSm90DqStages * n * sm90_dq_value_cols(tile), kSwizzleBytes)
       .add(sizeof(RandomBits) * (may_drop ? kSm90DqBlockM : 2), alignof(RandomBits))
       .add(sizeof(RandomBits) * kSm90DqStages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * (8 + 4 * kSm90DqStages + 4 + 1), kBarrierBytes)
@@ -112,6 +112,13 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * 4, 4);
   return storage.size(kSwizzleBytes);
+}
+
+// Of the main kernel; with a dQ pass of the larger of both.
+constexpr int sm90_backward_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
+  if (!has_dq_pass(tile)) return sm90_bwd_smem_bytes(tile, may_drop, false, dtype);
+  const int dkv = sm90_dkv_smem_bytes(tile, may_drop, dtype), dq = sm90_dq_smem_bytes(tile, may_drop, dtype);
+  return dkv > dq ? dkv : dq;
 }
 
 }  // namespace plan

@@ -265,10 +265,13 @@ constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n =
 // the bound.
 constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64; }
 
-// The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of parts of V of so many columns.
+// The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of V, which is loaded in parts of so many
+// columns: whole blocks, or halves where two blocks do not fit.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqStages = 2;
-constexpr int kSm90DqValueCols = 128;
+constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
+  return tile.value_dim() > 192 ? tile.value_dim() / 2 : tile.value_dim();
+}
 
 // A producer warpgroup, two consumers, and the one of dQ.
 constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_dq_warpgroup(tile)); }

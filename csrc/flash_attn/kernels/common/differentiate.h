@@ -77,8 +77,20 @@ __device__ __forceinline__ void differentiate_scores(const Probabilities& p, Gra
   for (int i = 0; i < cute::size(dp); ++i) dp(i) *= p(i);
 }
 
-// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits` and origins: scores become P with
-// dropped elements 0, as dV = P^T dO needs it, and dp becomes dS.
+// Score modifiers, and their derivatives on `gradients`.
+template <bool kMayHaveOrigins, class Coords, class Scores, class Gradients, class Mask>
+__device__ __forceinline__ void modify_scores(const Flash_bwd_params& params, const Mask& mask,
+                                              const TileCoords& tile_coords, const Coords& coords, Scores& scores,
+                                              Gradients& gradients) {
+  if (!params.has_score_mod) return;
+  int diagonal = mask.diagonal(tile_coords.row_begin);
+  if constexpr (kMayHaveOrigins) diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
+  ScoreMod(params, tile_coords.batch, tile_coords.head)
+      .grad(scores, gradients, coords, diagonal, tile_coords.key_begin);
+}
+
+// Both, with softcap, ALiBi and, with kMayDrop, dropout by the random bits `bits`: scores become P with dropped
+// elements 0, as dV = P^T dO needs it, and dp becomes dS.
 template <int kBlockM, int kBlockN, bool kMayDrop, class Coords, class Bits, class RowValues, class Scores,
           class Gradients, class Mask>
 __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& params, const Mask& mask,
@@ -97,11 +109,7 @@ __device__ __forceinline__ void differentiate_general(const Flash_bwd_params& pa
     });
   }
   subtract_softmax_d(dp, softmax_d);
-  if (params.has_score_mod) {
-    int diagonal = mask.diagonal(tile_coords.row_begin);
-    if constexpr (kMayDrop) diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
-    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, dp, coords, diagonal, tile_coords.key_begin);
-  }
+  modify_scores<kMayDrop>(params, mask, tile_coords, coords, scores, dp);
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll
@@ -133,10 +141,7 @@ __device__ __forceinline__ void exponentiate_general(const Flash_bwd_params& par
     });
   }
   fill(handed, 1.0f);
-  if (params.has_score_mod) {
-    const int diagonal = alibi_diagonal(params, tile_coords.batch, mask, tile_coords.row_begin);
-    ScoreMod(params, tile_coords.batch, tile_coords.head).grad(scores, handed, coords, diagonal, tile_coords.key_begin);
-  }
+  modify_scores<true>(params, mask, tile_coords, coords, scores, handed);
   mask_scores<kBlockM, kBlockN>(scores, coords, mask, tile_coords);
   exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
 #pragma unroll

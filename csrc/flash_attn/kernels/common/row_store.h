@@ -60,7 +60,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
 }
 
 // Stores a warpgroup's accumulator of 64 rows to rows [0, rows) and columns [0, cols) of a strided matrix of Elements,
-// in 16-byte vectors, each row in pieces of 64 bytes: no shared memory, nothing to wait for. By whole warps; `thread`:
+// in 16-byte vectors, 64 bytes of each row at a time: no shared memory, nothing to wait for. By whole warps; `thread`:
 // of the warpgroup.
 template <class Element, class Accumulator>
 __device__ __forceinline__ void store_accumulator(const Accumulator& acc, int thread, Element* base, int64_t stride,

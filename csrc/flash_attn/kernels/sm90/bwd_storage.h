@@ -59,7 +59,8 @@ struct BwdStorage {
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
-  Barrier dq_added[Config::kStages], dq_released[Config::kStages];
+  Barrier dq_added[Config::kStages],
+      dq_released[Config::kStages];  // unused: without them the machine code would change
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
 

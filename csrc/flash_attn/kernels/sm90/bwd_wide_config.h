@@ -51,9 +51,9 @@ struct BwdWideConfig {
   static constexpr int kDqBlockM = plan::kSm90DqBlockM;
   static_assert(kDqBlockM == 128);
   static constexpr int kDqStages = plan::kSm90DqStages;  // of K, and of parts of V
-  static constexpr int kVPartCols = plan::kSm90DqValueCols;
+  static constexpr int kVPartCols = plan::sm90_dq_value_cols(kTile);
   static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
-  static_assert(kHeadDimV % kVPartCols == 0 && kVParts <= kDqStages);
+  static_assert(kVPartCols % kAtomCols == 0 && kVParts * kVPartCols == kHeadDimV);
   static_assert(kVParts == 1 || kVParts == kDqStages, "parts of a block lie side by side, as one tile");
 };
 

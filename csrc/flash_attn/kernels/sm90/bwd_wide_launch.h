@@ -62,26 +62,30 @@ cudaError_t run_flash_bwd_dq(BwdPassLaunch launch, const plan::BwdPlan& plan, cu
                           launch.params.device, stream, configured_devices);
 }
 
-template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
+// softmax_d; then both passes. DqConfig: the dQ pass has no variant of its own for sums of dK and dV.
+template <class Config, class DqConfig>
+cudaError_t run_flash_bwd_passes(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
+  BwdPassLaunch launch{};
+  launch.params = params;
+  launch.grid = plan.order;
+  cudaError_t status = make_pass_maps<Config>(launch);
+  if (status == cudaSuccess) status = run_softmax_d(params, Config::kDtype, stream);
+  if (status == cudaSuccess) status = run_flash_bwd_dkv<Config>(launch, plan, stream);
+  return status == cudaSuccess ? run_flash_bwd_dq<DqConfig>(launch, plan, stream) : status;
+}
+
+template <Dtype kDtype, int kHeadDim, int kHeadDimV>
 cudaError_t run_mha_bwd_wide(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   using Plain = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kPlain, kHeadDimV>;
   using General = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kGeneral, kHeadDimV>;
   using Accumulate = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kAccumulate, kHeadDimV>;
-  BwdPassLaunch launch{};
-  launch.params = params;
-  launch.grid = plan.order;
-  cudaError_t status = make_pass_maps<Plain>(launch);
-  if (status == cudaSuccess) status = run_softmax_d(params, kDtype, stream);
-  if (status != cudaSuccess) return status;
   switch (plan.variant) {
-    case plan::BwdVariant::kPlain: status = run_flash_bwd_dkv<Plain>(launch, plan, stream); break;
-    case plan::BwdVariant::kGeneral: status = run_flash_bwd_dkv<General>(launch, plan, stream); break;
-    case plan::BwdVariant::kAccumulate: status = run_flash_bwd_dkv<Accumulate>(launch, plan, stream); break;
-    case plan::BwdVariant::kDropout: return cudaErrorInvalidValue;  // of the other family
+    case plan::BwdVariant::kPlain: return run_flash_bwd_passes<Plain, Plain>(params, plan, stream);
+    case plan::BwdVariant::kGeneral: return run_flash_bwd_passes<General, General>(params, plan, stream);
+    case plan::BwdVariant::kAccumulate: return run_flash_bwd_passes<Accumulate, Plain>(params, plan, stream);
+    case plan::BwdVariant::kDropout: break;
   }
-  if (status != cudaSuccess) return status;
-  return plan.variant == plan::BwdVariant::kGeneral ? run_flash_bwd_dq<General>(launch, plan, stream)
-                                                    : run_flash_bwd_dq<Plain>(launch, plan, stream);
+  return cudaErrorInvalidValue;  // of the other family
 }
 
 }  // namespace sm90
