@@ -84,9 +84,6 @@ double e4m3_value(uint32_t code) {
 }
 
 struct E4m3 {
-  static constexpr uint32_t kOffset = 0;
-  static constexpr double kUnit = 1;
-
   static double value(uint8_t code) { return e4m3_value(code); }
 
   // By the instruction: the low, or the high half of the word.
@@ -105,30 +102,20 @@ struct E4m3 {
   }
 };
 
-// Two codes, exactly; word: with kInt8Sign flipped.
-uint32_t decode_int8(uint32_t word, uint32_t selector) {
-  const auto add = [](double a, double b, double) { return a + b; };
-  return by_half(add, prmt(word, kInt8Exponent, selector), kInt8Bias);
-}
-
-// kHasOffset: the operands of head dim 128, in units of 2^-24.
-template <bool kHasOffset>
 struct Int8 {
-  static constexpr uint32_t kOffset = kHasOffset ? kInt8Offset : 0;
-  static constexpr double kUnit = kHasOffset ? kInt8Unit : 1;
-
   static double value(uint8_t code) { return static_cast<int8_t>(code); }
 
-  static uint32_t operand(uint32_t word, uint32_t selector) {
-    return kHasOffset ? prmt(word ^ kInt8Sign, 0, selector) : decode_int8(word ^ kInt8Sign, selector);
+  static uint32_t decode(uint32_t word, uint32_t selector) {
+    const auto add = [](double a, double b, double) { return a + b; };
+    return by_half(add, prmt(word, kInt8Exponent, selector), kInt8Bias);
   }
   static void keys(uint32_t word, uint32_t& b0, uint32_t& b1) {
-    b0 = operand(word, kInt8First);
-    b1 = operand(word, kInt8Second);
+    b0 = decode(word ^ kInt8Sign, kInt8First);
+    b1 = decode(word ^ kInt8Sign, kInt8Second);
   }
   static void values(uint32_t word, uint32_t& even, uint32_t& odd) {
-    even = operand(word, kInt8EvenCols);
-    odd = operand(word, kInt8OddCols);
+    even = decode(word ^ kInt8Sign, kInt8EvenCols);
+    odd = decode(word ^ kInt8Sign, kInt8OddCols);
   }
 };
 
@@ -157,9 +144,6 @@ void check_conversions() {
         const uint32_t got = decode_e4m3_by_bits(words[i], i % 2 == 1) >> (i < 2 ? 0 : 16) & 0xffff;
         const double expected = e4m3_value(code), value = half_value(got);
         check::that(value == expected || (std::isnan(value) && std::isnan(expected)), "e4m3 by bits", code, value);
-        const uint32_t pair =
-            decode_int8(words[i] ^ kInt8Sign, i % 2 == 1 ? kInt8Second : kInt8First) >> (i < 2 ? 0 : 16);
-        check::that(half_value(pair & 0xffff) == static_cast<int8_t>(code), "int8", code, half_value(pair & 0xffff));
       }
     }
   }
@@ -213,14 +197,6 @@ struct Warp {
     }
     return sum;
   }
-
-  // Less what the offset of codes adds, in units of codes.
-  template <class Format>
-  double of_codes(int lane, int i) const {
-    Warp offset = *this;
-    for (auto& b : offset.b) b[0] = b[1] = Format::kOffset;
-    return (acc(lane, i) + offset.acc(lane, i)) * Format::kUnit;
-  }
 };
 
 // Small numbers that fp16 holds, different for different elements.
@@ -264,8 +240,7 @@ void check_keys(int vector) {
         const int row = lane / 4 + i / 2 * 8, key = ni * 8 + lane % 4 * 2 + i % 2;  // PackedCoords
         double expected = 0;
         for (int col = 0; col < kVectorCols; ++col) expected += element(row, first + col) * Format::value(k[key][col]);
-        const double score = warp.of_codes<Format>(lane, i);
-        check::that(score == expected, "score", lane, i, score, expected);
+        check::that(warp.acc(lane, i) == expected, "score", lane, i, warp.acc(lane, i), expected);
       }
     }
   }
@@ -298,8 +273,8 @@ void check_values(int first_key, int head_dim) {
     }
     for (int lane = 0; lane < 32; ++lane) {
       for (int half = 0; half < 2; ++half) {
-        double stored[4];  // a float4 from column o_col(t) on
-        for (int i = 0; i < 4; ++i) stored[i] = (i % 2 ? odd : even).of_codes<Format>(lane, 2 * half + i / 2);
+        const double stored[] = {even.acc(lane, 2 * half), odd.acc(lane, 2 * half), even.acc(lane, 2 * half + 1),
+                                 odd.acc(lane, 2 * half + 1)};  // a float4 from column o_col(t) on
         for (int i = 0; i < 4; ++i) {
           const int row = lane / 4 + half * 8, col = vector * kVectorCols + o_col(lane % 4) + i;
           double expected = 0;
@@ -376,7 +351,6 @@ int main() {
   check_swizzle<128>();
   check_swizzle<256>();
   check_format<E4m3>();
-  check_format<Int8<false>>();
-  check_format<Int8<true>>();
+  check_format<Int8>();
   return check::report();
 }

@@ -36,11 +36,6 @@ constexpr uint32_t kInt8Second = 0x4342;     // bytes 2 and 3
 constexpr uint32_t kInt8EvenCols = 0x4240;   // bytes 0 and 2: V of both keys
 constexpr uint32_t kInt8OddCols = 0x4341;
 
-// int8 as an MMA operand, without the addition: code + 128 alone is a subnormal fp16, in units of 2^-24. Sums start
-// with, or take beside them, products with -128 units, which leaves those of the codes.
-constexpr uint32_t kInt8Offset = 0x80808080u;  // -128 units, twice
-constexpr float kInt8Unit = 16777216.0f;       // its reciprocal
-
 // e4m3 without an instruction for it: sign, exponent and mantissa where fp16 has them are the value times 2^-8. The
 // largest magnitude is NaN: it alone overflows in magnitude * 2^15 + 2^12.
 constexpr uint32_t kE4m3First = 0x1404;  // bytes 0 and 1, each as the high byte of 16 bits, with zeros

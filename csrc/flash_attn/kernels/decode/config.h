@@ -21,8 +21,6 @@ template <Dtype kDtype_, int kHeadDim_, int kSize, KvVariant kVariant>
 struct KvConfig {
   static constexpr Dtype kDtype = kDtype_;
   static constexpr bool kEightBit = is_eight_bit(kDtype);
-  // Of codes as operands; at other head dims its sums do not fit into the registers.
-  static constexpr bool kHasOffset = kDtype == Dtype::kInt8 && kHeadDim_ == 128;
   using Element = ElementOf<kEightBit ? Dtype::kFp16 : kDtype>;    // of the MMAs
   using Stored = std::conditional_t<kEightBit, uint8_t, Element>;  // of K and V
   static constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim_, kSize, kDtype);

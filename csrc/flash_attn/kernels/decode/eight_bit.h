@@ -54,40 +54,26 @@ __device__ __forceinline__ uint32_t decode_int8(uint32_t word) {
   return hadd2(__byte_perm(word, eight_bit::kInt8Exponent, kSelector), eight_bit::kInt8Bias);
 }
 
-// Four codes as two pairs of fp16.
+// A word of ldmatrix: four columns of one key -> both B registers.
 template <Dtype kCodes>
-__device__ __forceinline__ void decode(uint32_t word, uint32_t& first, uint32_t& second) {
+__device__ __forceinline__ void decode_keys(uint32_t word, uint32_t& b0, uint32_t& b1) {
   if constexpr (kCodes == Dtype::kE4m3) {
-    first = decode_e4m3<false>(word);
-    second = decode_e4m3<true>(word);
+    b0 = decode_e4m3<false>(word);
+    b1 = decode_e4m3<true>(word);
   } else {
     word ^= eight_bit::kInt8Sign;
-    first = decode_int8<eight_bit::kInt8First>(word);
-    second = decode_int8<eight_bit::kInt8Second>(word);
-  }
-}
-
-// A word of ldmatrix: four columns of one key -> both B registers. kHasOffset: of int8, in units of 2^-24.
-template <Dtype kCodes, bool kHasOffset>
-__device__ __forceinline__ void key_operands(uint32_t word, uint32_t& b0, uint32_t& b1) {
-  if constexpr (kHasOffset) {
-    word ^= eight_bit::kInt8Sign;
-    b0 = __byte_perm(word, 0, eight_bit::kInt8First);
-    b1 = __byte_perm(word, 0, eight_bit::kInt8Second);
-  } else {
-    decode<kCodes>(word, b0, b1);
+    b0 = decode_int8<eight_bit::kInt8First>(word);
+    b1 = decode_int8<eight_bit::kInt8Second>(word);
   }
 }
 
 // A word of ldmatrix.trans: two keys by an even and an odd column -> one B register of each column's product.
-template <Dtype kCodes, bool kHasOffset>
-__device__ __forceinline__ void value_operands(uint32_t word, uint32_t& even, uint32_t& odd) {
-  if constexpr (kHasOffset) {
-    word ^= eight_bit::kInt8Sign;
-    even = __byte_perm(word, 0, eight_bit::kInt8EvenCols);
-    odd = __byte_perm(word, 0, eight_bit::kInt8OddCols);
-  } else if constexpr (kCodes == Dtype::kE4m3) {
-    decode<kCodes>(__byte_perm(word, word, eight_bit::kInterleaveKeys), even, odd);
+template <Dtype kCodes>
+__device__ __forceinline__ void decode_values(uint32_t word, uint32_t& even, uint32_t& odd) {
+  if constexpr (kCodes == Dtype::kE4m3) {
+    word = __byte_perm(word, word, eight_bit::kInterleaveKeys);
+    even = decode_e4m3<false>(word);
+    odd = decode_e4m3<true>(word);
   } else {
     word ^= eight_bit::kInt8Sign;
     even = decode_int8<eight_bit::kInt8EvenCols>(word);

@@ -82,7 +82,7 @@ struct KvEpilogue {
       } else {
 #pragma unroll
         for (int ni = 0; ni < kHeadDim / 8; ++ni) {
-          const float2 pair{mainloop.output(2 * half, mi, ni), mainloop.output(2 * half + 1, mi, ni)};
+          const float2 pair{mainloop.acc_o(2 * half, mi, ni), mainloop.acc_o(2 * half + 1, mi, ni)};
           *reinterpret_cast<float2*>(to + smem_offset(row, ni * 8 + lane % 4 * 2)) = pair;
         }
       }
@@ -103,8 +103,8 @@ struct KvEpilogue {
     for (int vector = 0; vector < kHeadDim / eight_bit::kVectorCols; ++vector) {
       const int col = vector * eight_bit::kVectorCols + first_col;
       float4 value = scaled(
-          factor, {mainloop.output(2 * half, mi, 2 * vector), mainloop.output(2 * half, mi, 2 * vector + 1),
-                   mainloop.output(2 * half + 1, mi, 2 * vector), mainloop.output(2 * half + 1, mi, 2 * vector + 1)});
+          factor, {mainloop.acc_o(2 * half, mi, 2 * vector), mainloop.acc_o(2 * half, mi, 2 * vector + 1),
+                   mainloop.acc_o(2 * half + 1, mi, 2 * vector), mainloop.acc_o(2 * half + 1, mi, 2 * vector + 1)});
       if (!Config::kPlain && descale.col != 0) scale_channels(value, col);
       *reinterpret_cast<float4*>(to + smem_offset(row, col)) = value;
     }

@@ -78,10 +78,7 @@ __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcac
     if (block == end) {
       if (Config::kPlain || block == part.block_end()) {  // a new work part, not another fixed split of it
         mainloop.enter_tile(ring.next_part());
-        if (!ring.loads_query()) {
-          KvQuery<Config>{params, part, q_rows}.load();
-          mainloop.enter_query();
-        }
+        if (!ring.loads_query()) KvQuery<Config>{params, part, q_rows}.load();
         mainloop.has_invalid_page |= has_invalid_page_beside(params, part);
         block = part.block_begin();
       }
@@ -93,7 +90,6 @@ __device__ __forceinline__ bool compute_attn_1rowblock_splitkv(const Flash_kvcac
     if (ring.loads_query() && block == begin) {
       __syncthreads();  // every thread copied some of it
       if constexpr (Config::kEightBit) KvQuery<Config>{params, part, q_rows}.narrow();
-      mainloop.enter_query();
     }
     mainloop.step(block);
     ring.release();

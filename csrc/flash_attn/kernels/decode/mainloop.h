@@ -22,8 +22,7 @@ struct KvMainloop {
   using KvSwizzle = typename Config::KvSwizzle;
   static constexpr int kRows = 2 * Config::kRowTiles;  // accumulator rows per thread
   static constexpr int kSlices = Config::kHeadDim / 16;
-  struct Nothing {};
-  static constexpr int kOffsetCols = Config::kHasOffset ? 8 : 0;
+  struct NoUnits {};
   template <int kCols>
   using Accumulator = decltype(cute::make_tensor<float>(
       cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<Config::kRowTiles>, cute::Int<kCols / 8>>{}));
@@ -32,9 +31,7 @@ struct KvMainloop {
   const KvRing<Config>& ring;
   const Element* const q_rows;  // shared, (kRows of the tile, kHeadDim)
 
-  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col. Behind them what the offset of codes
-  // takes off any column.
-  Accumulator<Config::kHeadDim + kOffsetCols> acc_o;
+  Accumulator<Config::kHeadDim> acc_o;  // ((2, 2), MMA_M, MMA_D); over 8 bits its columns are those of eight_bit::o_col
   ExactSoftmax<kRows> softmax;
   bool has_invalid_page = false;  // some key so far lies in an invalid page
 
@@ -44,8 +41,7 @@ struct KvMainloop {
   Visibility visibility;
   int full_begin = 0, full_end = 0;
   float k_descale = 1.0f, v_descale = 1.0f;  // of the group's head, unless by row or channel
-  std::conditional_t<Config::kEightBit, ValueUnits<kRows>, Nothing> units;
-  std::conditional_t<Config::kHasOffset, float[kRows], Nothing> q_offset;  // what the offset of codes takes off scores
+  std::conditional_t<Config::kEightBit, ValueUnits<kRows>, NoUnits> units;
 
   __device__ __forceinline__ KvMainloop(const Flash_kvcache_params& params_, const KvRing<Config>& ring_,
                                         const Element* q_rows_)
@@ -60,36 +56,8 @@ struct KvMainloop {
     full_end = visibility.key_end(tokens.begin);
     has_invalid_page = part.request.rejected;
     if constexpr (Config::kEightBit) {
-      k_descale = head_descale(params.k_descale, part.request.index, ring.head(part)) * kUnit;
+      k_descale = head_descale(params.k_descale, part.request.index, ring.head(part));
       v_descale = head_descale(params.v_descale, part.request.index, ring.head(part));
-    }
-  }
-
-  // The query is in shared memory.
-  __device__ __forceinline__ void enter_query() {
-    if constexpr (Config::kHasOffset) {
-      Accumulator<8> acc;
-      cute::clear(acc);
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        uint32_t a[Config::kRowTiles][4];
-        load_q(slice, a);
-#pragma unroll
-        for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-          multiply(square(acc, mi, 0), a[mi], eight_bit::kInt8Offset, eight_bit::kInt8Offset, Element{});
-        }
-      }
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) q_offset[mi] = acc(mi % 2 * 2, mi / 2, 0);
-    }
-  }
-
-  // Element i, of 4, of a square of O.
-  __device__ __forceinline__ float output(int i, int mi, int ni) const {
-    if constexpr (Config::kHasOffset) {
-      return (acc_o(i, mi, ni) + acc_o(i, mi, Config::kHeadDim / 8)) * kUnit;
-    } else {
-      return acc_o(i, mi, ni);
     }
   }
 
@@ -103,7 +71,7 @@ struct KvMainloop {
   __device__ __forceinline__ void step(int block) {
     using namespace cute;
     Accumulator<Config::kStep> acc_s;  // ((2, 2), MMA_M, MMA_N)
-    start_scores(acc_s);
+    clear(acc_s);
     if constexpr (Config::kEightBit) {
       multiply_q_codes(acc_s);
     } else {
@@ -137,8 +105,6 @@ struct KvMainloop {
   }
 
  private:
-  static constexpr float kUnit = Config::kHasOffset ? eight_bit::kInt8Unit : 1.0f;
-
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
   template <class Acc>
@@ -151,30 +117,13 @@ struct KvMainloop {
     return *reinterpret_cast<const float2*>(descales + pair * 8 + lane() % 4 * 2);
   }
 
-  template <class Acc>
-  __device__ __forceinline__ void start_scores(Acc& acc_s) const {
-    if constexpr (Config::kHasOffset) {
-      auto scores = row_col_view(acc_s);
-#pragma unroll
-      for (int mi = 0; mi < kRows; ++mi) {
-#pragma unroll
-        for (int ni = 0; ni < cute::size<1>(scores); ++ni) scores(mi, ni) = q_offset[mi];
-      }
-    } else {
-      cute::clear(acc_s);
-    }
-  }
-
   // Raw scores are those of dequantised keys from here on: the row max, score modifiers and the LSE need no descale.
   template <class Scores>
   __device__ __forceinline__ void scale_scores(Scores& scores) const {
 #pragma unroll
     for (int pair = 0; pair < Config::kStep / 8; ++pair) {
       float2 descale{k_descale, k_descale};
-      if (params.k_descale.by_row) {
-        const float2 row_descale = descale_pair(ring.k_descales(), pair);
-        descale = {row_descale.x * kUnit, row_descale.y * kUnit};
-      }
+      if (params.k_descale.by_row) descale = descale_pair(ring.k_descales(), pair);
 #pragma unroll
       for (int mi = 0; mi < kRows; ++mi) {
         scores(mi, 2 * pair) *= descale.x;
@@ -233,25 +182,21 @@ struct KvMainloop {
     }
   }
 
-  // 16 columns of the warp's rows, as operands A.
-  __device__ __forceinline__ void load_q(int slice, uint32_t (&a)[Config::kRowTiles][4]) const {
-    const int row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
-    const int vector = lane() / 16 ^ Swizzle::key(lane() % 16);
-#pragma unroll
-    for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-      load_matrices(a[mi], q_rows + (row + mi * 16) * Config::kHeadDim + Swizzle::next(vector, 2 * slice) * 8);
-    }
-  }
-
   template <class Acc>
   __device__ __forceinline__ void multiply_q_k(Acc& acc_s) const {
+    const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
+    const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
     const int k_row = lane() % 8 + lane() / 16 * 8;
     const int k_vector = lane() / 8 % 2 ^ Swizzle::key(k_row);
+    const Element* const q = q_rows + q_row * Config::kHeadDim;
     const Element* const k = ring.k_stage() + k_row * Config::kHeadDim;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t a[Config::kRowTiles][4];
-      load_q(slice, a);
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_vector, 2 * slice) * 8);
+      }
 #pragma unroll
       for (int pair = 0; pair < Config::kStep / 16; ++pair) {
         uint32_t b[4];
@@ -278,16 +223,22 @@ struct KvMainloop {
   // All keys of a step are one ldmatrix, and its words operands B (core/eight_bit.h); Q's columns are permuted alike.
   template <class Acc>
   __device__ __forceinline__ void multiply_q_codes(Acc& acc_s) const {
+    const int q_row = ring.row_warp() * 16 * Config::kRowTiles + lane() % 16;
+    const int q_vector = lane() / 16 ^ Swizzle::key(lane() % 16);
+    const Element* const q = q_rows + q_row * Config::kHeadDim;
     const typename Config::Stored* const k = ring.k_stage() + lane() * Config::kHeadDim;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t a[Config::kRowTiles][4], words[4];
-      load_q(slice, a);
+#pragma unroll
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
+        load_matrices(a[mi], q + mi * 16 * Config::kHeadDim + Swizzle::next(q_vector, 2 * slice) * 8);
+      }
       load_matrices(words, k + KvSwizzle::next(KvSwizzle::key(lane()), slice) * Config::kVectorCols);
 #pragma unroll
       for (int ni = 0; ni < 4; ++ni) {
         uint32_t b0, b1;
-        key_operands<Config::kDtype, Config::kHasOffset>(words[ni], b0, b1);
+        decode_keys<Config::kDtype>(words[ni], b0, b1);
 #pragma unroll
         for (int mi = 0; mi < Config::kRowTiles; ++mi) multiply(square(acc_s, mi, ni), a[mi], b0, b1, Element{});
       }
@@ -304,13 +255,7 @@ struct KvMainloop {
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[Config::kRowTiles][4];
 #pragma unroll
-      for (int mi = 0; mi < Config::kRowTiles; ++mi) {
-        pack_probabilities(acc_s, mi, slice, a[mi]);
-        if constexpr (Config::kHasOffset) {
-          multiply(square(acc_o, mi, Config::kHeadDim / 8), a[mi], eight_bit::kInt8Offset, eight_bit::kInt8Offset,
-                   Element{});
-        }
-      }
+      for (int mi = 0; mi < Config::kRowTiles; ++mi) pack_probabilities(acc_s, mi, slice, a[mi]);
 #pragma unroll
       for (int vector = 0; vector < kSlices; vector += 2) {
         uint32_t words[4];
@@ -319,8 +264,8 @@ struct KvMainloop {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t even[2], odd[2];  // of keys 0 to 7, and 8 to 15
-          value_operands<Config::kDtype, Config::kHasOffset>(words[2 * i], even[0], odd[0]);
-          value_operands<Config::kDtype, Config::kHasOffset>(words[2 * i + 1], even[1], odd[1]);
+          decode_values<Config::kDtype>(words[2 * i], even[0], odd[0]);
+          decode_values<Config::kDtype>(words[2 * i + 1], even[1], odd[1]);
 #pragma unroll
           for (int mi = 0; mi < Config::kRowTiles; ++mi) {
             multiply(square(acc_o, mi, 2 * (vector + i)), a[mi], even[0], even[1], Element{});

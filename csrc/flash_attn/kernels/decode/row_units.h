@@ -24,8 +24,8 @@ __device__ __forceinline__ void unpack_pair(uint32_t pair, __nv_bfloat162, float
 template <Dtype kCodes>
 __device__ __forceinline__ void decode_unit(uint2 codes, float (&values)[kUnitCols]) {
   uint32_t pairs[4];
-  decode<kCodes>(codes.x, pairs[0], pairs[1]);
-  decode<kCodes>(codes.y, pairs[2], pairs[3]);
+  decode_keys<kCodes>(codes.x, pairs[0], pairs[1]);
+  decode_keys<kCodes>(codes.y, pairs[2], pairs[3]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) unpack_pair(pairs[i], __half2{}, values[2 * i], values[2 * i + 1]);
 }
