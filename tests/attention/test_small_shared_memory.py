@@ -76,7 +76,7 @@ def test_plans_fit(device, head_dim):
     plans = explain(flash_attn_func, *(x.requires_grad_() for x in (q, k, v)), dropout_p=0.1)
     for plan in plans.values():
         assert plan["kernel"] == "mma_sync" and 0 < plan["smem_bytes"] <= LIMIT
-    assert plans["backward"]["block_n"] == (32 if head_dim > 128 else 64)
+    assert plans["backward"]["block_n"] == 64 and plans["backward"]["block_m"] == (32 if head_dim == 256 else 64)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))

@@ -148,7 +148,8 @@ void check_limit() {
   const Device limited = flash::plan::limited(kH100, kL40.smem_per_block);
   check::that(limited.smem_per_block == kL40.smem_per_block && limited.smem_per_multiprocessor == 102400, "limit");
   const BwdPlan small = plan_of(dense(1, 512, 8, 256), limited), whole = plan_of(dense(1, 512, 8, 256), kH100);
-  check::that(small.small_tile && small.family == Family::kMmaSync && small.block_n == 32, "tile of small memory");
+  check::that(small.small_tile && small.family == Family::kMmaSync && small.block_m == 32 && small.smem_bytes <= 101376,
+              "tile of small memory");
   check::that(!whole.small_tile && whole.family == Family::kWgmma, "whole device");
   check::that(!plan_of(dense(1, 512, 8, 256), flash::plan::limited(kA100, 1 << 30)).small_tile, "no limit");
 }
