@@ -85,9 +85,9 @@ std::vector<Row> table() {
        8192, false},
       {"d 64, origins, on L40", changed(long_64, origins), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
-      {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 32, 1, 256, 69632, 128, false},
-      {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 32, 1, 256,
-       90112, 128, false},
+      {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 64, 1, 256, 90112, 64, false},
+      {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 64, 1, 256,
+       90112, 64, false},
       {"d 256 on A100", dense(1, 512, 8, 256), kA100, kMma, V::kPlain, 256, 64, 1, 256, 147456, 64, false},
   };
 }
