@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
+from cp_kernel_harness import Call, P, close
 from harness import check_gradients, make_problem
 from test_backward_families import gradients
 from test_families import FEATURES
@@ -70,13 +71,32 @@ def test_deterministic_twice(device, monkeypatch, head_dim, dropout):
     check_gradients(problem, dout, first, kept, dlse)
 
 
+@pytest.mark.parametrize("is_packed", (False, True), ids=("dense", "packed"))
+@pytest.mark.parametrize("slopes, dropout, window", [(False, 0.0, (-1, 0)), (True, P, (-1, -1))])
+@pytest.mark.parametrize("head_dim", (160, 192, 256))
+def test_origins_and_sums_in_float32(device, monkeypatch, head_dim, slopes, dropout, window, is_packed):
+    monkeypatch.setenv("FLASH_ATTN_FAMILY", "mma_sync")
+    call = Call(device, is_packed, (4, 2), (head_dim, head_dim))
+    call.origins[1, 3] = 32  # bias within reach of all scores
+    slopes = torch.rand(4, device=device) * 0.02 if slopes else None
+    features = {"dropout": dropout, "window": window, "scale": head_dim**-0.5}
+    out, lse, *_ = call.forward(slopes, **features)
+    sums = [torch.ones_like(x, dtype=torch.float32) for x in (call.k, call.v)]
+    dq, *_ = call.backward(out, lse, slopes, grads=(None, *sums), accumulate_dkv=True, **features)
+    reference, their_slopes = call.reference(), None if slopes is None else slopes.cpu()
+    expected = reference.forward(their_slopes, **features)
+    theirs = reference.backward(*expected[:2], their_slopes, **features)
+    for name, ours, other in zip(("dq", "dk", "dv"), (dq, *(x - 1 for x in sums)), theirs):
+        close(ours, other, name)
+
+
 @pytest.mark.parametrize("head_dim", (32, 64, 128, 192, 256))
 def test_plans_fit(device, head_dim):
     q, k, v = (torch.randn(2, 200, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in "qkv")
     plans = explain(flash_attn_func, *(x.requires_grad_() for x in (q, k, v)), dropout_p=0.1)
     for plan in plans.values():
         assert plan["kernel"] == "mma_sync" and 0 < plan["smem_bytes"] <= LIMIT
-    assert plans["backward"]["block_n"] == (32 if head_dim > 128 else 64)
+    assert plans["backward"]["block_n"] == 64 and plans["backward"]["block_m"] == (32 if head_dim == 256 else 64)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))

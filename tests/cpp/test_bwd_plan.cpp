@@ -85,9 +85,9 @@ std::vector<Row> table() {
        8192, false},
       {"d 64, origins, on L40", changed(long_64, origins), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
       {"d 64, dropout, on L40", changed(long_64, dropout), kL40, kMma, V::kDropout, 64, 64, 2, 128, 65536, 8192, false},
-      {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 32, 1, 256, 69632, 128, false},
-      {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 32, 1, 256,
-       90112, 128, false},
+      {"d 192 on L40", dense(1, 512, 8, 192), kL40, kMma, V::kPlain, 192, 64, 1, 256, 90112, 64, false},
+      {"d 256, dropout, on L40", changed(dense(1, 512, 8, 256), dropout), kL40, kMma, V::kDropout, 256, 64, 1, 256,
+       90112, 64, false},
       {"d 256 on A100", dense(1, 512, 8, 256), kA100, kMma, V::kPlain, 256, 64, 1, 256, 147456, 64, false},
   };
 }
@@ -98,7 +98,8 @@ void check_table() {
     check::that(plan.family == row.family && plan.variant == row.variant && plan.head_dim == row.head_dim, "kernel",
                 row.name, flash::plan::family_name(plan.family), flash::plan::variant_name(plan.variant),
                 plan.head_dim);
-    check::that(plan.block_m == 64 && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
+    const int block_m = plan.small_tile && plan.head_dim == 256 ? 32 : 64;
+    check::that(plan.block_m == block_m && plan.block_n == row.block_n && plan.stages == row.stages, "tile", row.name,
                 plan.block_n, plan.stages);
     check::that(plan.threads == row.threads && plan.smem_bytes == row.smem_bytes, "threads", row.name, plan.threads,
                 plan.smem_bytes);
@@ -196,7 +197,8 @@ void check_limit() {
   const Device limited = flash::plan::limited(kH100, kL40.smem_per_block);
   check::that(limited.smem_per_block == kL40.smem_per_block && limited.smem_per_multiprocessor == 102400, "limit");
   const BwdPlan small = plan_of(dense(1, 512, 8, 256), limited), whole = plan_of(dense(1, 512, 8, 256), kH100);
-  check::that(small.small_tile && small.family == Family::kMmaSync && small.block_n == 32, "tile of small memory");
+  check::that(small.small_tile && small.family == Family::kMmaSync && small.block_m == 32 && small.smem_bytes <= 101376,
+              "tile of small memory");
   check::that(!whole.small_tile && whole.family == Family::kWgmma, "whole device");
   check::that(!plan_of(dense(1, 512, 8, 256), flash::plan::limited(kA100, 1 << 30)).small_tile, "no limit");
 }

@@ -32,7 +32,8 @@ void check_backward_tile(const flash::plan::BwdTile& tile) {
   check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m);
   check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m);
   constexpr int kA100SmemBytes = 163 * 1024;
-  check::that(flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (d <= 128 ? kSmallestSmemBytes : kA100SmemBytes),
+  const bool is_small = d <= 128 || tile.v_register_cols > 0;
+  check::that(flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (is_small ? kSmallestSmemBytes : kA100SmemBytes),
               "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16));
   check::that(flash::plan::bwd_smem_bytes(tile, 2, Dtype::kBf16) * tile.blocks_per_sm <= 227 * 1024,
               "two stages fit sm_90", d);
@@ -67,6 +68,10 @@ int main() {
     check_head_dim_choice(variant);
   }
   for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile);
+  for (const flash::plan::BwdTile& tile : flash::plan::kSmallBwdTiles) {
+    check_backward_tile(tile);
+    check::that(tile.v_register_cols > 0, "a small tile", tile.head_dim);
+  }
   for (int i = 0; i < flash::plan::kNumHeadDims; ++i) {
     check::that(flash::plan::kBwdTiles[i].head_dim == flash::plan::kFwdTiles[0][i].head_dim, "same head dims", i);
     for (const auto& tiles : flash::plan::kFwdTiles) {

@@ -95,7 +95,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   plan.head_dim = plan.head_dim_v = tile.head_dim;
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
-  for (int stages = 1; stages <= (tile.v_in_registers ? 1 : 2); ++stages) {
+  for (int stages = 1; stages <= (tile.v_register_cols > 0 ? 1 : 2); ++stages) {
     if (bwd_smem_bytes(tile, stages, problem.dtype) <= device.smem_per_block) plan.stages = stages;
   }
   plan.threads = 32 * tile.warps;

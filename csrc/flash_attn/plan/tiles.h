@@ -212,7 +212,8 @@ struct BwdTile {
   int dkv_warps_m;  // of dK and dV (block_n x head_dim)
   int dq_warps_m;   // of dQ (block_m x head_dim)
   int blocks_per_sm;
-  bool v_in_registers = false;  // and one buffer of Q and of dO, which is filled as soon as its last reader is done
+  int v_register_cols = 0;  // first columns of V in registers; with any, Q and dO have one buffer each, which is filled
+                            // as soon as its last reader is done
 };
 
 // Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
@@ -221,11 +222,11 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
-// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120.
+// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. 64 keys, not 32: additions to dQ would bind.
 constexpr int kFirstSmallBwdHeadDim = 4;  // index
 constexpr BwdTile kSmallBwdTiles[kNumHeadDims - kFirstSmallBwdHeadDim] = {
-    {192, 64, 32, 8, 4, 2, 2, 1, true},
-    {256, 64, 32, 8, 4, 2, 2, 1, true},
+    {192, 64, 64, 8, 2, 2, 2, 1, 192},
+    {256, 32, 64, 8, 2, 2, 1, 1, 128},
 };
 
 constexpr bool has_small_bwd_tile(int head_dim) { return head_dim_index(head_dim) >= kFirstSmallBwdHeadDim; }
@@ -240,10 +241,11 @@ constexpr int bwd_blocks_per_sm(const BwdTile& tile, bool has_dropout) {
   return has_dropout && tile.blocks_per_sm > 2 ? 2 : tile.blocks_per_sm;
 }
 
-// K, V, stages x (Q, dO), P and dS.
+// K, the columns of V that are not in registers, stages x (Q, dO), P and dS.
 constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
-  const int kv_rows = (tile.v_in_registers ? 1 : 2) * tile.block_n;
-  const int elements = tile.head_dim * (kv_rows + 2 * stages * tile.block_m) + 2 * tile.block_m * tile.block_n;
+  const int kv_cols = 2 * tile.head_dim - tile.v_register_cols;
+  const int elements =
+      tile.block_n * kv_cols + 2 * stages * tile.block_m * tile.head_dim + 2 * tile.block_m * tile.block_n;
   return dtype_bytes(dtype) * elements;
 }
 

@@ -25,7 +25,8 @@ struct BwdConfig {
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
-  static constexpr bool kVInRegisters = kTile.v_in_registers;
+  static constexpr int kVRegisterCols = kTile.v_register_cols;
+  static constexpr bool kVInRegisters = kVRegisterCols > 0;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kBlocksPerSm = plan::bwd_blocks_per_sm(kTile, kMayDrop);
   static_assert(kHeadDim == kHeadDim_, "HEADDIM_SWITCH and plan/tiles.h list the same head dims");
@@ -47,7 +48,10 @@ struct BwdConfig {
 
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements
   static constexpr int kSmemKv = kBlockN * kHeadDim;
+  static constexpr int kSmemVHead = kBlockN * kVRegisterCols;  // columns that registers hold
+  static_assert(kVRegisterCols % kAtomCols == 0 && kSmemVHead <= 2 * kSmemQ, "V is loaded by way of Q and dO");
   static constexpr int kSmemP = kBlockM * kBlockN;
+  using SmemLayoutVHead = SwizzledTile<kBlockN, kVInRegisters ? kVRegisterCols : kHeadDim>;
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
 };
 

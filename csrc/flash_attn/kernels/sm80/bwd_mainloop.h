@@ -59,7 +59,7 @@ struct BwdMainloop {
   AccDkv acc_dv;
   using FragmentV = decltype(b_fragment(
       typename Config::MmaSdP{},
-      cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)), typename Config::SmemLayoutKv{})));
+      cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)), typename Config::SmemLayoutVHead{})));
   std::conditional_t<Config::kVInRegisters, FragmentV, std::tuple<>> v_operand;
 
   __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& tile_, int stages_,
@@ -76,7 +76,7 @@ struct BwdMainloop {
     cute::clear(acc_dv);
   }
 
-  // Shared memory: K, V unless it is in registers, P, dS, then stages x (Q, dO).
+  // Shared memory: K, V, P, dS, then stages x (Q, dO); V of which registers hold columns is behind these.
   static constexpr int kSmemP0 = (Config::kVInRegisters ? 1 : 2) * Config::kSmemKv;
   static constexpr int kSmemQ0 = kSmemP0 + 2 * Config::kSmemP;
   template <class Layout>
@@ -84,11 +84,12 @@ struct BwdMainloop {
     return cute::make_tensor(cute::make_smem_ptr(smem + offset), Layout{});
   }
   __device__ __forceinline__ auto smem_k() const { return smem_tile<typename Config::SmemLayoutKv>(0); }
-  // On its way to registers V stands where dO will.
-  __device__ __forceinline__ auto smem_v() const {
-    static_assert(!Config::kVInRegisters || Config::kSmemKv <= Config::kSmemQ);
-    return smem_tile<typename Config::SmemLayoutKv>(Config::kVInRegisters ? kSmemQ0 + Config::kSmemQ : Config::kSmemKv);
-  }
+  // Columns on their way to registers stand where Q and dO will. A tile's columns are stored kAtomCols at a time, so
+  // that the first ones can be given up.
+  static constexpr int kSmemV0 =
+      Config::kVInRegisters ? kSmemQ0 + 2 * Config::kSmemQ - Config::kSmemVHead : Config::kSmemKv;
+  __device__ __forceinline__ auto smem_v() const { return smem_tile<typename Config::SmemLayoutKv>(kSmemV0); }
+  __device__ __forceinline__ auto smem_v_head() const { return smem_tile<typename Config::SmemLayoutVHead>(kSmemV0); }
   __device__ __forceinline__ auto smem_p() const { return smem_tile<typename Config::SmemLayoutP>(kSmemP0); }
   __device__ __forceinline__ auto smem_ds() const {
     return smem_tile<typename Config::SmemLayoutP>(kSmemP0 + Config::kSmemP);
@@ -150,8 +151,8 @@ struct BwdMainloop {
   __device__ __forceinline__ void load_v_operand() {
     cute::cp_async_fence();
     wait_for_copies();
-    load_b<Operand::kPlain>(typename Config::MmaSdP{}, v_operand, smem_v());
-    __syncthreads();  // dO may take its place
+    load_b<Operand::kPlain>(typename Config::MmaSdP{}, v_operand, smem_v_head());
+    __syncthreads();  // Q and dO may take its place
   }
 
   // Own cp.async copies, then the barrier: the tiles are complete, and what the previous step read may be overwritten.
@@ -203,7 +204,8 @@ struct BwdMainloop {
     clear(acc_dp);
     gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_s, smem_q(stage), smem_k());
     if constexpr (Config::kVInRegisters) {
-      gemm_b_registers<Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), v_operand);
+      gemm_b_head<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), v_operand,
+                                                    smem_v());
     } else {
       gemm_smem<Operand::kPlain, Operand::kPlain>(typename Config::MmaSdP{}, acc_dp, smem_do(stage), smem_v());
     }

@@ -93,11 +93,21 @@ __device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A
   gemm_slices(mma, acc, tCrA, tCrB, b_loader<kB>(mma, tCrB, b));
 }
 
-// The same with b in registers, laid out as a B operand.
-template <Operand kA, class Mma, class Acc, class A, class B>
-__device__ __forceinline__ void gemm_b_registers(const Mma& mma, Acc& acc, const A& a, const B& tCrB) {
+// gemm_smem() where the first k-slices of b, or all of them, are in registers as well: laid out as a B operand.
+template <Operand kA, Operand kB, class Mma, class Acc, class A, class Head, class B>
+__device__ __forceinline__ void gemm_b_head(const Mma& mma, Acc& acc, const A& a, const Head& head, const B& b) {
+  using namespace cute;
+  constexpr int kHeadSlices = decltype(size<2>(head))::value;
   auto tCrA = a_fragment(mma, a);
-  gemm_slices(mma, acc, tCrA, tCrB, a_loader<kA>(mma, tCrA, a));
+  auto tCrB = b_fragment(mma, b);
+#pragma unroll
+  for (int k = 0; k < kHeadSlices; ++k) copy(head(_, _, k), tCrB(_, _, k));
+  auto load_a = a_loader<kA>(mma, tCrA, a);
+  auto load_b = b_loader<kB>(mma, tCrB, b);
+  gemm_slices(mma, acc, tCrA, tCrB, [&](int k) {
+    load_a(k);
+    if (k >= kHeadSlices) load_b(k);
+  });
 }
 
 // A whole B operand (N, K) from shared memory into its registers.
