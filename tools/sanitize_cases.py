@@ -15,7 +15,6 @@ result of its case instead.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import os
@@ -117,6 +116,14 @@ FAR_CASES = (
 CALLERS = (calls, compute, cp_kernel_harness, dq_stage_harness)
 
 
+class NanParts(compute._Parts):
+    """Parts of out, of which a call writes its own rows and the combining pass reads all: NaN where none is written."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self._out.fill_(float("nan"))
+
+
 def nan_output(q, v, given=None):
     """None for queries of codes, whose results have another dtype."""
     if given is not None:
@@ -168,12 +175,6 @@ class NanOutputBackends:
     of = staticmethod(lambda tensor, *name: NanOutputs(flash_attn.backends.of(tensor, *name)))
 
 
-def on_cpu(problem):
-    """The problem with its tensors on the CPU: the reference then adds no GPU kernels of other libraries to the run."""
-    tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(problem, **tensors)
-
-
 def has_backward(case):
     return case.kind in ("dense", "packed", "padded") and case.page_size == 0
 
@@ -187,7 +188,7 @@ def check_step(problem, deterministic, backward):
     if backward:
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         grads = [grad.cpu() for grad in torch.autograd.grad((out, lse), leaves, (dout, dlse))]
-    reference = on_cpu(problem)
+    reference = sanitize_cp.on_cpu(problem)
     check_forward(reference, out.detach().cpu(), lse.detach().cpu(), keep)
     if grads:
         check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())
@@ -236,6 +237,7 @@ def main(arguments=None):
     if options.nan_outputs:
         for module in CALLERS:
             module.backends = NanOutputBackends
+        compute._Parts = NanParts
     print(f"flash_attn {flash_attn.__version__} {flash_attn.__build__}")
     wrong = 0
     for name, family, run_check in itertools.islice(checks(options.device), options.shard[0], None, options.shard[1]):

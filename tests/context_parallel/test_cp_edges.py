@@ -5,11 +5,11 @@ import weakref
 import pytest
 import torch
 from cases import Case
-from cp_harness import make_plan, run_local, self_attention
+from cp_harness import check_result, make_plan, run_local, self_attention
 from cp_kernel_harness import half
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, function, moves
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, moves
 from flash_attn.context_parallel.local_group import LocalRank
 from flash_attn.context_parallel.schedule import METHODS
 
@@ -238,3 +238,19 @@ def test_tables_are_made_once(device):
         return plan.tables(*args) is plan.tables(*args)
 
     assert LocalGroup(2).run(run) == [True] * 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_rows_that_a_part_lacks_may_hold_anything(device, kind, monkeypatch):
+    class NanParts(compute._Parts):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self._out.fill_(float("nan"))
+            made.append(self)
+
+    made = []
+    monkeypatch.setattr(compute, "_Parts", NanParts)
+    batch, rows = (1, 60) if kind == "dense" else (4, 0)
+    problem, weights = self_attention(Case(batch, rows, rows, 2, 2, 16, "bfloat16", causal=True, kind=kind), device)
+    check_result(problem, weights, run_local(problem, weights, 3, method="ring"))
+    assert made
