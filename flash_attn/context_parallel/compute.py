@@ -158,25 +158,21 @@ class _WholeRows:
     """out and LSE of rows that one call each computes."""
 
     def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
-        self._sinks, self._options, self._heads = sinks, options, q.shape[1]
+        self._sinks, self._options = sinks, options
         self._is_one_call = sum(len(step.calls) for step in tables.steps) == 1
-        self._out = q.new_empty((*q.shape[:2], v.shape[2]))
-        self._lse = None
+        if not self._is_one_call:
+            self._out = q.new_empty((*q.shape[:2], v.shape[2]))
+            self._lse = torch.empty(q.shape[1], q.shape[0], dtype=sum_dtype(q.dtype), device=q.device)
 
-    def compute(self, call: PlacedCall, q, k, v, heads: slice) -> None:
+    def compute(self, call: PlacedCall, q, k, v) -> None:
         table = call.table
-        own = _rows(self._out, table.q0, table.q1)[:, heads]
-        lse = forward_call(table, q[:, heads], k, v, self._options, self._sinks, out=own)[1]
-        if self._is_one_call and lse.shape[0] == self._heads:
-            self._lse = lse
+        if self._is_one_call:
+            self._out, self._lse = forward_call(table, q, k, v, self._options, self._sinks)
             return
-        if self._lse is None:
-            self._lse = lse.new_empty((self._heads, self._out.shape[0]))
-        self._lse[heads, table.q0 : table.q1] = lse
+        own = _rows(self._out, table.q0, table.q1)
+        self._lse[:, table.q0 : table.q1] = forward_call(table, q, k, v, self._options, self._sinks, out=own)[1]
 
     def result(self):
-        if self._lse is None:  # no rows
-            self._lse = self._out.new_empty((self._heads, self._out.shape[0]), dtype=sum_dtype(self._out.dtype))
         return self._out, self._lse
 
 
@@ -190,12 +186,12 @@ class _Parts:
         self._out = torch.empty(shape, dtype=_part_dtype(q), device=q.device)
         self._lse = torch.full((tables.slots, q.shape[1], q.shape[0]), -math.inf, dtype=exact, device=q.device)
 
-    def compute(self, call: PlacedCall, q, k, v, heads: slice) -> None:
+    def compute(self, call: PlacedCall, q, k, v) -> None:
         table = call.table
-        own = _rows(self._out[call.slot], table.q0, table.q1)[:, heads]
-        _, lse = forward_call(table, q[:, heads], k, v, self._options, self._sinks, is_partial=True, out=own)
+        own = _rows(self._out[call.slot], table.q0, table.q1)
+        _, lse = forward_call(table, q, k, v, self._options, self._sinks, is_partial=True, out=own)
         self._sinks = None
-        self._lse[call.slot, heads, table.q0 : table.q1] = lse
+        self._lse[call.slot, :, table.q0 : table.q1] = lse
 
     def result(self):
         out = torch.empty((1, *self._out.shape[1:]), dtype=self._dtype, device=self._out.device)
@@ -213,14 +209,14 @@ class PartialSums:
         self.lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
         self._is_empty = True
 
-    def compute(self, call: PlacedCall, q, k, v, heads: slice) -> None:
-        part = forward_call(call.table, q[:, heads], k, v, self._options, is_partial=True)
-        self.add(slice(call.table.q0, call.table.q1), *part, heads)
+    def compute(self, call: PlacedCall, q, k, v) -> None:
+        part = forward_call(call.table, q, k, v, self._options, is_partial=True)
+        self.add(slice(call.table.q0, call.table.q1), *part)
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor, heads=slice(None)) -> None:
-        """One more result of these rows and heads; an infinite LSE stands for no keys, and has out 0."""
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """One more result of these rows; an infinite LSE stands for no keys, and has out 0."""
         lse = lse.masked_fill(lse == math.inf, -math.inf)
-        target, before = self.out[rows, heads], self.lse[heads, rows]
+        target, before = self.out[rows], self.lse[:, rows]
         if self._is_empty and target.shape == self.out.shape:
             target.copy_(out)
             before.copy_(lse)

@@ -1,8 +1,8 @@
 """Methods all_gather and ring: queries stay, the keys that they see come from the ranks that have them.
 
-all_gather computes with keys of all ranks once they have come, and first what needs none of them; its forward computes
-some heads while the keys of others are under way. ring computes with the keys of one rank while those of the next are.
-Gradients of keys go straight back to their owners, in float32, which add them in the order of distances.
+all_gather computes with keys of all ranks once they have come, and first what needs none of them; ring computes with
+the keys of one rank while those of the next are under way. Gradients of keys go straight back to their owners, in
+float32, which add them in the order of distances.
 All tensors have the tokens of all batch entries in one axis: (batch * tokens, heads, head_dim).
 """
 
@@ -20,18 +20,14 @@ from flash_attn.context_parallel.compute import (
 from flash_attn.context_parallel.moves import Fetched, Returned
 from flash_attn.context_parallel.tables import PassTables
 
-_MOST_GROUPS = 4  # of heads
-_GROUP_BYTES = 8 << 20  # of K and V that one rank gets; fewer take no longer than starting a kernel and a message
-
 
 def forward(plan, method, batch, q, k, v, sinks, options: Options):
     """out and LSE (heads, rows) of this rank's queries."""
     tables = plan.tables(method, options.window, options.has_exact_positions, batch, q.device)
     sums = result_sums(tables, q, v, sinks, options)
-    count, ratio = _head_groups(plan, method, batch, k, v, sinks, options), q.shape[1] // k.shape[1]
-    for step, heads, (step_k, step_v) in _overlapped(plan, tables, (k, v), count):
+    for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
         for call in step.calls:
-            sums.compute(call, q, step_k, step_v, slice(heads.start * ratio, heads.stop * ratio))
+            sums.compute(call, q, step_k, step_v)
         del step_k, step_v  # before the keys after the next are asked for: two buffers, not three
     return sums.result()
 
@@ -55,7 +51,7 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
         dq.add(call, lambda own, **stage: backward_call(call.table, *given, sums=grads, dq=own, **stage)[0])
 
     returning = None
-    for step, _, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
+    for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
         grads = (dk, dv) if step.is_local else new_sums(step_k, step_v)
         for call in step.calls:
             compute(call, step_k, step_v, grads)
@@ -77,32 +73,11 @@ def _only_call(tables: PassTables):
     return calls[0] if len(calls) == 1 and not moves and not tables.late else None
 
 
-def _head_groups(plan, method, batch, k, v, sinks, options: Options) -> int:
-    """In how many groups of K/V heads all_gather asks for keys: equal on all ranks, for each group is a message."""
-    if method != "all_gather" or sinks is not None or options.has_exact_positions:
-        return 1
-    row_bytes = (k.shape[2] + v.shape[2]) * k.shape[1] * k.element_size()
-    most = min(_MOST_GROUPS, plan.most_missing(options.window) * batch * row_bytes // _GROUP_BYTES)
-    return max(count for count in range(1, max(1, most) + 1) if k.shape[1] % count == 0)
-
-
-def _overlapped(plan, tables: PassTables, tensors, groups=1):
-    """(step, slice of K/V heads, their keys and values), those that come next requested before; groups: of the heads,
-    where keys go to other ranks or come from them."""
-    heads = tensors[0].shape[1]
-    parts = [
-        (step, slice(first, first + heads // count))
-        for step in tables.steps
-        for count in (groups if step.keys.sends or step.keys.receives else 1,)
-        for first in range(0, heads, heads // count)
-    ]
-
-    def fetch(step, part):
-        return Fetched(plan, step, [x[:, part] for x in tensors])
-
-    fetched = fetch(*parts[0])
-    for part, following in zip(parts, (*parts[1:], None)):
+def _overlapped(plan, tables: PassTables, tensors):
+    """(step, its keys and values), those of the next step requested before."""
+    fetched = Fetched(plan, tables.steps[0], tensors)
+    for step, following in zip(tables.steps, (*tables.steps[1:], None)):
         current = fetched.wait()
-        fetched = None if following is None else fetch(*following)
-        yield *part, current
+        fetched = None if following is None else Fetched(plan, following, tensors)
+        yield step, current
         del current

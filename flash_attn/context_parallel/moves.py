@@ -17,7 +17,7 @@ def _views(x: Tensor, ranges: Ranges) -> list[Tensor]:
 
 def _packed(x: Tensor, ranges: Ranges) -> Tensor:
     """The rows as one contiguous tensor."""
-    return x.narrow(0, *ranges[0]).contiguous() if len(ranges) == 1 else torch.cat(_views(x, ranges))
+    return x.narrow(0, *ranges[0]) if len(ranges) == 1 else torch.cat(_views(x, ranges))
 
 
 def _room(x: Tensor, ranges: Ranges, transport) -> Tensor:

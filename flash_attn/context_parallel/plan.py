@@ -196,13 +196,6 @@ class CpPlan:
             found = self._tables[key] = pass_tables(steps, backward, self.num_tokens, batch, device, keeps_dq)
         return found
 
-    def most_missing(self, window: Window) -> int:
-        """How many tokens' keys of one batch entry the rank that needs most gets from others; found once."""
-        key = ("missing", window)
-        if key not in self._tables:
-            self._tables[key] = schedule.most_missing(self._layout, window)
-        return self._tables[key]
-
     def whole_tables(self, window: Window, batch: int, device: torch.device) -> tuple[CallTable, ...]:
         """All documents with all keys, as ulysses computes some heads of them; made once."""
         key = (window, batch, device)

@@ -141,11 +141,6 @@ def _halves(own: list[Segment]) -> list[Segment]:
     return result
 
 
-def most_missing(layout: Layout, window: Window) -> int:
-    """How many tokens' keys come from other ranks to the rank that needs most."""
-    return max(_Maker(layout, rank, window, 1).missing() for rank in range(layout.ranks))
-
-
 class _Maker:
     """Makes the steps of one rank."""
 

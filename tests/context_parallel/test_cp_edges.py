@@ -9,7 +9,7 @@ from cp_harness import check_result, make_plan, run_local, self_attention
 from cp_kernel_harness import half
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, gathered, moves
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, moves
 from flash_attn.context_parallel.local_group import LocalRank
 from flash_attn.context_parallel.schedule import METHODS
 
@@ -254,35 +254,3 @@ def test_rows_that_a_part_lacks_may_hold_anything(device, kind, monkeypatch):
     problem, weights = self_attention(Case(batch, rows, rows, 2, 2, 16, "bfloat16", causal=True, kind=kind), device)
     check_result(problem, weights, run_local(problem, weights, 3, method="ring"))
     assert made
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    "given",
-    [
-        Case(2, 90, 90, 8, 4, 16, "bfloat16", causal=True),
-        Case(1, 90, 90, 4, 4, 16, "float16", window=(20, 0)),
-        Case(1, 64, 64, 6, 3, 16, "bfloat16"),
-        Case(4, 0, 0, 4, 2, 16, "bfloat16", causal=True, kind="packed"),
-    ],
-    ids=lambda case: case.id,
-)
-def test_keys_of_some_heads_after_others(device, given, ranks, monkeypatch):
-    """Groups of heads change what is sent together, and no bit of a result."""
-    problem, weights = self_attention(given, device)
-    whole = run_local(problem, weights, ranks, method="all_gather")
-    exchange, messages = LocalRank.exchange, []
-
-    def counted(self, sends, receives):
-        messages.append(len(sends))
-        return exchange(self, sends, receives)
-
-    monkeypatch.setattr(LocalRank, "exchange", counted)
-    monkeypatch.setattr(gathered, "_GROUP_BYTES", 1)
-    result = run_local(problem, weights, ranks, method="all_gather")
-    check_result(problem, weights, result)
-    assert torch.equal(result.out, whole.out) and torch.equal(result.lse, whole.lse)
-    together = len(messages)
-    monkeypatch.setattr(gathered, "_MOST_GROUPS", 1)
-    run_local(problem, weights, ranks, method="all_gather")
-    assert together > len(messages) - together > 0
