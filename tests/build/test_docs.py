@@ -27,7 +27,7 @@ ROOT_DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECU
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT_DOCUMENTS, *(ROOT / "examples").rglob("README.md")])
 TUNING = ROOT / "docs" / "tuning"
 LOG = TUNING / "log"
-TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "triton")
+TABLES = ("fwd_sm90", "bwd_sm90", "fwd_sm80", "bwd_sm80", "decode", "context_parallel", "triton")
 PAGES = (
     "how_it_works", "hopper", "design", "semantics", "build", "glossary", "integrations", "theory", "learn",
     "retrospective",
