@@ -6,7 +6,7 @@ length, rows after the last sequence) is NaN, and so are the query rows of no se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from cases import OPTIONS, Case
@@ -64,6 +64,17 @@ class Problem:
         """The tensors that have a gradient."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
         return {name: x for name, x in tensors.items() if x is not None}
+
+
+def on_cpu(record):
+    """A dataclass with its tensors on the CPU, lists of them too: references then run no GPU kernels of libraries."""
+
+    def moved(value):
+        if isinstance(value, list):
+            return [moved(x) for x in value]
+        return value.cpu() if torch.is_tensor(value) else value
+
+    return replace(record, **{name: moved(value) for name, value in vars(record).items()})
 
 
 def alibi_slopes(case: Case, device: str) -> torch.Tensor | None:

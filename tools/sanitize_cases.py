@@ -34,7 +34,7 @@ import sanitize_kvcache
 import sanitize_varlen
 import torch
 from cases import Case
-from harness import check_forward, check_gradients, make_problem, run
+from harness import check_forward, check_gradients, make_problem, on_cpu, run
 
 import flash_attn
 from flash_attn.context_parallel import compute
@@ -188,7 +188,7 @@ def check_step(problem, deterministic, backward):
     if backward:
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         grads = [grad.cpu() for grad in torch.autograd.grad((out, lse), leaves, (dout, dlse))]
-    reference = sanitize_cp.on_cpu(problem)
+    reference = on_cpu(problem)
     check_forward(reference, out.detach().cpu(), lse.detach().cpu(), keep)
     if grads:
         check_gradients(reference, dout.cpu(), grads, keep, dlse.cpu())

@@ -4,7 +4,6 @@ of keys added to float32 sums, sums of dq kept over calls, and calls of ranks as
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,6 +13,7 @@ from cp_harness import check_result, run_local, self_attention
 from cp_kernel_harness import LENGTHS, Call, P, close
 from dq_stage_harness import FEATURES as STAGE_FEATURES
 from dq_stage_harness import Chunks
+from harness import on_cpu
 
 EXTRA_ROWS = 5  # of no sequence
 FEATURES = {
@@ -84,17 +84,6 @@ def check_stages(shape, features, is_packed, deterministic, device):
     ours = chunks.in_stages((0, 64, 192), deterministic=deterministic)
     for name, a, b in zip(("dq", "dk", "dv"), ours, chunks.reference().backward()):
         close(a, b, name)
-
-
-def on_cpu(record):
-    """A dataclass with its tensors on the CPU: the reference then adds no GPU kernels of other libraries to the run."""
-
-    def moved(value):
-        return (
-            [moved(x) for x in value] if isinstance(value, list) else value.cpu() if torch.is_tensor(value) else value
-        )
-
-    return dataclasses.replace(record, **{name: moved(value) for name, value in vars(record).items()})
 
 
 def check_ranks(method, ranks, case, deterministic, device):

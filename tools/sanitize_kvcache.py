@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 from fp8_cache_harness import call, eight_bit_problem, of_lse
 from fp8_harness import E4M3, INT8, LSE, PLAIN, lse_error, relative_rmse
+from harness import on_cpu
 from kvcache_harness import KvCase, check_append, check_attention, make_problem, plan_for, run
 
 from flash_attn import flash_attn_combine
@@ -77,11 +77,6 @@ CODE_QUERIES = (
     (KvCase((300, 64), 90, 90, 400, causal=True, head_dim=64), torch.float16),
     (KvCase((40, 7), 3, 2, head_dim=37, layout="unaligned", causal=True), None),
 )
-
-
-def on_cpu(problem):
-    tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(problem, **tensors)
 
 
 def check(case, options, device, planned):

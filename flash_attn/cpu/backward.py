@@ -197,7 +197,7 @@ def bwd(
             "alibi_slopes": alibi_slopes, "sinks": sinks, "softmax_d": softmax_d}  # fmt: skip
     stage, d_shape = DqStage(dq_stage, dq_sum, softmax_d), (batch, heads, round_up(sq, S_DMASK_MULTIPLE))
     stage.check(q, dq, dk, dv, d_shape)
-    check_written({"dq": dq, "dk": dk, "dv": dv, **stage.written()}, read)
+    check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
     rule = ScoreRule.create(options, batch, q.dtype)
     if explain:

@@ -41,9 +41,6 @@ class DqStage:
         expected = f"{'a tensor' if is_wanted else 'None'} at dq_stage '{self.stage}'"
         checks.require((x is not None) == is_wanted, name, expected, "None" if x is None else "a tensor")
 
-    def written(self) -> dict:
-        return {"dq_sum": self._sum}
-
     def first_row(self, first_unmasked: int) -> int | None:
         """For row_deltas: other calls may have keys for rows that this one has none for."""
         return None if self.stage else first_unmasked
