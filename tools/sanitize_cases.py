@@ -89,6 +89,18 @@ FAMILY_CASES = tuple(
     ("wgmma", Case(2, 130, 200, 2, 1, 128, "bfloat16", causal=True, dropout=0.3, sinks=True, kind="padded")),
     ("wgmma", Case(2, 130, 200, 4, 2, 64, "float16", window=(40, 20), softcap=15.0, alibi="heads")),
 )
+# The tiles and stages of GPUs with 99 KB of shared memory for a thread block.
+SMALL_SHARED_MEMORY = {"FLASH_ATTN_FAMILY": "mma_sync", "FLASH_ATTN_SMEM_LIMIT": "101376"}
+SMALL_CASES = tuple(
+    Case(2, 130, 200, 4, 2, d, dtype, head_dim_v=d_v, **features)
+    for (d, d_v), dtype in (((192, 0), "float16"), ((192, 128), "bfloat16"), ((256, 0), "bfloat16"))
+    for features in (
+        {},
+        {"causal": True, "sinks": True, "kind": "padded"},
+        {"dropout": 0.3, "kind": "packed"},
+        {"window": (40, 20), "softcap": 15.0, "alibi": "heads"},
+    )
+)
 # Forwards only: the kernels for one wave of work tiles, splits of the keys and their combine, and those of decoding.
 FORWARD_CASES = (
     *(("wgmma:1", Case(1, 130, 200, 2, 1, d, "float16", head_dim_v=d_v)) for d, d_v in HEAD_DIMS if d > 32),
@@ -201,12 +213,19 @@ def check(case, device, deterministic=False, backward=None, grow=1.0):
     check_step(problem, deterministic, has_backward(case) if backward is None else backward)
 
 
+def check_small(case, device, deterministic):
+    with mock.patch.dict(os.environ, SMALL_SHARED_MEMORY):
+        check(case, device, deterministic)
+
+
 def checks(device):
     """(name, forced family or "", check) of every case."""
     for i, case in enumerate(CASES):
         yield case.id, "", functools.partial(check, case, device, i % 2 == 1)
     for i, (family, case) in enumerate(FAMILY_CASES):
         yield f"{family}-{case.id}", family, functools.partial(check, case, device, i % 2 == 1)
+    for i, case in enumerate(SMALL_CASES):
+        yield f"99 KB, {case.id}", "", functools.partial(check_small, case, device, i % 2 == 1)
     for family, case in FORWARD_CASES:
         yield f"{family}-{case.id}", family, functools.partial(check, case, device, backward=False)
     for family, case in FAR_CASES:
