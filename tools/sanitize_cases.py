@@ -145,6 +145,12 @@ def nan_output(q, v, given=None):
     return q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
 
 
+def nan_output_of_codes(q, k, v, *given, fp16_out=13):
+    """What fwd_fp8 writes, full of NaN. fp16_out: the index of that argument."""
+    dtype = torch.float16 if (q, k, v, *given)[fp16_out] else torch.bfloat16
+    return torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype, device=q.device)
+
+
 def nan_gradients(tensors, given, accumulate_dkv=False, dq_stage="", **others):
     """Tensors full of NaN for the gradients that a call writes, those that are given too, except dk and dv to which it
     adds."""
@@ -178,6 +184,8 @@ class NanOutputs:
             )
         if name == "fwd_kvcache":
             return lambda *given, **named: function(*with_nan_out(given), **named)
+        if name == "fwd_fp8":
+            return lambda *given, **named: function(*given, out=nan_output_of_codes(*given), **named)
         return function
 
 

@@ -370,7 +370,7 @@ void define_fwd_fp8(py::module_& m, const char* name, Function* function, const 
         py::arg("q_descale"), py::arg("k_descale"), py::arg("v_descale"), py::arg("sinks"), py::arg("softmax_scale"),
         py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("fp16_out"),
         py::arg("fast_exp"), py::arg("batch_invariant"), py::kw_only(), py::arg("sm_margin") = 0,
-        py::call_guard<CallGuard>());
+        py::arg("out") = py::none(), py::call_guard<CallGuard>());
 }
 
 }  // namespace

@@ -373,6 +373,12 @@ def test_the_kernels_serve_such_calls(device, d):
     assert plan["qkv_dtype"] == "e4m3" and plan["exp"] == ("exact" if d == 256 else "fast")
     narrow = [x[..., : d - 16].contiguous() for x in (q, k, v)]
     assert backends.of(q).fwd_fp8(*narrow, *arguments) == []
+    out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=device)
+    result = backends.of(q).fwd_fp8(q, k, v, *arguments, out=out)[0]
+    assert result.data_ptr() == out.data_ptr() and not out.isnan().any()
+    for wrong in (out.half(), out[:, 1:], out[..., ::2], out.cpu(), out.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(RuntimeError, match="^out: expected"):
+            backends.of(q).fwd_fp8(q, k, v, *arguments, out=wrong)
 
 
 def test_exp_is_exact_or_fast(device):

@@ -24,6 +24,7 @@ struct Fp8FwdCall {
   ScoreOptions scores;
   at::ScalarType out_type;
   int64_t sm_margin;
+  const OptionalTensor& out;
 };
 
 inline Descale descale_of(const OptionalTensor& descale, int heads) {
@@ -46,6 +47,14 @@ inline void e4m3(const char* name, const at::Tensor& tensor, int64_t dims, const
   rank(name, tensor, dims, axes);
   last_stride(name, tensor);
   sizes(name, tensor, "sequences");
+}
+
+inline void e4m3_output(const OptionalTensor& out, const at::Tensor& q, const at::Tensor& v, at::ScalarType type) {
+  if (!out.has_value()) return;
+  device("out", *out, q);
+  dtype("out", *out, type);
+  shape("out", *out, output_shape(q, v));
+  if (!out->is_contiguous() || !is_aligned(*out)) fail("out", "expected a contiguous tensor, aligned to 16 bytes");
 }
 
 inline void descale(const char* name, const OptionalTensor& tensor, const at::Tensor& q, int64_t batch) {
@@ -107,7 +116,7 @@ inline std::vector<at::Tensor> fp8_forward(const Fp8FwdCall& call) {
   Flash_fwd_fp8_params params;
   const plan::FwdPlan plan = plan_fp8_call(call, params, q, k, v);
   if (plan.grid == 0) return {};
-  const at::Tensor out = new_empty(q, checks::output_shape(q, v), call.out_type);
+  const at::Tensor out = call.out.has_value() ? *call.out : new_empty(q, checks::output_shape(q, v), call.out_type);
   const at::Tensor lse = new_empty(q, call.lse_shape, at::kFloat), rng_state = new_empty(q, {2}, at::kLong);
   const int64_t matrices = static_cast<int64_t>(params.is_varlen() ? 1 : params.b) * params.h_k;
   const at::Tensor vt = new_empty(q, {matrices, params.d_v, params.vt_keys}, at::kByte);
@@ -142,7 +151,7 @@ Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    const OptionalTensor& cu_seqlens_k, const OptionalTensor& q_descale, const OptionalTensor& k_descale,
                    const OptionalTensor& v_descale, const OptionalTensor& sinks, double softmax_scale, bool is_causal,
                    int64_t window_left, int64_t window_right, bool fp16_out, bool fast_exp, bool batch_invariant,
-                   int64_t sm_margin) {
+                   int64_t sm_margin, const OptionalTensor& out) {
   const bool is_varlen = cu_seqlens_q.has_value();
   const char* axes = is_varlen ? "total, heads, head_dim" : "batch, seqlen, heads, head_dim";
   const int64_t dims = is_varlen ? 3 : 4;
@@ -168,9 +177,10 @@ Result mha_fwd_fp8(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   checks::descale("v_descale", v_descale, q, batch);
   const at::DimVector lse_shape =
       is_varlen ? at::DimVector{q.size(1), q.size(0)} : at::DimVector{q.size(0), q.size(2), q.size(1)};
-  const Fp8FwdCall call{sequences, q,         k,         v,      q_descale,
-                        k_descale, v_descale, lse_shape, scores, fp16_out ? at::kHalf : at::kBFloat16,
-                        sm_margin};
+  const at::ScalarType out_type = fp16_out ? at::kHalf : at::kBFloat16;
+  checks::e4m3_output(out, q, v, out_type);
+  const Fp8FwdCall call{sequences, q,         k,      v,        q_descale, k_descale,
+                        v_descale, lse_shape, scores, out_type, sm_margin, out};
   if constexpr (std::is_same_v<Result, plan::Explanation>) {
     return explain_fp8(call);
   } else {
