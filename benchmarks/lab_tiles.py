@@ -38,7 +38,7 @@ TABLES = {
         ("block_m", "block_n", *BWD_COLUMNS), "bwd_launcher.cu",
     ),
     "bwd_wgmma": Table(
-        "Sm90BwdTile", "constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim) {\n",
+        "Sm90BwdTile", "constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim, bool is_general = false) {\n",
         ("block_m", "block_n", "stages", "head_dim_v"), "bwd_launcher.cu", wgmma=True,
     ),
 }  # fmt: skip

@@ -24,7 +24,7 @@ namespace sm90 {
 // The n_blocks that a work tile's rows see, visited downwards.
 template <class Config>
 __device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
-  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kBlockN);
+  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
 }
 
 template <class Config, class Visit>
@@ -69,11 +69,11 @@ struct DqLoader : BwdTileLoader<Config> {
     const int head_k = tile.head / launch.params.h_h_k_ratio;
     for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
       const bool is_first = n_block == n_blocks.end - 1;
-      load_k(k_rows, n_block * Config::kBlockN, first_key, head_k);
+      load_k(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
       if (is_first) {
         load_rows<Config::kHeadDim>(launch.q_map, storage.q_full, storage.q_empty, storage.q, q_rows, tile);
       }
-      load_v(k_rows, n_block * Config::kBlockN, first_key, head_k);
+      load_v(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
       if (is_first) {
         load_rows<Config::kHeadDimV>(launch.do_map, storage.do_full, storage.do_empty, storage.dout, q_rows, tile);
       }
@@ -84,8 +84,8 @@ struct DqLoader : BwdTileLoader<Config> {
   __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, int first_key, int head_k) {
     const int stage = k_state.stage;
     storage.k_empty[stage].wait(k_state.phase ^ 1);
-    this->template load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
-                                                           k_rows, key, first_key, head_k, Hint::EVICT_LAST);
+    this->template load<Config::kDqBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
+                                                             k_rows, key, first_key, head_k, Hint::EVICT_LAST);
     k_state.advance();
   }
 
@@ -94,9 +94,9 @@ struct DqLoader : BwdTileLoader<Config> {
     for (int part = 0; part < Config::kVParts; ++part) {
       const int stage = v_state.stage;
       storage.v_empty[stage].wait(v_state.phase ^ 1);
-      this->template load<Config::kBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
-                                                               k_rows, key, first_key, head_k, Hint::EVICT_LAST,
-                                                               part * Config::kVPartCols);
+      this->template load<Config::kDqBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
+                                                                 k_rows, key, first_key, head_k, Hint::EVICT_LAST,
+                                                                 part * Config::kVPartCols);
       v_state.advance();
     }
   }
@@ -120,7 +120,7 @@ struct DqLoader : BwdTileLoader<Config> {
 template <class Config>
 __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params, DqStorage<Config>& storage,
                                                   const WorkTile& tile, PipelineState<Config::kDqStages>& state) {
-  static_assert(Config::kBlockN == 64, "a pair of columns for each lane");
+  static_assert(Config::kDqBlockN == 64, "a pair of columns for each lane");
   const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
   const int lane = threadIdx.x % 32;
   DropoutMask mask;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params
   for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
     storage.k_empty[state.stage].wait(state.phase ^ 1);
     if (params.has_dropout) {
-      storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kBlockN + 2 * lane);
+      storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kDqBlockN + 2 * lane);
     }
     storage.k_full[state.stage].arrive();
     state.advance();
@@ -206,7 +206,7 @@ struct DqConsumer {
                                         const BlockRange& n_blocks, Gradient& acc_dq) {
     const int row_end = min(row_begin + Config::kBlockM, tile.row_end);
     BlockRange own;
-    if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kBlockN);
+    if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kDqBlockN);
     if (own.count() == 0) own.begin = own.end = n_blocks.begin;
     for (int n_block = n_blocks.end; n_block > own.end; --n_block) pass();
     storage.q_full[group].wait(tile_phase);
@@ -246,7 +246,7 @@ struct DqConsumer {
       if (is_last) storage.q_empty[group].arrive();
       Scores acc_dp;
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kBlockN};
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
       differentiate(tile, rows, tile_coords, acc_s, acc_dp);
       if (is_last) storage.do_empty[group].arrive();
       const auto ds = convert<Element>(acc_dp);
@@ -302,15 +302,15 @@ struct DqConsumer {
     auto scores = row_col_view(acc_s);
     auto dp = row_col_view(acc_dp);
     if constexpr (!Config::kIsGeneral) {
-      mask_scores<Config::kBlockM, Config::kBlockN>(scores, coords, visibility, tile_coords);
+      mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
     } else {
       finish_dp(acc_dp);
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
-      differentiate_general<Config::kBlockM, Config::kBlockN, true>(params, visibility, tile_coords, coords, bits,
-                                                                    lse_log2, softmax_d, scores, dp);
+      differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
+                                                                      lse_log2, softmax_d, scores, dp);
     }
   }
 
