@@ -318,15 +318,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_each_key_tile(launch, storage,
                         [&](const BwdWorkTile& tile) { load_statistics<Config>(launch.params, storage, tile, state); });
     }
+  } else if (warp_group == 1) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    FirstConsumer<Config> consumer(launch.params, storage);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    if (warp_group == 1) {
-      FirstConsumer<Config> consumer(launch.params, storage);
-      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
-    } else {
-      SecondConsumer<Config> consumer(launch.params, storage);
-      for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
-    }
+    SecondConsumer<Config> consumer(launch.params, storage);
+    for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   }
 }
 
