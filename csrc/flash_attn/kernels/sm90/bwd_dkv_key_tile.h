@@ -80,7 +80,9 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     int left = order.count();  // steps
     QStep at = order.start();
     Scores acc;  // S, P, dP and dS in turn
-    start_s(acc);
+    const Element* k = storage.k[kKeyTile];
+    asm volatile("" : "+l"(k));  // its descriptors take no registers of the loop
+    start_s(k, acc);
     wait_for<0>(acc);
     exponentiate(tile, at, acc, left == 1);
     while (left > 0) {
@@ -99,7 +101,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
       state.advance();
       order.advance(at);
       if (left > 0) {
-        start_s(acc);
+        start_s(storage.k[kKeyTile], acc);
         start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
         wait_for<1>(acc);
         exponentiate(tile, at, acc, left == 1);
@@ -113,9 +115,9 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     }
   }
 
-  __device__ __forceinline__ void start_s(Scores& acc_s) const {
+  __device__ __forceinline__ void start_s(const Element* k, Scores& acc_s) const {
     storage.q_full[state.stage].wait(state.phase);
-    start_scores<Config, Config::kHeadDim>(thread, storage.k[kKeyTile], storage.q[state.stage], acc_s, [](int) {});
+    start_scores<Config, Config::kHeadDim>(thread, k, storage.q[state.stage], acc_s, [](int) {});
   }
 
   // Computed again in each step: as loop invariants the bounds of a mask would take a register for every row.
