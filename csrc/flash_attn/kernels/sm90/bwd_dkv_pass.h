@@ -292,11 +292,9 @@ struct DkConsumer : DkvConsumer<Config> {
 };
 
 template <class Config>
-using FirstConsumer =
-    std::conditional_t<Config::kSplitsByRole, DvConsumer<Config>, KeyTileConsumer<Config, 0>>;
+using FirstConsumer = std::conditional_t<Config::kSplitsByRole, DvConsumer<Config>, KeyTileConsumer<Config, 0>>;
 template <class Config>
-using SecondConsumer =
-    std::conditional_t<Config::kSplitsByRole, DkConsumer<Config>, KeyTileConsumer<Config, 1>>;
+using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Config>, KeyTileConsumer<Config, 1>>;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
