@@ -268,10 +268,12 @@ constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n =
 constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
 // The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
-// parts of so many columns: whole blocks, or halves where two blocks do not fit.
+// parts of so many columns: whole blocks, or halves where two blocks do not fit. A third stage of K, where it fits,
+// lets S of the next block go ahead of dQ, which gives K back later.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqBlockN = 64;
-constexpr int kSm90DqStages = 2;
+constexpr int kSm90DqVStages = 2;
+constexpr int sm90_dq_k_stages(const Sm90BwdTile& tile) { return tile.head_dim > 192 ? 2 : 3; }
 constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
   return tile.value_dim() > 192 ? tile.value_dim() / 2 : tile.value_dim();
 }

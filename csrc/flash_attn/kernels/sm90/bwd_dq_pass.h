@@ -43,7 +43,8 @@ struct DqLoader : BwdTileLoader<Config> {
 
   const BwdPassLaunch& launch;
   DqStorage<Config>& storage;
-  PipelineState<Config::kDqStages> k_state, v_state;
+  PipelineState<Config::kDqStages> k_state;
+  PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
   __device__ __forceinline__ DqLoader(const BwdPassLaunch& launch_, DqStorage<Config>& storage_)
@@ -172,7 +173,8 @@ struct DqConsumer {
   const int group;
   const int thread;  // of the warpgroup
   const Coords coords;
-  PipelineState<Config::kDqStages> k_state, v_state;
+  PipelineState<Config::kDqStages> k_state;
+  PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
   __device__ __forceinline__ DqConsumer(const Flash_bwd_params& params_, DqStorage<Config>& storage_, int group_)
@@ -234,10 +236,54 @@ struct DqConsumer {
     }
   }
 
-  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
   __device__ __forceinline__ void accumulate(const WorkTile& tile, const DqRows& rows, int row_begin, int begin,
                                              int end, Gradient& acc_dq) {
+    if constexpr (Config::kScoresFirst) {
+      accumulate_scores_first(tile, rows, row_begin, begin, end, acc_dq);
+    } else {
+      accumulate_gradient_first(tile, rows, row_begin, begin, end, acc_dq);
+    }
+  }
+
+  // dQ of this block and dP of the next one are in flight beside P of the next one; no product is in flight where
+  // branches of the loop meet, since ptxas serialises those.
+  __device__ __forceinline__ void accumulate_scores_first(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                                          int begin, int end, Gradient& acc_dq) {
+    Scores acc_s, acc_dp;
+    const auto differentiate_block = [&](int n_block, const auto& behind_p) {
+      if (n_block == begin) storage.q_empty[group].arrive();
+      start_dp(acc_dp);
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, behind_p);
+      if (n_block == begin) storage.do_empty[group].arrive();
+    };
+    start_s(acc_s);
+    wait_for<0>(acc_s);
+    differentiate_block(end - 1, [] {});
+    for (int n_block = end - 1; n_block >= begin; --n_block) {
+      const auto ds = convert<Element>(acc_dp);
+      const int stage = k_state.stage;
+      k_state.advance();
+      if (n_block > begin) {
+        start_s(acc_s);
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.k[stage], acc_dq);
+        wait_for<1>(acc_s);
+        differentiate_block(n_block - 1, [&] {
+          wait_for<Config::kVParts>(acc_dq);  // dP stays in flight
+          storage.k_empty[stage].arrive();
+        });
+      } else {
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.k[stage], acc_dq);
+        wait_for<0>(acc_dq);
+        storage.k_empty[stage].arrive();
+      }
+    }
+  }
+
+  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
+  // serialises those.
+  __device__ __forceinline__ void accumulate_gradient_first(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                                            int begin, int end, Gradient& acc_dq) {
     Scores acc_s;
     start_s(acc_s);
     wait_for<0>(acc_s);
@@ -247,7 +293,7 @@ struct DqConsumer {
       Scores acc_dp;
       start_dp(acc_dp);
       const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
-      differentiate(tile, rows, tile_coords, acc_s, acc_dp);
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, [] {});
       if (is_last) storage.do_empty[group].arrive();
       const auto ds = convert<Element>(acc_dp);
       const int stage = k_state.stage;
@@ -294,9 +340,10 @@ struct DqConsumer {
     v_state.advance();
   }
 
-  // S and dP become P and dS.
+  // S and dP become P and dS. behind_p(): ahead of the wait for dP, behind P where P does not need dP.
+  template <class BehindP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
-                                                Scores& acc_s, Scores& acc_dp) {
+                                                Scores& acc_s, Scores& acc_dp, const BehindP& behind_p) {
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
@@ -304,9 +351,11 @@ struct DqConsumer {
     if constexpr (!Config::kIsGeneral) {
       mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      behind_p();
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
     } else {
+      behind_p();
       finish_dp(acc_dp);
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
       differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,

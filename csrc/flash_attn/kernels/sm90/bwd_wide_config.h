@@ -55,11 +55,14 @@ struct BwdWideConfig {
   static constexpr int kDqBlockM = plan::kSm90DqBlockM;
   static constexpr int kDqBlockN = plan::kSm90DqBlockN;
   static_assert(kDqBlockM == 128 && kDqBlockN == kTileRows);
-  static constexpr int kDqStages = plan::kSm90DqStages;  // of K, and of parts of V
+  static constexpr int kDqStages = plan::sm90_dq_k_stages(kTile);  // of K
+  static constexpr int kDqVStages = plan::kSm90DqVStages;          // of parts of V
+  // S of the next block ahead of dQ. Where P needs dP nothing runs beside it.
+  static constexpr bool kScoresFirst = kDqStages > 2 && !kIsGeneral;
   static constexpr int kVPartCols = plan::sm90_dq_value_cols(kTile);
   static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
   static_assert(kVPartCols % kAtomCols == 0 && kVParts * kVPartCols == kHeadDimV);
-  static_assert(kVParts == 1 || kVParts == kDqStages, "parts of a block lie side by side, as one tile");
+  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block lie side by side, as one tile");
 };
 
 }  // namespace sm90

@@ -90,13 +90,13 @@ struct DqStorage {
   alignas(1024) Element q[2][Config::kSmemK];  // of each consumer's rows
   alignas(1024) Element dout[2][Config::kSmemV];
   alignas(1024) Element k[Config::kDqStages][Config::kSmemK];
-  alignas(1024) Element v[Config::kDqStages][Config::kDqBlockN * Config::kVPartCols];
+  alignas(1024) Element v[Config::kDqVStages][Config::kDqBlockN * Config::kVPartCols];
   // With dropout: random bits of the rows, which their warp alone reads; stages of K, of the pairs of columns.
   RandomBits dropout_row_bits[Config::kIsGeneral ? Config::kDqBlockM : 2];
   RandomBits dropout_col_bits[Config::kDqStages][Config::kIsGeneral ? Config::kDqBlockN / 2 : 1];
   Barrier q_full[2], q_empty[2], do_full[2], do_empty[2];
   Barrier k_full[Config::kDqStages], k_empty[Config::kDqStages];
-  Barrier v_full[Config::kDqStages], v_empty[Config::kDqStages];
+  Barrier v_full[Config::kDqVStages], v_empty[Config::kDqVStages];
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
   int work[2];
@@ -113,8 +113,10 @@ struct DqStorage {
     }
     for (int i = 0; i < Config::kDqStages; ++i) {
       k_full[i].init(1 + kDropoutLanes);
-      v_full[i].init(1);
       k_empty[i].init(Config::kConsumers);
+    }
+    for (int i = 0; i < Config::kDqVStages; ++i) {
+      v_full[i].init(1);
       v_empty[i].init(Config::kConsumers);
     }
     pre_clear_full.init(1);
