@@ -340,6 +340,15 @@ struct DqConsumer {
     v_state.advance();
   }
 
+  // Keeps exp2 above the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know, so this (already
+  // complete) wait depends on every exp2.
+  __device__ __forceinline__ void finish_exp_before_dp_wait(const Scores& acc_p) const {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int i = 0; i < cute::size(acc_p); ++i) signs |= __float_as_uint(acc_p(i));
+    storage.v_full[v_state.stage].wait(v_state.phase ^ (signs >> 31));
+  }
+
   // S and dP become P and dS. behind_p(): ahead of the wait for dP, behind P where P does not need dP.
   template <class BehindP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
@@ -351,6 +360,7 @@ struct DqConsumer {
     if constexpr (!Config::kIsGeneral) {
       mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      finish_exp_before_dp_wait(acc_s);
       behind_p();
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
