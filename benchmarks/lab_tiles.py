@@ -38,7 +38,7 @@ TABLES = {
         ("block_m", "block_n", *BWD_COLUMNS), "bwd_launcher.cu",
     ),
     "bwd_wgmma": Table(
-        "Sm90BwdTile", "constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim) {\n",
+        "Sm90BwdTile", "constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim, bool is_general = false) {\n",
         ("block_m", "block_n", "stages", "head_dim_v"), "bwd_launcher.cu", wgmma=True,
     ),
 }  # fmt: skip
@@ -86,7 +86,7 @@ class TileDesign:
         """What the name of its main kernel has in it."""
         if not self.is_backward:
             return ""
-        has_dq_pass = self.table.wgmma and self.column("block_n") == 64  # has_dq_pass()
+        has_dq_pass = self.table.wgmma and (self.column("block_n") == 64 or self.row[0] > 128)  # has_dq_pass()
         return "flash_bwd_dkv_kernel" if has_dq_pass else "flash_bwd_kernel"
 
     @property
@@ -160,12 +160,11 @@ OTHERS = {
         192: ((64, 64, 8, 4, 2, 2, 1),),
         256: ((64, 32, 8, 4, 2, 2, 1),),
     },
-    # V and O have the same head dim: 0. At 256 only the tile in use fits.
+    # V and O have the same head dim: 0. At 192 and 256 there is only the tile in use.
     "bwd_wgmma": {
         64: ((64, 128, 2, 0), (64, 64, 2, 0)),
         96: ((64, 128, 2, 0),),
         128: ((64, 64, 2, 0),),
-        192: ((64, 64, 2, 0),),
     },
 }
 KERNELS = ("fwd_mma_sync", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma")

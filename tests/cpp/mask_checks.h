@@ -104,6 +104,9 @@ void check_directions(const Mask& mask, int block_m, int block_n) {
     check::that(rows.begin >= 0 && rows.end <= m_blocks, "row range within the sequence", n, rows.begin, rows.end);
     check::that(rows.begin == generic.begin && rows.end == generic.end, "row range of the accessors", n, rows.begin,
                 rows.end, generic.begin, generic.end, mask.seqlen_q, mask.seqlen_k, case_of(mask), block_m, block_n);
+    const flash::RowRange pair = flash::row_range(mask, n / 2, block_m, 2 * block_n);
+    check::that(rows.end <= rows.begin || (pair.begin <= rows.begin && rows.end <= pair.end),
+                "rows of two n_blocks contain those of each", n, rows.begin, rows.end, pair.begin, pair.end);
     for (int m = 0; m < m_blocks; ++m) {
       const int row_end = std::min((m + 1) * block_m, mask.seqlen_q);
       const BlockRange keys = flash::block_range(mask, m * block_m, row_end, block_n);

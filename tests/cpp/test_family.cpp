@@ -205,6 +205,10 @@ void check_value_dims() {
     for (int value_dim : {8, 64, 128, 192, 256}) {
       const auto tile = flash::plan::sm90_bwd_tile(head_dim, value_dim);
       check::that(tile.head_dim >= head_dim && tile.value_dim() >= value_dim, "backward", head_dim, value_dim);
+      const auto general = flash::plan::sm90_bwd_tile(head_dim, value_dim, true);
+      check::that(general.head_dim == tile.head_dim && general.value_dim() == tile.value_dim() &&
+                      general.block_m == tile.block_m && has_dq_pass(general) == has_dq_pass(tile),
+                  "one kernel family and one dQ for all variants", head_dim, value_dim);
     }
   }
 }
@@ -234,6 +238,7 @@ int main() {
   }
   check_tile(flash::plan::kSm90ValueDimTile, 192, FwdVariant::kPlain);
   check_backward_tile(flash::plan::kSm90BwdValueDimTile);
+  check_backward_tile(flash::plan::kSm90BwdGeneralValueDimTile);
   check_value_dims();
   for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {
     const auto tile = flash::plan::sm90_fwd_tile(head_dim, flash::plan::FwdVariant::kPlain);

@@ -140,15 +140,16 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   plan.variant = !problem.is_plain()       ? BwdVariant::kGeneral
                  : problem.accumulates_dkv ? BwdVariant::kAccumulate
                                            : BwdVariant::kPlain;
+  const bool may_drop = plan.variant == BwdVariant::kGeneral;
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v);
+  const Sm90BwdTile tile =
+      dq_in_smem ? kSm90SharedDqTile : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;
   plan.threads = sm90_bwd_threads(tile);
-  const bool may_drop = plan.variant == BwdVariant::kGeneral;
   plan.smem_bytes = has_dq_pass(tile) ? sm90_dkv_smem_bytes(tile, may_drop, problem.dtype)
                                       : sm90_bwd_smem_bytes(tile, may_drop, dq_in_smem, problem.dtype);
   if (dq_in_smem) {

@@ -57,7 +57,7 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
 
 // sizeof(sm90::DkvStorage).
 constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
-  const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
+  const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n, key_tiles = n / 64;
   SmemLayout storage;
   storage.add(element * n * tile.head_dim, kSwizzleBytes)
       .add(element * n * tile.value_dim(), kSwizzleBytes)
@@ -68,22 +68,22 @@ constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype 
       .add(4 * tile.stages * m, 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
-      .add(kBarrierBytes * (7 + 4 * tile.stages + 4), kBarrierBytes)
+      .add(kBarrierBytes * (4 * key_tiles + 3 + 4 * tile.stages + 4), kBarrierBytes)
       .add(2 * 4, 4);
   return storage.size(kSwizzleBytes);
 }
 
 // sizeof(sm90::DqStorage).
 constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
-  const int element = dtype_bytes(dtype), n = tile.block_n;
+  const int element = dtype_bytes(dtype), n = kSm90DqBlockN, k_stages = sm90_dq_k_stages(tile);
   SmemLayout storage;
   storage.add(element * kSm90DqBlockM * tile.head_dim, kSwizzleBytes)
       .add(element * kSm90DqBlockM * tile.value_dim(), kSwizzleBytes)
-      .add(element * kSm90DqStages * n * tile.head_dim, kSwizzleBytes)
-      .add(element * kSm90DqStages * n * sm90_dq_value_cols(tile), kSwizzleBytes)
+      .add(element * k_stages * n * tile.head_dim, kSwizzleBytes)
+      .add(element * kSm90DqVStages * n * sm90_dq_value_cols(tile), kSwizzleBytes)
       .add(sizeof(RandomBits) * (may_drop ? kSm90DqBlockM : 2), alignof(RandomBits))
-      .add(sizeof(RandomBits) * kSm90DqStages * (may_drop ? n / 2 : 1), alignof(RandomBits))
-      .add(kBarrierBytes * (8 + 4 * kSm90DqStages + 4 + 1), kBarrierBytes)
+      .add(sizeof(RandomBits) * k_stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
+      .add(kBarrierBytes * (8 + 2 * k_stages + 2 * kSm90DqVStages + 4 + 1), kBarrierBytes)
       .add(2 * 4, 4);
   return storage.size(kSwizzleBytes);
 }

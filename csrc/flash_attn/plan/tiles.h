@@ -263,14 +263,17 @@ struct Sm90BwdTile {
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
-// Whether dQ has a pass of its own: where dK and dV of only 64 keys fit the registers, fp32 additions to dQ would be
-// the bound.
-constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64; }
+// Whether dQ has a pass of its own: where dK and dV leave no registers for it, and with 64 keys fp32 additions to dQ
+// would be the bound.
+constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
-// The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of V, which is loaded in parts of so many
-// columns: whole blocks, or halves where two blocks do not fit.
+// The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
+// parts of so many columns: whole blocks, or halves where two blocks do not fit. A third stage of K, where it fits,
+// lets S of the next block go ahead of dQ, which gives K back later.
 constexpr int kSm90DqBlockM = 128;
-constexpr int kSm90DqStages = 2;
+constexpr int kSm90DqBlockN = 64;
+constexpr int kSm90DqVStages = 2;
+constexpr int sm90_dq_k_stages(const Sm90BwdTile& tile) { return tile.head_dim > 192 ? 2 : 3; }
 constexpr int sm90_dq_value_cols(const Sm90BwdTile& tile) {
   return tile.value_dim() > 192 ? tile.value_dim() / 2 : tile.value_dim();
 }
@@ -280,10 +283,11 @@ constexpr int sm90_bwd_threads(const Sm90BwdTile& tile) { return 128 * (3 + has_
 
 constexpr int kSm90DqWarps = 4;  // that compute a step's dQ where it has no pass of its own
 
-constexpr int kNumSm90BwdTiles = 3;
+constexpr int kNumSm90BwdTiles = 4;
 constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
     {64, 64, 128, 3},
     {128, 64, 128, 2},
+    {192, 64, 64, 2},
     {256, 64, 64, 2},
 };
 
@@ -292,7 +296,9 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
 
-constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 64, 2, 128};
+// Dropout and score modifiers need the registers that dK and dV of 64 keys in one consumer leave none of.
+constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 128, 2, 128};
+constexpr Sm90BwdTile kSm90BwdGeneralValueDimTile = {192, 64, 64, 2, 128};
 
 // Whether the one pair of tiles with its own value dim is for these head dims.
 constexpr bool is_value_dim_pair(int head_dim, int value_dim) {
@@ -301,9 +307,9 @@ constexpr bool is_value_dim_pair(int head_dim, int value_dim) {
   return kValueDim < head_dim && head_dim <= kHeadDim && value_dim <= kValueDim;
 }
 
-// The tile of the smallest head dim that holds both.
-constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim) {
-  if (is_value_dim_pair(head_dim, value_dim)) return kSm90BwdValueDimTile;
+// The tile of the smallest head dim that holds both. `is_general`: with dropout or score modifiers.
+constexpr Sm90BwdTile sm90_bwd_tile(int head_dim, int value_dim, bool is_general = false) {
+  if (is_value_dim_pair(head_dim, value_dim)) return is_general ? kSm90BwdGeneralValueDimTile : kSm90BwdValueDimTile;
   const int wide = head_dim > value_dim ? head_dim : value_dim;
   int index = 0;
   while (index + 1 < kNumSm90BwdTiles && kSm90BwdTiles[index].head_dim < wide) ++index;

@@ -1,15 +1,20 @@
-// The dK and dV pass of the wgmma backward above head dim 128: 64 keys of a K/V head against every m_block that sees
-// them, for all query heads of the group. The consumers split a step by role: consumer 0 computes S, P and dV, consumer
-// 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has its own
-// tile of K or V, which is given back before the last gradients are complete; these leave straight from registers.
+// The dK and dV pass of the wgmma backward above head dim 128: keys of a K/V head against every m_block that sees them,
+// for all query heads of the group. Where registers hold dK and dV of 64 keys, each consumer has 64 of 128
+// (KeyTileConsumer). Else there are 64, whose steps the consumers split by role: consumer 0 computes S, P and dV,
+// consumer 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has
+// its own tile of K or V, which is given back before the last gradients are complete; these leave straight from
+// registers.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
+
+#include <type_traits>
 
 #include "core/bwd_schedule.h"
 #include "kernels/common/differentiate.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/row_store.h"
+#include "kernels/sm90/bwd_dkv_key_tile.h"
 #include "kernels/sm90/bwd_producer.h"
 #include "kernels/sm90/bwd_row_values.h"
 #include "kernels/sm90/bwd_tile_loader.h"
@@ -64,18 +69,16 @@ struct DkvLoader : BwdTileLoader<Config> {
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       if (i == 0) {
-        storage.k_empty.wait(kv_phase ^ 1);
-        this->template load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full, storage.k, k_rows, key,
-                                                               first_key, tile.head_k, CacheHintSm90::EVICT_FIRST);
+        load_keys<Config::kHeadDim>(launch.k_map, storage.k_full, storage.k_empty, storage.k, k_rows, key, first_key,
+                                    tile.head_k);
       }
       storage.q_empty[stage].wait(state.phase ^ 1);
       this->template load<Config::kBlockM, Config::kHeadDim>(launch.q_map, storage.q_full[stage], storage.q[stage],
                                                              q_rows, row, first_row, at.head,
                                                              CacheHintSm90::EVICT_LAST);
       if (i == 0) {
-        storage.v_empty.wait(kv_phase ^ 1);
-        this->template load<Config::kBlockN, Config::kHeadDimV>(launch.v_map, storage.v_full, storage.v, k_rows, key,
-                                                                first_key, tile.head_k, CacheHintSm90::EVICT_FIRST);
+        load_keys<Config::kHeadDimV>(launch.v_map, storage.v_full, storage.v_empty, storage.v, k_rows, key, first_key,
+                                     tile.head_k);
         kv_phase ^= 1;
       }
       storage.do_empty[stage].wait(state.phase ^ 1);
@@ -84,6 +87,19 @@ struct DkvLoader : BwdTileLoader<Config> {
                                                               CacheHintSm90::EVICT_LAST);
       state.advance();
       order.advance(at);
+    }
+  }
+
+  template <int kCols, int kSmemTile>
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Barrier (&full)[Config::kKeyTiles],
+                                            Barrier (&empty)[Config::kKeyTiles],
+                                            typename Config::Element (&tiles)[Config::kKeyTiles][kSmemTile],
+                                            const TmaRows& k_rows, int key, int first_key, int head_k) {
+#pragma unroll
+    for (int i = 0; i < Config::kKeyTiles; ++i) {
+      empty[i].wait(kv_phase ^ 1);
+      this->template load<Config::kTileRows, kCols>(map, full[i], tiles[i], k_rows, key + i * Config::kTileRows,
+                                                    first_key, head_k, cute::TMA::CacheHintSm90::EVICT_FIRST);
     }
   }
 };
@@ -96,54 +112,6 @@ __device__ __forceinline__ void for_each_key_tile(const BwdPassLaunch& launch, D
     if (!tile.empty(Config::kBlockN)) visit(tile);
   });
 }
-
-// Rows of dK or dV of an n_block: stored as Elements, or added to an fp32 matrix.
-template <class Config, class Accumulator>
-__device__ __forceinline__ void store_dkv(const Flash_bwd_params& params, const BwdWorkTile& tile, int thread,
-                                          Accumulator& acc, float scale, void* data, const MatrixStrides& strides,
-                                          int cols) {
-  using Element = typename Config::Element;
-#pragma unroll
-  for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
-  const int key = tile.n_block * Config::kBlockN, rows = tile.seqlen_k - key;
-  const int64_t offset = matrix_offset(strides, params.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
-  if (Config::kMayAccumulate && params.accumulates_dkv) {
-    add_rows(row_col_view(acc), AccumulatorCoords<4>(thread), static_cast<float*>(data) + offset, strides.row, rows,
-             cols);
-  } else {
-    store_accumulator(acc, thread, static_cast<Element*>(data) + offset, strides.row, rows, cols);
-  }
-}
-
-// What both consumers have: pipeline states persist from one work tile to the next.
-template <class Config>
-struct DkvConsumer {
-  using Element = typename Config::Element;
-  using Coords = TransposedCoords<AccumulatorCoords<4>>;  // rows: queries of the m_block; columns: keys
-  using RowValues = SmemRowValues<Coords>;
-  using Scores = AccScores<Config>;
-
-  const Flash_bwd_params& params;
-  DkvStorage<Config>& storage;
-  const int thread;  // of the warpgroup
-  const Coords coords;
-  PipelineState<Config::kStages> state;
-  uint32_t kv_phase = 0;
-
-  __device__ __forceinline__ DkvConsumer(const Flash_bwd_params& params_, DkvStorage<Config>& storage_)
-      : params(params_),
-        storage(storage_),
-        thread(threadIdx.x % 128),
-        coords{AccumulatorCoords<4>(threadIdx.x % 128)} {}
-
-  // The phase of the one buffer of P is the parity of the step.
-  __device__ __forceinline__ uint32_t p_phase() const { return state.stage; }
-
-  // This thread's 16-byte vectors of P.
-  __device__ __forceinline__ float4& p_vector(int i) const {
-    return reinterpret_cast<float4*>(storage.p)[i * 128 + thread];
-  }
-};
 
 // Consumer 0: S, P and dV.
 template <class Config>
@@ -168,7 +136,7 @@ struct DvConsumer : DkvConsumer<Config> {
     Gradient acc_dv;
     cute::clear(acc_dv);
     if (order.count() > 0) accumulate(tile, order, acc_dv);
-    store_dkv<Config>(params, tile, thread, acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
+    store_dkv<Config>(params, tile, 0, thread, acc_dv, params.dropout.keep_scale, params.dv_ptr, params.dv_strides,
                       params.d_v);
     __syncwarp();  // wgmma needs converged warps
   }
@@ -179,12 +147,12 @@ struct DvConsumer : DkvConsumer<Config> {
     const int count = order.count();
     QStep at = order.start();
     Scores acc_s;
-    storage.k_full.wait(kv_phase);
+    storage.k_full[0].wait(kv_phase);
     kv_phase ^= 1;
     start_s(acc_s);
     wait_for<0>(acc_s);
     for (int i = 0; i < count; ++i) {
-      if (i + 1 == count) storage.k_empty.arrive();
+      if (i + 1 == count) storage.k_empty[0].arrive();
       const auto p = publish_p(tile, at, acc_s);
       const int stage = state.stage;
       storage.do_full[stage].wait(state.phase);
@@ -205,7 +173,7 @@ struct DvConsumer : DkvConsumer<Config> {
 
   __device__ __forceinline__ void start_s(Scores& acc_s) const {
     storage.q_full[state.stage].wait(state.phase);
-    start_scores<Config, Config::kHeadDim>(thread, storage.k, storage.q[state.stage], acc_s, [](int) {});
+    start_scores<Config, Config::kHeadDim>(thread, storage.k[0], storage.q[state.stage], acc_s, [](int) {});
   }
 
   // P of the step from its scores, for consumer 1 and, returned, for dV. Releases Q.
@@ -234,10 +202,7 @@ struct DvConsumer : DkvConsumer<Config> {
 
   __device__ __forceinline__ void store_p(const Scores& acc_p) const {
     storage.p_empty.wait(this->p_phase() ^ 1);
-#pragma unroll
-    for (int i = 0; i < decltype(cute::size(acc_p))::value; i += 4) {
-      this->p_vector(i / 4) = make_float4(acc_p(i), acc_p(i + 1), acc_p(i + 2), acc_p(i + 3));
-    }
+    this->write_p(0, acc_p);
     storage.p_full.arrive();
   }
 };
@@ -264,19 +229,20 @@ struct DkConsumer : DkvConsumer<Config> {
     Gradient acc_dk;
     cute::clear(acc_dk);
     if (order.count() > 0) accumulate(order.count(), acc_dk);
-    store_dkv<Config>(params, tile, thread, acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides, params.d);
+    store_dkv<Config>(params, tile, 0, thread, acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides,
+                      params.d);
     __syncwarp();  // wgmma needs converged warps
   }
 
   // dP of the next step is in flight behind dK of this one.
   __device__ __forceinline__ void accumulate(int count, Gradient& acc_dk) {
     Scores acc_dp;
-    storage.v_full.wait(kv_phase);
+    storage.v_full[0].wait(kv_phase);
     kv_phase ^= 1;
     start_dp(acc_dp);
     wait_for<0>(acc_dp);
     for (int i = 0; i < count; ++i) {
-      if (i + 1 == count) storage.v_empty.arrive();
+      if (i + 1 == count) storage.v_empty[0].arrive();
       const auto ds = differentiate(acc_dp);
       const int stage = state.stage;
       storage.q_full[stage].wait(state.phase);
@@ -296,7 +262,7 @@ struct DkConsumer : DkvConsumer<Config> {
 
   __device__ __forceinline__ void start_dp(Scores& acc_dp) const {
     storage.do_full[state.stage].wait(state.phase);
-    start_scores<Config, Config::kHeadDimV>(thread, storage.v, storage.dout[state.stage], acc_dp, [](int) {});
+    start_scores<Config, Config::kHeadDimV>(thread, storage.v[0], storage.dout[state.stage], acc_dp, [](int) {});
   }
 
   // dS of the step from dP and consumer 0's P. Releases dO and P.
@@ -320,17 +286,15 @@ struct DkConsumer : DkvConsumer<Config> {
 
   __device__ __forceinline__ void load_p(Scores& acc_p) const {
     storage.p_full.wait(this->p_phase());
-#pragma unroll
-    for (int i = 0; i < decltype(cute::size(acc_p))::value; i += 4) {
-      const float4 vector = this->p_vector(i / 4);
-      acc_p(i) = vector.x;
-      acc_p(i + 1) = vector.y;
-      acc_p(i + 2) = vector.z;
-      acc_p(i + 3) = vector.w;
-    }
+    this->read_p(0, acc_p);
     storage.p_empty.arrive();
   }
 };
+
+template <class Config>
+using FirstConsumer = std::conditional_t<Config::kSplitsByRole, DvConsumer<Config>, KeyTileConsumer<Config, 0>>;
+template <class Config>
+using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Config>, KeyTileConsumer<Config, 1>>;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -354,11 +318,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else if (warp_group == 1) {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    DvConsumer<Config> consumer(launch.params, storage);
+    FirstConsumer<Config> consumer(launch.params, storage);
     for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    DkConsumer<Config> consumer(launch.params, storage);
+    SecondConsumer<Config> consumer(launch.params, storage);
     for_each_key_tile(launch, storage, [&](const BwdWorkTile& tile) { consumer.run(tile); });
   }
 }

@@ -24,7 +24,7 @@ namespace sm90 {
 // The n_blocks that a work tile's rows see, visited downwards.
 template <class Config>
 __device__ __forceinline__ BlockRange visited_n_blocks(const Flash_bwd_params& params, const WorkTile& tile) {
-  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kBlockN);
+  return block_range(mask_of<Config>(params, tile), tile.row_begin, tile.row_end, Config::kDqBlockN);
 }
 
 template <class Config, class Visit>
@@ -43,7 +43,8 @@ struct DqLoader : BwdTileLoader<Config> {
 
   const BwdPassLaunch& launch;
   DqStorage<Config>& storage;
-  PipelineState<Config::kDqStages> k_state, v_state;
+  PipelineState<Config::kDqStages> k_state;
+  PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
   __device__ __forceinline__ DqLoader(const BwdPassLaunch& launch_, DqStorage<Config>& storage_)
@@ -69,11 +70,11 @@ struct DqLoader : BwdTileLoader<Config> {
     const int head_k = tile.head / launch.params.h_h_k_ratio;
     for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
       const bool is_first = n_block == n_blocks.end - 1;
-      load_k(k_rows, n_block * Config::kBlockN, first_key, head_k);
+      load_k(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
       if (is_first) {
         load_rows<Config::kHeadDim>(launch.q_map, storage.q_full, storage.q_empty, storage.q, q_rows, tile);
       }
-      load_v(k_rows, n_block * Config::kBlockN, first_key, head_k);
+      load_v(k_rows, n_block * Config::kDqBlockN, first_key, head_k);
       if (is_first) {
         load_rows<Config::kHeadDimV>(launch.do_map, storage.do_full, storage.do_empty, storage.dout, q_rows, tile);
       }
@@ -84,8 +85,8 @@ struct DqLoader : BwdTileLoader<Config> {
   __device__ __forceinline__ void load_k(const TmaRows& k_rows, int key, int first_key, int head_k) {
     const int stage = k_state.stage;
     storage.k_empty[stage].wait(k_state.phase ^ 1);
-    this->template load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
-                                                           k_rows, key, first_key, head_k, Hint::EVICT_LAST);
+    this->template load<Config::kDqBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage], storage.k[stage],
+                                                             k_rows, key, first_key, head_k, Hint::EVICT_LAST);
     k_state.advance();
   }
 
@@ -94,9 +95,9 @@ struct DqLoader : BwdTileLoader<Config> {
     for (int part = 0; part < Config::kVParts; ++part) {
       const int stage = v_state.stage;
       storage.v_empty[stage].wait(v_state.phase ^ 1);
-      this->template load<Config::kBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
-                                                               k_rows, key, first_key, head_k, Hint::EVICT_LAST,
-                                                               part * Config::kVPartCols);
+      this->template load<Config::kDqBlockN, Config::kVPartCols>(launch.v_map, storage.v_full[stage], storage.v[stage],
+                                                                 k_rows, key, first_key, head_k, Hint::EVICT_LAST,
+                                                                 part * Config::kVPartCols);
       v_state.advance();
     }
   }
@@ -120,7 +121,7 @@ struct DqLoader : BwdTileLoader<Config> {
 template <class Config>
 __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params, DqStorage<Config>& storage,
                                                   const WorkTile& tile, PipelineState<Config::kDqStages>& state) {
-  static_assert(Config::kBlockN == 64, "a pair of columns for each lane");
+  static_assert(Config::kDqBlockN == 64, "a pair of columns for each lane");
   const BlockRange n_blocks = visited_n_blocks<Config>(params, tile);
   const int lane = threadIdx.x % 32;
   DropoutMask mask;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void store_column_bits(const Flash_bwd_params& params
   for (int n_block = n_blocks.end - 1; n_block >= n_blocks.begin; --n_block) {
     storage.k_empty[state.stage].wait(state.phase ^ 1);
     if (params.has_dropout) {
-      storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kBlockN + 2 * lane);
+      storage.dropout_col_bits[state.stage][lane] = mask.column_pair(n_block * Config::kDqBlockN + 2 * lane);
     }
     storage.k_full[state.stage].arrive();
     state.advance();
@@ -172,7 +173,8 @@ struct DqConsumer {
   const int group;
   const int thread;  // of the warpgroup
   const Coords coords;
-  PipelineState<Config::kDqStages> k_state, v_state;
+  PipelineState<Config::kDqStages> k_state;
+  PipelineState<Config::kDqVStages> v_state;
   uint32_t tile_phase = 0;
 
   __device__ __forceinline__ DqConsumer(const Flash_bwd_params& params_, DqStorage<Config>& storage_, int group_)
@@ -206,7 +208,7 @@ struct DqConsumer {
                                         const BlockRange& n_blocks, Gradient& acc_dq) {
     const int row_end = min(row_begin + Config::kBlockM, tile.row_end);
     BlockRange own;
-    if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kBlockN);
+    if (row_begin < row_end) own = block_range(mask_of<Config>(params, tile), row_begin, row_end, Config::kDqBlockN);
     if (own.count() == 0) own.begin = own.end = n_blocks.begin;
     for (int n_block = n_blocks.end; n_block > own.end; --n_block) pass();
     storage.q_full[group].wait(tile_phase);
@@ -234,10 +236,54 @@ struct DqConsumer {
     }
   }
 
-  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
-  // serialises those.
   __device__ __forceinline__ void accumulate(const WorkTile& tile, const DqRows& rows, int row_begin, int begin,
                                              int end, Gradient& acc_dq) {
+    if constexpr (Config::kScoresFirst) {
+      accumulate_scores_first(tile, rows, row_begin, begin, end, acc_dq);
+    } else {
+      accumulate_gradient_first(tile, rows, row_begin, begin, end, acc_dq);
+    }
+  }
+
+  // dQ of this block and dP of the next one are in flight beside P of the next one; no product is in flight where
+  // branches of the loop meet, since ptxas serialises those.
+  __device__ __forceinline__ void accumulate_scores_first(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                                          int begin, int end, Gradient& acc_dq) {
+    Scores acc_s, acc_dp;
+    const auto differentiate_block = [&](int n_block, const auto& behind_p) {
+      if (n_block == begin) storage.q_empty[group].arrive();
+      start_dp(acc_dp);
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, behind_p);
+      if (n_block == begin) storage.do_empty[group].arrive();
+    };
+    start_s(acc_s);
+    wait_for<0>(acc_s);
+    differentiate_block(end - 1, [] {});
+    for (int n_block = end - 1; n_block >= begin; --n_block) {
+      const auto ds = convert<Element>(acc_dp);
+      const int stage = k_state.stage;
+      k_state.advance();
+      if (n_block > begin) {
+        start_s(acc_s);
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.k[stage], acc_dq);
+        wait_for<1>(acc_s);
+        differentiate_block(n_block - 1, [&] {
+          wait_for<Config::kVParts>(acc_dq);  // dP stays in flight
+          storage.k_empty[stage].arrive();
+        });
+      } else {
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.k[stage], acc_dq);
+        wait_for<0>(acc_dq);
+        storage.k_empty[stage].arrive();
+      }
+    }
+  }
+
+  // S of the next block is in flight behind dQ of this one; no product is in flight where branches meet, since ptxas
+  // serialises those.
+  __device__ __forceinline__ void accumulate_gradient_first(const WorkTile& tile, const DqRows& rows, int row_begin,
+                                                            int begin, int end, Gradient& acc_dq) {
     Scores acc_s;
     start_s(acc_s);
     wait_for<0>(acc_s);
@@ -246,8 +292,8 @@ struct DqConsumer {
       if (is_last) storage.q_empty[group].arrive();
       Scores acc_dp;
       start_dp(acc_dp);
-      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kBlockN};
-      differentiate(tile, rows, tile_coords, acc_s, acc_dp);
+      const TileCoords tile_coords{tile.batch, tile.head, row_begin, n_block * Config::kDqBlockN};
+      differentiate(tile, rows, tile_coords, acc_s, acc_dp, [] {});
       if (is_last) storage.do_empty[group].arrive();
       const auto ds = convert<Element>(acc_dp);
       const int stage = k_state.stage;
@@ -294,23 +340,36 @@ struct DqConsumer {
     v_state.advance();
   }
 
-  // S and dP become P and dS.
+  // Keeps exp2 above the wait for dP; ptxas would sink it. No P is negative, but ptxas cannot know, so this (already
+  // complete) wait depends on every exp2.
+  __device__ __forceinline__ void finish_exp_before_dp_wait(const Scores& acc_p) const {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int i = 0; i < cute::size(acc_p); ++i) signs |= __float_as_uint(acc_p(i));
+    storage.v_full[v_state.stage].wait(v_state.phase ^ (signs >> 31));
+  }
+
+  // S and dP become P and dS. behind_p(): ahead of the wait for dP, behind P where P does not need dP.
+  template <class BehindP>
   __device__ __forceinline__ void differentiate(const WorkTile& tile, const DqRows& rows, const TileCoords& tile_coords,
-                                                Scores& acc_s, Scores& acc_dp) {
+                                                Scores& acc_s, Scores& acc_dp, const BehindP& behind_p) {
     const MaskOf<Config> visibility = mask_of<Config>(params, tile);
     const RowArray<2> lse_log2{rows.lse_log2}, softmax_d{rows.softmax_d};
     auto scores = row_col_view(acc_s);
     auto dp = row_col_view(acc_dp);
     if constexpr (!Config::kIsGeneral) {
-      mask_scores<Config::kBlockM, Config::kBlockN>(scores, coords, visibility, tile_coords);
+      mask_scores<Config::kBlockM, Config::kDqBlockN>(scores, coords, visibility, tile_coords);
       exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+      finish_exp_before_dp_wait(acc_s);
+      behind_p();
       finish_dp(acc_dp);
       differentiate_scores(scores, dp, softmax_d);
     } else {
+      behind_p();
       finish_dp(acc_dp);
       const SmemRandomBits<Coords> bits{row_bits(), storage.dropout_col_bits[k_state.stage], coords};
-      differentiate_general<Config::kBlockM, Config::kBlockN, true>(params, visibility, tile_coords, coords, bits,
-                                                                    lse_log2, softmax_d, scores, dp);
+      differentiate_general<Config::kBlockM, Config::kDqBlockN, true>(params, visibility, tile_coords, coords, bits,
+                                                                      lse_log2, softmax_d, scores, dp);
     }
   }
 

@@ -1,5 +1,5 @@
-// Compile-time configuration of the wgmma backward above head dim 128: two passes over blocks of 64 rows and 64 keys,
-// one for dK and dV, one for dQ.
+// Compile-time configuration of the wgmma backward above head dim 128: two passes over tiles of 64 rows or 64 keys, one
+// for dK and dV, one for dQ.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -19,12 +19,16 @@ struct BwdWideConfig {
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
   static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain;
-  static constexpr plan::Sm90BwdTile kTile = plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_);
-  static_assert(plan::has_dq_pass(kTile) && kTile.block_m == 64 && kTile.block_n == 64);
+  static constexpr plan::Sm90BwdTile kTile = plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_, kIsGeneral);
+  static_assert(plan::has_dq_pass(kTile) && kTile.block_m == 64 && kTile.block_n % 64 == 0);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kTileRows = 64;  // of a tile in shared memory, and of a TMA box
+  static constexpr int kKeyTiles = kBlockN / kTileRows;
+  static constexpr bool kSplitsByRole = kKeyTiles == 1;  // else each consumer has the keys of a tile
+  static_assert(kSplitsByRole || (kKeyTiles == 2 && !kIsGeneral));
   static constexpr int kStages = kTile.stages;  // of Q and dO in the dK and dV pass
   static_assert(kStages == 2, "the stage is the parity of the step, which is the phase of the one buffer of P");
 
@@ -43,18 +47,22 @@ struct BwdWideConfig {
   using TransposedTile =
       decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                    cute::Shape<cute::Int<kCols>, cute::_64>{}, cute::Step<cute::_2, cute::_1>{}));
-  static constexpr int kSmemK = kBlockN * kHeadDim;   // elements; of Q too
-  static constexpr int kSmemV = kBlockN * kHeadDimV;  // of dO too
-  static constexpr int kSmemP = kBlockM * kBlockN;
+  static constexpr int kSmemK = kTileRows * kHeadDim;   // elements; of Q too
+  static constexpr int kSmemV = kTileRows * kHeadDimV;  // of dO too
+  static constexpr int kSmemP = kBlockM * kTileRows;
 
   // The dQ pass: a consumer for each 64 of a work tile's rows.
   static constexpr int kDqBlockM = plan::kSm90DqBlockM;
-  static_assert(kDqBlockM == 128);
-  static constexpr int kDqStages = plan::kSm90DqStages;  // of K, and of parts of V
+  static constexpr int kDqBlockN = plan::kSm90DqBlockN;
+  static_assert(kDqBlockM == 128 && kDqBlockN == kTileRows);
+  static constexpr int kDqStages = plan::sm90_dq_k_stages(kTile);  // of K
+  static constexpr int kDqVStages = plan::kSm90DqVStages;          // of parts of V
+  // S of the next block ahead of dQ. Where P needs dP nothing runs beside it.
+  static constexpr bool kScoresFirst = kDqStages > 2 && !kIsGeneral;
   static constexpr int kVPartCols = plan::sm90_dq_value_cols(kTile);
   static constexpr int kVParts = kHeadDimV / kVPartCols;  // of a block
   static_assert(kVPartCols % kAtomCols == 0 && kVParts * kVPartCols == kHeadDimV);
-  static_assert(kVParts == 1 || kVParts == kDqStages, "parts of a block lie side by side, as one tile");
+  static_assert(kVParts == 1 || kVParts == kDqVStages, "parts of a block lie side by side, as one tile");
 };
 
 }  // namespace sm90

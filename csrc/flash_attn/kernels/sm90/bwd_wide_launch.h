@@ -28,7 +28,7 @@ cudaError_t make_pass_maps(BwdPassLaunch& launch) {
   for (const Matrix& matrix : matrices) {
     const cudaError_t status = make_tensor_map(
         matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim),
-        Config::kDtype, {Config::kAtomCols, Config::kBlockN});
+        Config::kDtype, {Config::kAtomCols, Config::kTileRows});
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

@@ -23,11 +23,12 @@ struct BwdPassLaunch {
 };
 
 // Of the dK and dV pass. Barrier: arrivals of a phase -> waited for by.
-// k_full, v_full: load warp (1, plus the TMA bytes) -> consumer 0, consumer 1. k_empty, v_empty: its 128 threads, when
-// the last scores of the n_block are complete -> load warp.
+// k_full, v_full, of each tile: load warp (1, plus the TMA bytes) -> the one consumer that reads it. k_empty, v_empty:
+// its 128 threads, when the last scores of the n_block are complete -> load warp.
 // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
 // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
-// p_full: the 128 threads of consumer 0 -> consumer 1. p_empty: those of consumer 1 -> consumer 0.
+// p_full: the 128 threads of consumer 0 -> consumer 1. p_empty: those of consumer 1 -> consumer 0. With consumers split
+// by keys P is read by the thread that wrote it.
 // work_full: load warp (1) -> all other warps. work_empty: their threads -> load warp.
 // pre_clear_full: load warp (1, plus the TMA bytes) -> load warp, which clears fully masked rows of the tile before it
 // arrives on the tile's full barrier.
@@ -35,26 +36,32 @@ template <class Config>
 struct DkvStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kSmemK];
-  alignas(1024) Element v[Config::kSmemV];
+  alignas(1024) Element k[Config::kKeyTiles][Config::kSmemK];
+  alignas(1024) Element v[Config::kKeyTiles][Config::kSmemV];
   alignas(1024) Element q[Config::kStages][Config::kSmemK];
   alignas(1024) Element dout[Config::kStages][Config::kSmemV];
-  alignas(16) float p[Config::kSmemP];  // in the order of the registers, which both consumers have alike
+  alignas(16) float p[Config::kKeyTiles][Config::kSmemP];  // in the order of the registers, alike in both consumers
   alignas(16) float lse_log2[Config::kStages][Config::kBlockM];   // stages of Q; +inf for rows beyond the sequence
   alignas(16) float softmax_d[Config::kStages][Config::kBlockM];  // stages of dO
   // Stages of Q, with dropout: random bits of the rows and of the pairs of columns.
   alignas(16) RandomBits dropout_row_bits[Config::kStages][Config::kIsGeneral ? Config::kBlockM : 2];
   RandomBits dropout_col_bits[Config::kStages][Config::kIsGeneral ? Config::kBlockN / 2 : 1];
-  Barrier k_full, k_empty, v_full, v_empty, p_full, p_empty, pre_clear_full;
+  Barrier k_full[Config::kKeyTiles], k_empty[Config::kKeyTiles], v_full[Config::kKeyTiles], v_empty[Config::kKeyTiles];
+  Barrier p_full, p_empty, pre_clear_full;
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
   Barrier work_full[2], work_empty[2];
   int work[2];  // work tile indices: the current one and the next
 
   __device__ __forceinline__ void init_barriers() {
-    k_full.init(1);
-    v_full.init(1);
-    for (Barrier* const barrier : {&k_empty, &v_empty, &p_full, &p_empty}) barrier->init(128);
+    for (int i = 0; i < Config::kKeyTiles; ++i) {
+      k_full[i].init(1);
+      v_full[i].init(1);
+      k_empty[i].init(128);
+      v_empty[i].init(128);
+    }
+    p_full.init(128);
+    p_empty.init(128);
     pre_clear_full.init(1);
     for (int i = 0; i < Config::kStages; ++i) {
       q_full[i].init(1 + 32);
@@ -83,13 +90,13 @@ struct DqStorage {
   alignas(1024) Element q[2][Config::kSmemK];  // of each consumer's rows
   alignas(1024) Element dout[2][Config::kSmemV];
   alignas(1024) Element k[Config::kDqStages][Config::kSmemK];
-  alignas(1024) Element v[Config::kDqStages][Config::kBlockN * Config::kVPartCols];
+  alignas(1024) Element v[Config::kDqVStages][Config::kDqBlockN * Config::kVPartCols];
   // With dropout: random bits of the rows, which their warp alone reads; stages of K, of the pairs of columns.
   RandomBits dropout_row_bits[Config::kIsGeneral ? Config::kDqBlockM : 2];
-  RandomBits dropout_col_bits[Config::kDqStages][Config::kIsGeneral ? Config::kBlockN / 2 : 1];
+  RandomBits dropout_col_bits[Config::kDqStages][Config::kIsGeneral ? Config::kDqBlockN / 2 : 1];
   Barrier q_full[2], q_empty[2], do_full[2], do_empty[2];
   Barrier k_full[Config::kDqStages], k_empty[Config::kDqStages];
-  Barrier v_full[Config::kDqStages], v_empty[Config::kDqStages];
+  Barrier v_full[Config::kDqVStages], v_empty[Config::kDqVStages];
   Barrier work_full[2], work_empty[2];
   Barrier pre_clear_full;
   int work[2];
@@ -106,8 +113,10 @@ struct DqStorage {
     }
     for (int i = 0; i < Config::kDqStages; ++i) {
       k_full[i].init(1 + kDropoutLanes);
-      v_full[i].init(1);
       k_empty[i].init(Config::kConsumers);
+    }
+    for (int i = 0; i < Config::kDqVStages; ++i) {
+      v_full[i].init(1);
       v_empty[i].init(Config::kConsumers);
     }
     pre_clear_full.init(1);

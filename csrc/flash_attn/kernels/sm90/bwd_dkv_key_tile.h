@@ -1,0 +1,158 @@
+// A consumer of the dK and dV pass that has 64 keys to itself: all products of a step. Its registers hold dK, dV, one
+// tile of scores, and one 16-bit operand besides, so that P waits for dP in shared memory, where the same thread reads
+// it again.
+#pragma once
+
+#include "core/bwd_schedule.h"
+#include "kernels/sm90/bwd_dkv_consumer.h"
+
+namespace flash {
+namespace sm90 {
+
+// kKeyTile: of the n_block; a template parameter, so that addresses take no registers.
+template <class Config, int kKeyTile>
+struct KeyTileConsumer : DkvConsumer<Config> {
+  using Base = DkvConsumer<Config>;
+  using Base::coords;
+  using Base::kv_phase;
+  using Base::params;
+  using Base::state;
+  using Base::storage;
+  using Base::thread;
+  using typename Base::Coords;
+  using typename Base::Element;
+  using typename Base::RowValues;
+  using typename Base::Scores;
+  using GradientK = AccGradient<Config, Config::kHeadDim>;
+  using GradientV = AccGradient<Config, Config::kHeadDimV>;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run(const BwdWorkTile& tile) {
+    const QBlockOrder order = q_block_order<Config>(params, tile);
+    GradientK acc_dk;
+    GradientV acc_dv;
+    cute::clear(acc_dk);
+    cute::clear(acc_dv);
+    if (order.count() > 0) visit(tile, order, acc_dk, acc_dv);
+    store_dkv<Config>(params, tile, kKeyTile, thread, acc_dv, params.dropout.keep_scale, params.dv_ptr,
+                      params.dv_strides, params.d_v);
+    store_dkv<Config>(params, tile, kKeyTile, thread, acc_dk, params.scale_softmax, params.dk_ptr, params.dk_strides,
+                      params.d);
+    __syncwarp();  // wgmma needs converged warps
+  }
+
+  // Steps of the work tile whose rows do not see this consumer's keys are passed by.
+  __device__ __forceinline__ void visit(const BwdWorkTile& tile, const QBlockOrder& order, GradientK& acc_dk,
+                                        GradientV& acc_dv) {
+    QBlockOrder own = order;
+    own.rows = row_range(mask_of<Config>(params, tile), Config::kKeyTiles * tile.n_block + kKeyTile, Config::kBlockM,
+                         Config::kTileRows);
+    if (own.count() <= 0) own.rows = {order.rows.begin, order.rows.begin};
+    pass((order.rows.end - own.rows.end) * order.heads);
+    storage.k_full[kKeyTile].wait(kv_phase);
+    storage.v_full[kKeyTile].wait(kv_phase);
+    kv_phase ^= 1;
+    if (own.count() > 0) {
+      accumulate(tile, own, acc_dk, acc_dv);
+    } else {
+      storage.k_empty[kKeyTile].arrive();
+      storage.v_empty[kKeyTile].arrive();
+    }
+    pass((own.rows.begin - order.rows.begin) * order.heads);
+  }
+
+  // Waits for the step all the same: arrivals of two phases must not meet.
+  __device__ __forceinline__ void pass(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      storage.q_full[state.stage].wait(state.phase);
+      storage.q_empty[state.stage].arrive();
+      storage.do_full[state.stage].wait(state.phase);
+      storage.do_empty[state.stage].arrive();
+      state.advance();
+    }
+  }
+
+  // dV is in flight beside dS, dK beside P of the next step; none where branches of the loop meet, since ptxas
+  // serialises those. Scores become an operand when the one before is no longer read: registers hold one.
+  __device__ __forceinline__ void accumulate(const BwdWorkTile& tile, const QBlockOrder& order, GradientK& acc_dk,
+                                             GradientV& acc_dv) {
+    int left = order.count();  // steps
+    QStep at = order.start();
+    Scores acc;  // S, P, dP and dS in turn
+    const Element* k = storage.k[kKeyTile];
+    asm volatile("" : "+l"(k));  // its descriptors take no registers of the loop
+    start_s(k, acc);
+    wait_for<0>(acc);
+    exponentiate(tile, at, acc, left == 1);
+    while (left > 0) {
+      const int stage = state.stage;
+      const auto p = convert<Element>(acc);
+      storage.do_full[stage].wait(state.phase);
+      start_scores<Config, Config::kHeadDimV>(thread, storage.v[kKeyTile], storage.dout[stage], acc, [](int) {});
+      start_gradient<Config, Config::kHeadDimV>(thread, p, storage.dout[stage], acc_dv);
+      wait_for<1>(acc);
+      --left;
+      differentiate(acc, left == 0);
+      wait_for<0>(acc_dv);
+      storage.do_empty[stage].arrive();
+      cute::warpgroup_fence_operand(acc);
+      const auto ds = convert<Element>(acc);
+      state.advance();
+      order.advance(at);
+      if (left > 0) {
+        start_s(storage.k[kKeyTile], acc);
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
+        wait_for<1>(acc);
+        exponentiate(tile, at, acc, left == 1);
+        wait_for<0>(acc_dk);
+      } else {
+        start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
+        wait_for<0>(acc_dk);
+      }
+      cute::warpgroup_fence_operand(acc);
+      storage.q_empty[stage].arrive();
+    }
+  }
+
+  __device__ __forceinline__ void start_s(const Element* k, Scores& acc_s) const {
+    storage.q_full[state.stage].wait(state.phase);
+    start_scores<Config, Config::kHeadDim>(thread, k, storage.q[state.stage], acc_s, [](int) {});
+  }
+
+  // Computed again in each step: as loop invariants the bounds of a mask would take a register for every row.
+  __device__ __forceinline__ Coords mask_coords() const {
+    int lane = thread;
+    asm volatile("" : "+r"(lane));
+    return {AccumulatorCoords<4>(lane)};
+  }
+
+  // P of the step from its complete scores, also in shared memory. Releases K behind the last ones.
+  __device__ __forceinline__ void exponentiate(const BwdWorkTile& tile, const QStep& at, Scores& acc_s,
+                                               bool is_last) const {
+    if (is_last) storage.k_empty[kKeyTile].arrive();
+    const TileCoords tile_coords{tile.batch, at.head, at.m_block * Config::kBlockM,
+                                 tile.n_block * Config::kBlockN + kKeyTile * Config::kTileRows};
+    const MaskOf<Config> visibility = mask_of<Config>(params, tile);
+    const RowValues lse_log2{storage.lse_log2[state.stage], coords};
+    auto scores = transposed_row_col_view(acc_s);
+    mask_scores<Config::kBlockM, Config::kTileRows>(scores, mask_coords(), visibility, tile_coords);
+    exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
+    this->write_p(kKeyTile, acc_s);
+  }
+
+  // dS of the step from its complete dP. Releases V behind the last one.
+  __device__ __forceinline__ void differentiate(Scores& acc_dp, bool is_last) const {
+    if (is_last) storage.v_empty[kKeyTile].arrive();
+    const RowValues softmax_d{storage.softmax_d[state.stage], coords};
+    auto dp = transposed_row_col_view(acc_dp);
+    subtract_softmax_d(dp, softmax_d);
+    Scores acc_p;
+    this->read_p(kKeyTile, acc_p);
+#pragma unroll
+    for (int i = 0; i < cute::size(acc_dp); ++i) acc_dp(i) *= acc_p(i);
+  }
+};
+
+}  // namespace sm90
+}  // namespace flash
