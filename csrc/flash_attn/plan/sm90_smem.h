@@ -92,14 +92,15 @@ constexpr int sm90_dq_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype d
 constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n;
   const bool has_group = has_dq_warpgroup(tile);
-  const int kv_stages = has_group && !dq_in_smem ? 2 : 1, key_parts = has_group ? 2 : 1;
+  const int k_buffers = sm90_k_buffers(tile, may_drop, dq_in_smem), v_buffers = sm90_v_buffers(tile, dq_in_smem);
+  const int key_parts = has_group ? 2 : 1;
   const int64_t staged_dq = int64_t{has_group ? 2 : 1} * m * tile.head_dim;
   const int64_t dq_floats = dq_in_smem ? int64_t{kSharedDqRows} * tile.head_dim : staged_dq;
   const int64_t gradients = has_group && !dq_in_smem ? n * (tile.head_dim + tile.value_dim()) : 1;
-  const int barriers = 3 * kv_stages * key_parts + 2 * 4 + 4 * tile.stages + 2 * 2 + 1;
+  const int barriers = (2 * k_buffers + v_buffers) * key_parts + 2 * 4 + 4 * tile.stages + 2 * 2 + 1;
   SmemLayout storage;
-  storage.add(element * kv_stages * n * tile.head_dim, kSwizzleBytes)
-      .add(element * kv_stages * n * tile.value_dim(), kSwizzleBytes)
+  storage.add(element * k_buffers * n * tile.head_dim, kSwizzleBytes)
+      .add(element * v_buffers * n * tile.value_dim(), kSwizzleBytes)
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
       .add(element * 2 * m * n, kSwizzleBytes)
@@ -110,7 +111,8 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
-      .add(2 * 4, 4);
+      .add(2 * 4, 4)
+      .add(kBarrierBytes, kBarrierBytes);
   return storage.size(kSwizzleBytes);
 }
 

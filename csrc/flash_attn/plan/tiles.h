@@ -267,6 +267,18 @@ constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n =
 // the bound.
 constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64; }
 
+// Whether the last n_block that adds to a tile of dQ converts it, instead of a pass of its own behind all of them.
+constexpr bool converts_dq(const Sm90BwdTile& tile) { return !has_dq_pass(tile) && !has_dq_warpgroup(tile); }
+
+// Buffers of K and of V where there is no dQ pass. Without a dQ warpgroup the last reader of K is dQ, a step behind that
+// of V, so that only K needs a second one, which fits where there are no random bits of dropout.
+constexpr int sm90_k_buffers(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem) {
+  return has_dq_warpgroup(tile) ? (dq_in_smem ? 1 : 2) : (may_drop ? 1 : 2);
+}
+constexpr int sm90_v_buffers(const Sm90BwdTile& tile, bool dq_in_smem) {
+  return has_dq_warpgroup(tile) && !dq_in_smem ? 2 : 1;
+}
+
 // The dQ pass: rows of a work tile, 64 for each consumer; stages of K, and of V, which is loaded in parts of so many
 // columns: whole blocks, or halves where two blocks do not fit.
 constexpr int kSm90DqBlockM = 128;

@@ -78,7 +78,10 @@ struct BwdConfig {
   static constexpr int kSmemQ = kBlockM * kHeadDim;  // elements; of dO too
   static constexpr int kSmemK = kBlockN * kHeadDim;  // and of V
   static constexpr int kSmemDs = kBlockM * kBlockN;
-  static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
+  static constexpr int kKBuffers = plan::sm90_k_buffers(kTile, kIsGeneral, kDqInSmem);
+  static constexpr int kVBuffers = plan::sm90_v_buffers(kTile, kDqInSmem);
+  static_assert(!kHasDqWarpgroup || kKBuffers == kVBuffers, "released together");
+  static_assert(kHasDqWarpgroup || kVBuffers == 1, "BwdMainloop::v_phase");
   static constexpr int kKvParts =
       kHasDqWarpgroup ? kWarpGroups : 1;              // row ranges of a K/V tile with barriers of their own
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
@@ -87,12 +90,12 @@ struct BwdConfig {
   // Two warps of the producer warpgroup reduce whole dQ tiles into global memory (DqReduceWarp).
   static constexpr bool kHasDqReduceWarps = !kDqInSmem;
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats
-  // dK and dV are staged for their TMA store in buffers of their own or in those of dS and dQ, so that the next K and V
-  // may be loaded meanwhile.
+  // Those two warps convert a tile that is complete, too.
+  static constexpr bool kConvertsDq = plan::converts_dq(kTile);
+  // dK and dV are staged for their TMA store in buffers of their own or in those of dS, so that the next K and V may be
+  // loaded meanwhile; or they leave straight from registers, which waits for nobody.
+  static constexpr bool kStoresDkvFromRegs = kAlternateDq;
   static constexpr bool kSeparateDkvSmem = kHasDqWarpgroup && !kDqInSmem;
-  static constexpr bool kDsHoldsDkv = kSmemDs >= kSmemK;
-  static_assert(kDsHoldsDkv || (2 * kSmemDs >= kSmemK && 2 * kSmemDq >= kSmemK),
-                "dV fits into both dS buffers, dK into that of dQ");
   using RowCopyT = RowCopy<Element, 32 * kDqWarps, kAtomCols, kHeadDim>;  // of the conversion
 
   // Offset of a warp's floats in the fp32 tile.

@@ -31,7 +31,7 @@ struct DqWarpgroup {
   BwdStorage<Config>& storage;
   const int thread;  // of the warpgroup
   PipelineState<2> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKBuffers> kv_state;
 
   __device__ __forceinline__ DqWarpgroup(const BwdLaunch& launch_, BwdStorage<Config>& storage_)
       : launch(launch_), params(launch_.params), storage(storage_), thread(threadIdx.x % 128) {}
@@ -49,7 +49,7 @@ struct DqWarpgroup {
       step(tile, at);
       order.advance(at);
     }
-    for (int i = 0; i < Config::kKvParts; ++i) storage.kv_empty[kv_state.stage][i].arrive();
+    for (int i = 0; i < Config::kKvParts; ++i) storage.k_empty[kv_state.stage][i].arrive();
     kv_state.advance();
   }
 

@@ -15,7 +15,8 @@ namespace sm90 {
 
 enum ProducerWarp { kLoadWarp = 0, kStatisticsWarp = 1, kFirstDqReduceWarp = 2 };
 
-// dK or dV of the batch. map: for TMA stores of Elements; data, strides: of an fp32 matrix to add to.
+// dK or dV of the batch. map: for TMA stores of Elements; data, strides: for stores from registers, of Elements or, to
+// add to, of an fp32 matrix.
 struct DkvMatrix {
   const CUtensorMap& map;
   void* data;
@@ -23,20 +24,26 @@ struct DkvMatrix {
   int cols;
 };
 
-// Adds this warpgroup's keys to the fp32 matrix.
+// Stores this warpgroup's keys, or adds them to the fp32 matrix.
 template <class Config, class Accumulator>
-__device__ __forceinline__ void add_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc,
-                                        const DkvMatrix& matrix) {
+__device__ __forceinline__ void store_dkv_from_regs(const BwdMainloop<Config>& mainloop, Accumulator& acc,
+                                                    const DkvMatrix& matrix, bool adds) {
   const BwdWorkTile& tile = mainloop.tile;
-  const int key = mainloop.key_begin();
+  const int key = mainloop.key_begin(), rows = tile.seqlen_k - key;
   const int64_t offset =
       matrix_offset(matrix.strides, mainloop.params.is_varlen(), tile.batch, tile.k_begin + key, tile.head_k);
-  add_rows(row_col_view(acc), AccumulatorCoords<4>(mainloop.thread), static_cast<float*>(matrix.data) + offset,
-           matrix.strides.row, tile.seqlen_k - key, matrix.cols);
+  if (adds) {
+    add_rows(row_col_view(acc), AccumulatorCoords<4>(mainloop.thread), static_cast<float*>(matrix.data) + offset,
+             matrix.strides.row, rows, matrix.cols);
+  } else {
+    using Element = typename Config::Element;
+    store_accumulator(acc, mainloop.thread, static_cast<Element*>(matrix.data) + offset, matrix.strides.row, rows,
+                      matrix.cols);
+  }
 }
 
-// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that has no readers left; or adds
-// the warpgroup's to an fp32 matrix.
+// Stores this warp's 16 rows of dK or dV by TMA, staged in a tile of shared memory that has no readers left; or the
+// warpgroup's from registers.
 template <class Config, class Accumulator>
 __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, Accumulator& acc, float scale,
                                           const DkvMatrix& matrix, typename Config::Element* smem_tile) {
@@ -46,8 +53,9 @@ __device__ __forceinline__ void store_dkv(const BwdMainloop<Config>& mainloop, A
   const BwdWorkTile& tile = mainloop.tile;
 #pragma unroll
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-  if (Config::kMayAccumulate && mainloop.params.accumulates_dkv) {
-    add_dkv(mainloop, acc, matrix);
+  const bool adds = Config::kMayAccumulate && mainloop.params.accumulates_dkv;
+  if (Config::kStoresDkvFromRegs || adds) {
+    store_dkv_from_regs(mainloop, acc, matrix, adds);
     return;
   }
   const auto store = make_tiled_copy_C(Store{}, typename Config::MmaDkv{}).get_thread_slice(mainloop.thread);
@@ -75,7 +83,8 @@ struct BwdConsumer {
   BwdStorage<Config>& storage;
   const int group;
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKBuffers> kv_state;
+  uint32_t v_phase = 0;
   PipelineState<2> ds_state;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
@@ -87,10 +96,12 @@ struct BwdConsumer {
 
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
-    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
+    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, v_phase, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
-    if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
+    if constexpr (!Config::kStoresDkvFromRegs) {
+      if (!has_rows || Config::kSeparateDkvSmem) mainloop.wait_for_tma_stores();  // else the first step has waited
+    }
     const Flash_bwd_params& params = launch.params;
     store_dkv(mainloop, mainloop.acc_dv, params.dropout.keep_scale,
               {launch.dv_map, params.dv_ptr, params.dv_strides, params.d_v}, storage.staged_dv());
@@ -100,7 +111,10 @@ struct BwdConsumer {
     __syncwarp();
     state = mainloop.state;
     ds_state = mainloop.ds_state;
-    if (has_rows) kv_state.advance();
+    if (has_rows) {
+      kv_state.advance();
+      v_phase ^= 1;
+    }
   }
 
   // Shared memory must outlive the reads of the last TMA stores.

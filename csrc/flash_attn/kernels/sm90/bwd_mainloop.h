@@ -55,7 +55,8 @@ struct BwdMainloop {
   const QBlockOrder order;
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKBuffers> kv_state;  // of V too, beside a dQ warpgroup
+  const uint32_t v_phase;                     // else: of the one buffer of V
   PipelineState<2> ds_state;  // of the next dS to store
   PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
 
@@ -63,7 +64,8 @@ struct BwdMainloop {
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
-                                         PipelineState<Config::kKvStages> kv_state_, PipelineState<2> ds_state_)
+                                         PipelineState<Config::kKBuffers> kv_state_, uint32_t v_phase_,
+                                         PipelineState<2> ds_state_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
@@ -75,6 +77,7 @@ struct BwdMainloop {
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),
+        v_phase(v_phase_),
         ds_state(ds_state_),
         dq_state(ds_state_) {
     cute::clear(acc_dk);
@@ -134,20 +137,27 @@ struct BwdMainloop {
 
   __device__ __forceinline__ void release(Barrier* empty) const { empty[state.stage].arrive(); }
 
-  // One m_block of one query head, without a dQ warpgroup.
-  __device__ __forceinline__ void step(const QStep& at, int i) {
+  // dK and dV of one m_block of one query head, without a dQ warpgroup. V is waited for in every step, because a branch
+  // would serialise the products in flight.
+  __device__ __forceinline__ void step(const QStep& at) {
     using namespace cute;
     const int stage = state.stage;
     AccSdP acc_s, acc_dp;
     storage.q_full[stage].wait(state.phase);
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
-    start_scores(storage.k[0], storage.q[stage], acc_s);
+    start_scores(storage.k[kv_state.stage], storage.q[stage], acc_s);
+    storage.v_full[0][0].wait(v_phase);
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
     differentiate<true>(at, false, lse_log2, acc_s, acc_dp);
-    compute_dk_alternate_dq(acc_dp, i);
+    const auto ds = convert<Element>(acc_dp);
+    store_ds(ds, false);
+    start_dkv(ds, storage.q[stage], acc_dk);
+    wait_for<0>(acc_dk);
+    release_step(stage);
+    state.advance();
   }
 
   // On entry S is complete and dP in flight; on exit acc_s holds P and acc_dp holds dS. kStartsDv: starts dV += P^T dO
@@ -177,22 +187,24 @@ struct BwdMainloop {
     }
   }
 
-  // kAlternateDq: stores dS, computes dK (dV is in flight), then dQ of the previous step if that is this consumer's.
-  __device__ __forceinline__ void compute_dk_alternate_dq(const AccSdP& acc_ds, int i) {
-    const auto ds = convert<Element>(acc_ds);
-    store_ds(ds, i == 0);
-    start_dkv(ds, storage.q[state.stage], acc_dk);
-    wait_for<0>(acc_dk);
-    release_step(state.stage);
-    state.advance();
-    if (i > 0) compute_own_dq();
+  // kAlternateDq: every step of the work tile, dQ of each behind dK of the next one.
+  __device__ __forceinline__ void run_alternate_dq(int count) {
+    QStep at = order.start();
+    for (int i = 0; i < count; ++i) {
+      step(at);
+      order.advance(at);
+      if (i + 1 == count) storage.v_empty.arrive();
+      if (i > 0) compute_own_dq();
+    }
+    compute_own_dq();
+    storage.k_empty[kv_state.stage][0].arrive();
   }
 
   // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
   __device__ __forceinline__ void compute_own_dq() {
     if (dq_state.stage == group) {
       AccDq acc_dq;
-      compute_dq<Config>(storage, dq_state, 0, thread, acc_dq);
+      compute_dq<Config>(storage, dq_state, kv_state.stage, thread, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
@@ -205,15 +217,10 @@ struct BwdMainloop {
     __syncwarp();
   }
 
-  // Waits until the previous work tile's dK and dV have been read from the buffers of dS and dQ, in which they are
-  // staged: by this consumer's stores (beside a dQ warpgroup, whose consumers stage in their own rows), or by both's.
+  // Waits until this consumer's stores have read the previous work tile's dK and dV from its rows of dS.
   __device__ __forceinline__ void wait_for_dkv_stores() const {
     wait_for_tma_stores();
-    if constexpr (Config::kHasDqWarpgroup) {
-      wait_for_warpgroup(group);
-    } else {
-      wait_for_consumers<Config>();
-    }
+    wait_for_warpgroup(group);
   }
 
   __device__ __forceinline__ bool is_first_lane() const { return thread % 32 == 0; }
@@ -223,7 +230,7 @@ struct BwdMainloop {
   template <class Values>
   __device__ __forceinline__ void store_ds(const Values& ds, bool is_first) {
     storage.ds_empty[ds_state.stage].wait(ds_state.phase ^ 1);
-    if (!Config::kSeparateDkvSmem && is_first) wait_for_dkv_stores();
+    if (Config::kDqInSmem && is_first) wait_for_dkv_stores();
     write_ds(ds, ds_state.stage);
     storage.ds_full[ds_state.stage].arrive();
     ds_state.advance();
@@ -301,7 +308,7 @@ struct BwdMainloop {
     for (int i = 0; i < begin; ++i) store_zero_ds(i == 0);
     if (is_visible) run_visible({order.first_head, visible.end - 1}, begin, end);
     for (int i = end; i < count; ++i) store_zero_ds(false);
-    storage.kv_empty[kv_state.stage][group].arrive();
+    storage.k_empty[kv_state.stage][group].arrive();
     if constexpr (!Config::kSeparateDkvSmem) wait_for_ds_readers();
   }
 
@@ -314,26 +321,17 @@ struct BwdMainloop {
     }
   }
 
-  // On return the buffers in which dK and dV are staged have no readers left: in either consumer, or beside a dQ
-  // warpgroup in this consumer's rows.
+  // On return the buffers in which dK and dV are staged, if they are, have no readers left in this consumer's rows.
   __device__ __forceinline__ void run() {
     const int count = order.count();
     if (count == 0) return;
     const int part = Config::kHasDqWarpgroup ? group : 0;
     storage.k_full[kv_state.stage][part].wait(kv_state.phase);
-    storage.v_full[kv_state.stage][part].wait(kv_state.phase);
     if constexpr (Config::kHasDqWarpgroup) {
+      storage.v_full[kv_state.stage][part].wait(kv_state.phase);
       run_with_dq_warpgroup(count);
     } else {
-      QStep at = order.start();
-      for (int i = 0; i < count; ++i) {
-        step(at, i);
-        order.advance(at);
-      }
-      compute_own_dq();
-      storage.kv_empty[0][0].arrive();
-      wait_for_ds_readers();
-      wait_for_dq_buffer<Config>(storage, ds_state);
+      run_alternate_dq(count);
     }
   }
 };

@@ -27,7 +27,8 @@ struct BwdLoader {
   BwdStorage<Config>& storage;
   const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
-  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kKBuffers> kv_state;  // of V too, beside a dQ warpgroup
+  uint32_t v_phase = 0;                       // else: of the one buffer of V
   bool is_first = true;
   uint32_t pre_clear_phase = 0;
 
@@ -84,13 +85,15 @@ struct BwdLoader {
     }
   }
 
-  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer.
+  // Prefetches K and V into the L2 cache while the previous work tile still uses their only buffer. K: only V, if K
+  // has two.
   __device__ __forceinline__ void prefetch_kv(const TmaRows& k_rows, int row, int head) const {
     if (!is_elected) return;
 #pragma unroll
     for (int col = 0; col < Config::kHeadDim; col += Config::kAtomCols) {
       for (int first = 0; first < Config::kBlockN; first += Config::kBlockN / Config::kKvParts) {
         for (const CUtensorMap* map : {&launch.k_map, &launch.v_map}) {
+          if (Config::kKBuffers > 1 && map == &launch.k_map) continue;
           cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, col, row + first + k_rows.shift, head, k_rows.outer,
                                                  k_rows.origin);
         }
@@ -105,7 +108,7 @@ struct BwdLoader {
 #pragma unroll
     for (int i = 0; i < Config::kKvParts; ++i) {
       const int first = i * kRows, offset = first * Config::kAtomCols;
-      storage.kv_empty[stage][i].wait(kv_state.phase ^ 1);
+      storage.k_empty[stage][i].wait(kv_state.phase ^ 1);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.k_map, storage.k_full[stage][i], storage.k[stage] + offset,
                                                      k_rows, row + first, first_key, head, kHint);
       load<kRows, Config::kHeadDim, Config::kBlockN>(launch.v_map, storage.v_full[stage][i], storage.v[stage] + offset,
@@ -113,6 +116,22 @@ struct BwdLoader {
     }
   }
 
+  // Without a dQ warpgroup.
+  __device__ __forceinline__ void load_k(const TmaRows& k_rows, int row, int first_key, int head) {
+    const int stage = kv_state.stage;
+    storage.k_empty[stage][0].wait(kv_state.phase ^ 1);
+    load<Config::kBlockN, Config::kHeadDim>(launch.k_map, storage.k_full[stage][0], storage.k[stage], k_rows, row,
+                                            first_key, head, cute::TMA::CacheHintSm90::EVICT_FIRST);
+  }
+  __device__ __forceinline__ void load_v(const TmaRows& k_rows, int row, int first_key, int head) {
+    storage.v_empty.wait(v_phase ^ 1);
+    v_phase ^= 1;
+    load<Config::kBlockN, Config::kHeadDim>(launch.v_map, storage.v_full[0][0], storage.v[0], k_rows, row, first_key,
+                                            head, cute::TMA::CacheHintSm90::EVICT_FIRST);
+  }
+
+  // K and V in the order in which their buffers become free: a second buffer of K before the first Q and dO of the work
+  // tile, V behind these, the only buffer of K behind V.
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     using cute::TMA::CacheHintSm90;
     const Flash_bwd_params& params = launch.params;
@@ -126,8 +145,11 @@ struct BwdLoader {
     if (count == 0) return;
     QStep at = order.start();
     const int key = tile.n_block * Config::kBlockN;
-    if (!is_first && Config::kKvStages == 1) prefetch_kv(k_rows, key, tile.head_k);
+    const int first_key = first_unmasked_key(visibility);
+    if (!is_first && Config::kVBuffers == 1) prefetch_kv(k_rows, key, tile.head_k);
     is_first = false;
+    constexpr bool kLoadsKFirst = !Config::kHasDqWarpgroup && Config::kKBuffers > 1;
+    if constexpr (kLoadsKFirst) load_k(k_rows, key, first_key, tile.head_k);
     for (int i = 0; i < count; ++i) {
       const int stage = state.stage, row = at.m_block * Config::kBlockM;
       storage.q_empty[stage].wait(state.phase ^ 1);
@@ -136,7 +158,14 @@ struct BwdLoader {
       storage.do_empty[stage].wait(state.phase ^ 1);
       load<Config::kBlockM, Config::kHeadDim>(launch.do_map, storage.do_full[stage], storage.dout[stage], q_rows, row,
                                               first_row, at.head, CacheHintSm90::EVICT_LAST);
-      if (i == 0) load_kv(k_rows, key, first_unmasked_key(visibility), tile.head_k);
+      if (i == 0) {
+        if constexpr (Config::kHasDqWarpgroup) {
+          load_kv(k_rows, key, first_key, tile.head_k);
+        } else {
+          load_v(k_rows, key, first_key, tile.head_k);
+          if constexpr (!kLoadsKFirst) load_k(k_rows, key, first_key, tile.head_k);
+        }
+      }
       state.advance();
       order.advance(at);
     }

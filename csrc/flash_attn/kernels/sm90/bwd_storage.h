@@ -26,8 +26,8 @@ template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
 
-  alignas(1024) Element k[Config::kKvStages][Config::kSmemK];
-  alignas(1024) Element v[Config::kKvStages][Config::kSmemK];
+  alignas(1024) Element k[Config::kKBuffers][Config::kSmemK];
+  alignas(1024) Element v[Config::kVBuffers][Config::kSmemK];
   alignas(1024) Element q[Config::kStages][Config::kSmemQ];
   alignas(1024) Element dout[Config::kStages][Config::kSmemQ];
   alignas(1024) Element ds[2][Config::kSmemDs];  // a ring of two stages, each with the dS of both consumers
@@ -43,7 +43,8 @@ struct BwdStorage {
 
   // Barrier: arrivals of a phase -> waited for by.
   // k_full, v_full: load warp (1, plus the TMA bytes) -> consumers, dQ warpgroup (k_full).
-  // kv_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp.
+  // k_empty: every thread of the consumers (of this part's consumer) and of the dQ warpgroup -> load warp. Beside a dQ
+  // warpgroup it is for V too; v_empty, else: every consumer thread -> load warp.
   // q_full, do_full: load warp (1, plus the TMA bytes) and the 32 lanes of the statistics warp -> consumers.
   // q_empty, do_empty: every consumer thread -> load warp, statistics warp.
   // ds_full: every consumer thread -> the warpgroup that computes dQ. ds_empty: its 128 threads -> consumers.
@@ -54,8 +55,8 @@ struct BwdStorage {
   //
   // Empty barriers count every reading thread: racecheck does not see that a warp's lanes are ordered before one lane
   // that arrives for all, and 8 arrivals instead of 256 save no time.
-  Barrier k_full[Config::kKvStages][Config::kKvParts], v_full[Config::kKvStages][Config::kKvParts];
-  Barrier kv_empty[Config::kKvStages][Config::kKvParts];
+  Barrier k_full[Config::kKBuffers][Config::kKvParts], v_full[Config::kVBuffers][Config::kKvParts];
+  Barrier k_empty[Config::kKBuffers][Config::kKvParts];
   Barrier ds_full[2], ds_empty[2], dq_full[2], dq_empty[2];
   Barrier q_full[Config::kStages], q_empty[Config::kStages];
   Barrier do_full[Config::kStages], do_empty[Config::kStages];
@@ -63,13 +64,13 @@ struct BwdStorage {
   Barrier pre_clear_full;
 
   int work[2];  // work tile indices: the current one and the next
+  Barrier v_empty;
 
-  // Where dK and dV are staged for their TMA store. With kDqInSmem that is a consumer's own rows of dS.
+  // Where dK and dV are staged for their TMA store, if they are. With kDqInSmem that is a consumer's own rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
   __device__ __forceinline__ Element* staged_dk() {
-    if constexpr (Config::kSeparateDkvSmem) return dkv + Config::kSmemK;
-    return Config::kDsHoldsDkv ? ds[0] + Config::kSmemK : reinterpret_cast<Element*>(dq);
+    return Config::kSeparateDkvSmem ? dkv + Config::kSmemK : ds[0] + Config::kSmemK;
   }
   __device__ __forceinline__ Element* staged_dv() { return Config::kSeparateDkvSmem ? dkv : ds[0]; }
 
@@ -78,13 +79,14 @@ struct BwdStorage {
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kDqWarpgroup = Config::kHasDqWarpgroup ? 128 : 0;
-    for (int i = 0; i < Config::kKvStages; ++i) {
+    for (int i = 0; i < Config::kKBuffers; ++i) {
       for (int part = 0; part < Config::kKvParts; ++part) {
         k_full[i][part].init(1);
-        v_full[i][part].init(1);
-        kv_empty[i][part].init(Config::kConsumers / Config::kKvParts + kDqWarpgroup);
+        if (i < Config::kVBuffers) v_full[i][part].init(1);
+        k_empty[i][part].init(Config::kConsumers / Config::kKvParts + kDqWarpgroup);
       }
     }
+    if (!Config::kHasDqWarpgroup) v_empty.init(Config::kConsumers);
     for (int i = 0; i < Config::kStages; ++i) {
       q_full[i].init(1 + 32);
       do_full[i].init(1 + 32);
