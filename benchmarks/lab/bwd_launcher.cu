@@ -83,6 +83,8 @@ LAB_EXPORT int lab_backward(void* const* tensors, int batch, int seqlen_q, int s
   params.softmax_d_ptr = static_cast<float*>(softmax_d.memory);
   params.workspace_ptr = static_cast<float4*>(workspace.memory);
   params.dq_accum_ptr = static_cast<float*>(workspace.memory);
-  params.tile_count_semaphore = reinterpret_cast<int*>(params.dq_accum_ptr + made.accum_words());
+  int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + made.accum_words());
+  params.dq_count_ptr = made.converts_dq ? counters : nullptr;
+  params.tile_count_semaphore = counters + made.semaphore_words();
   return run(params, made, static_cast<cudaStream_t>(stream));
 }

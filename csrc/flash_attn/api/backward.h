@@ -54,8 +54,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
-// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, where dQ
-// has no pass of its own; and a tile_count_semaphore for each pass.
+// fp32 accumulators of dQ, one tile for each m_block, and counters of their contributions, where dQ has no pass of its
+// own; and a tile_count_semaphore for each pass.
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
@@ -65,6 +65,7 @@ inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::B
   params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
   int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + plan.accum_words());
   params.dq_semaphore_ptr = plan.has_dq_semaphores() ? counters : nullptr;
+  params.dq_count_ptr = plan.converts_dq ? counters : nullptr;
   params.tile_count_semaphore = counters + plan.semaphore_words();
   return workspace;
 }

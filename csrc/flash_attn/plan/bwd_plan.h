@@ -33,6 +33,7 @@ struct BwdPlan {
   bool small_tile = false;           // of kSmallBwdTiles
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // dQ is computed by a pass of its own, not accumulated
+  bool converts_dq = false;          // the last n_block that adds to a tile of dQ converts it; else a pass does
   bool deterministic = false;
   BwdStage stage = BwdStage::kAll;
 
@@ -48,7 +49,7 @@ struct BwdPlan {
   bool has_dq_sum = false;     // whether dQ has an fp32 accumulator in global memory, which several calls may add to
   int64_t dq_tiles = 0;        // of the fp32 accumulator of dQ in global memory, or work tiles of its own pass
   int64_t dq_tile_floats = 0;  // of the accumulator
-  int64_t dq_grid = 0;         // CTAs of its conversion or pass
+  int64_t dq_grid = 0;         // CTAs of its conversion, if that is a pass, or of its own pass
   bool dq_is_dynamic = false;
   bool dq_overlaps = false;  // its pass may begin on multiprocessors that have no n_block left
   int dq_threads = 0, dq_smem_bytes = 0;
@@ -62,9 +63,10 @@ struct BwdPlan {
   constexpr int dq_tile_parts() const { return family == Family::kWgmma ? dq_threads / 32 : 1; }
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
   constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
-  constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
-  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each pass:
-  // cleared together, 16 bytes at a time.
+  // Counters of contributions to tiles of dQ: the dq_semaphores, or what says that a tile is complete.
+  constexpr int64_t semaphore_words() const { return has_dq_semaphores() || converts_dq ? dq_tiles : 0; }
+  // dq_accum, the counters of its tiles, and the tile_count_semaphore of each pass: cleared together, 16 bytes at a
+  // time.
   constexpr int64_t workspace_vectors() const {
     return dq_in_smem ? 0 : (accum_words() + semaphore_words() + (dq_pass ? 2 : 1) + 3) / 4;
   }
@@ -166,6 +168,10 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   } else {
     set_dq_accumulator(plan, problem);
     plan.dq_threads = 32 * kSm90DqWarps;
+    if (converts_dq(tile) && problem.stage == BwdStage::kAll) {
+      plan.converts_dq = true;
+      plan.dq_grid = plan.dq_smem_bytes = 0;
+    }
   }
   return plan;
 }

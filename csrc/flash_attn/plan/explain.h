@@ -63,6 +63,7 @@ inline Explanation explain(const BwdPlan& plan) {
   result["dq_in_smem"] = plan.dq_in_smem;
   result["has_dq_sum"] = plan.has_dq_sum;
   result["dq_pass"] = plan.dq_pass;
+  result["converts_dq"] = plan.converts_dq;
   result["deterministic"] = plan.deterministic;
   result["dynamic_scheduler"] = plan.is_dynamic;
   result["workspace_bytes"] = plan.workspace_bytes;

@@ -16,6 +16,7 @@ namespace plan {
 constexpr int kBarrierBytes = 8;
 constexpr int kSwizzleBytes = 1024;    // alignment of tiles, so that the swizzle depends on the offset alone
 constexpr int kWorkTileBytes = 9 * 4;  // sizeof(WorkTile), a device-only type
+constexpr int kDqReduceTileBytes = 12 * 4;
 
 // Size of a struct, field by field.
 class SmemLayout {
@@ -112,7 +113,8 @@ constexpr int sm90_bwd_smem_bytes(const Sm90BwdTile& tile, bool may_drop, bool d
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? n / 2 : 1), alignof(RandomBits))
       .add(kBarrierBytes * barriers, kBarrierBytes)
       .add(2 * 4, 4)
-      .add(kBarrierBytes, kBarrierBytes);
+      .add(kBarrierBytes, kBarrierBytes)
+      .add((converts_dq(tile) ? 2 : 1) * kDqReduceTileBytes, 4);
   return storage.size(kSwizzleBytes);
 }
 

@@ -270,8 +270,8 @@ constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64;
 // Whether the last n_block that adds to a tile of dQ converts it, instead of a pass of its own behind all of them.
 constexpr bool converts_dq(const Sm90BwdTile& tile) { return !has_dq_pass(tile) && !has_dq_warpgroup(tile); }
 
-// Buffers of K and of V where there is no dQ pass. Without a dQ warpgroup the last reader of K is dQ, a step behind that
-// of V, so that only K needs a second one, which fits where there are no random bits of dropout.
+// Buffers of K and of V where there is no dQ pass. Without a dQ warpgroup the last reader of K is dQ, a step behind
+// that of V, so that only K needs a second one, which fits where there are no random bits of dropout.
 constexpr int sm90_k_buffers(const Sm90BwdTile& tile, bool may_drop, bool dq_in_smem) {
   return has_dq_warpgroup(tile) ? (dq_in_smem ? 1 : 2) : (may_drop ? 1 : 2);
 }

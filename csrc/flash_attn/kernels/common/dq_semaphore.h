@@ -1,5 +1,5 @@
-// The dQ semaphore of the deterministic backward: one counter per dQ tile, by which n_blocks reduce into it in
-// ascending order (dq_semaphore_value()).
+// Counters of dQ tiles. The dQ semaphore of the deterministic backward, by which n_blocks reduce into a tile in
+// ascending order (dq_semaphore_value()); and the same counter in both modes, where the last n_block converts the tile.
 #pragma once
 
 #include "core/bwd_schedule.h"
@@ -33,6 +33,14 @@ __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& par
 // By one thread, after a barrier of all threads that reduced: the release is cumulative over what the barrier ordered.
 __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+}
+
+// One contribution more to a dQ tile; returns how many there were. By the thread that has waited for its own
+// reductions: whoever counts the last one sees them all.
+__device__ __forceinline__ int dq_count_add(int* count) {
+  int previous;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(previous) : "l"(count) : "memory");
+  return previous;
 }
 
 }  // namespace flash

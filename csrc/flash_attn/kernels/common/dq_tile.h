@@ -63,4 +63,37 @@ __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, 
   }
 }
 
+// A vector of sums, through the L1 cache. Behind an acquire of the additions, which clears it.
+__device__ __forceinline__ float4 load_through_l1(const float* sums) {
+  float4 vector;
+  asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(vector.x), "=f"(vector.y), "=f"(vector.z), "=f"(vector.w)
+               : "l"(sums)
+               : "memory");
+  return vector;
+}
+
+// Brings kFloats sums to the L1 cache, by a warp: each lane loads a word of two lines of 128 bytes. await_lines() ends
+// it.
+template <int kFloats>
+__device__ __forceinline__ uint2 touch_lines(const float* line_of_lane) {
+  static_assert(kFloats == 2 * 32 * 32);
+  uint2 words;
+  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(words.x) : "l"(line_of_lane) : "memory");
+  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(words.y) : "l"(line_of_lane + kFloats / 2) : "memory");
+  return words;
+}
+
+// Nobody needs the words, but ptxas drops loads of what nothing depends on.
+__device__ __forceinline__ void await_lines(const uint2& words, const float* address) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred equal;\n\t"
+      "setp.eq.u32 equal, %0, %1;\n\t"
+      "@equal prefetch.global.L2 [%2];\n\t"
+      "}" ::"r"(words.x),
+      "r"(words.y), "l"(address)
+      : "memory");
+}
+
 }  // namespace flash

@@ -61,6 +61,16 @@ __device__ void clear_workspace(const Flash_bwd_params& params, int cta) {
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) params.workspace_ptr[i] = float4{};
 }
 
+// Where the main kernel converts dQ: zeros in fully masked rows, whose tiles no n_block may visit.
+__device__ void clear_masked_dq(const Flash_bwd_params& params, const WorkTile& tile, int first_row) {
+  const int rows = min(first_row, tile.row_end) - tile.row_begin, vectors = params.d / kVectorCols;
+  for (int i = threadIdx.x; i < rows * vectors; i += kThreads) {
+    const int64_t offset = matrix_offset(params.dq_strides, params.is_varlen(), tile.batch,
+                                         tile.q_begin + tile.row_begin + i / vectors, tile.head);
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.dq_ptr) + offset + i % vectors * kVectorCols) = uint4{};
+  }
+}
+
 // The sum over the thread block, in a fixed order, valid in thread 0.
 __device__ float block_sum(float value) {
   __shared__ float warp_sums[kThreads / 32];
@@ -77,11 +87,14 @@ __device__ float block_sum(float value) {
 template <class Pair>
 __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_constant__ Flash_bwd_params params) {
   const int index = reversed_block();
+  allow_next_kernel();
   clear_workspace(params, index);
   wait_for_previous_kernel();
   const WorkTile tile = work_tile_at(params, kRows, index);
   if (tile.empty()) return;
   const bool is_varlen = params.is_varlen();
+  const int first_row = first_unmasked_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
+  if (params.dq_count_ptr != nullptr) clear_masked_dq(params, tile, first_row);
   if (!in_sequence(params, tile)) return;
   int lanes = 4;  // per row: a power of two, up to a warp for 256 columns
   while (lanes * kVectorCols < params.d_v) lanes *= 2;
@@ -90,7 +103,6 @@ __global__ void __launch_bounds__(kThreads) softmax_d_kernel(const __grid_consta
     return static_cast<const uint16_t*>(data) +
            matrix_offset(strides, is_varlen, tile.batch, tile.q_begin + row, tile.head) + col;
   };
-  const int first_row = first_unmasked_row(Visibility{tile.seqlen_q, tile.seqlen_k, params.window});
   const int64_t lse_row = lse_offset(tile, params);
   const float sink = row_sink(params, tile);
   float dsink = 0.0f;

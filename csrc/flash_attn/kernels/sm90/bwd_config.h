@@ -43,8 +43,8 @@ struct BwdConfig {
 
   static constexpr int kConsumers = 128 * kWarpGroups;  // threads
   static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 240;
+  static constexpr int kProducerRegisters = kHasDqWarpgroup ? 24 : 40;  // 40: DqReduceWarp::convert_tile()
+  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 192 : 232;
   static constexpr int kDqWarpgroupRegisters = 104;
 
   template <class MmaOp>
@@ -92,6 +92,8 @@ struct BwdConfig {
   static constexpr int kSmemDq = kDqInSmem ? plan::kSharedDqRows * kHeadDim : kDqBuffers * kDqTile;  // floats
   // Those two warps convert a tile that is complete, too.
   static constexpr bool kConvertsDq = plan::converts_dq(kTile);
+  // Launched as a dependent of the softmax_d pass, or of what is ahead in the stream where a stage has none.
+  static constexpr bool kStartsEarly = kAlternateDq;
   // dK and dV are staged for their TMA store in buffers of their own or in those of dS, so that the next K and V may be
   // loaded meanwhile; or they leave straight from registers, which waits for nobody.
   static constexpr bool kStoresDkvFromRegs = kAlternateDq;

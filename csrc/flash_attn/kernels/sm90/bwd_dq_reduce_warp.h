@@ -1,14 +1,18 @@
 // Reduction of dQ tiles from shared into global memory by two warps of the producer warpgroup: the warpgroups that
-// compute dQ wait neither for memory nor, in deterministic mode, for the dQ semaphore.
+// compute dQ wait neither for memory nor, in deterministic mode, for the dQ semaphore. kConvertsDq: of the n_blocks
+// that add to a tile the last one to do so converts it, while the L2 cache holds it.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/bwd_schedule.h"
 #include "kernels/common/dq_semaphore.h"
+#include "kernels/common/dq_tile.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_storage.h"
 #include "kernels/tma/bulk_reduce.h"
+#include "kernels/tma/swizzle.h"
 
 namespace flash {
 namespace sm90 {
@@ -18,6 +22,8 @@ using namespace tma;
 // Each of the two warps takes every second tile, also where there is only one buffer.
 template <class Config>
 struct DqReduceWarp {
+  using Element = typename Config::Element;
+
   const Flash_bwd_params& params;
   BwdStorage<Config>& storage;
   const int stage;
@@ -25,13 +31,25 @@ struct DqReduceWarp {
 
   __device__ __forceinline__ void run(const BwdWorkTile& tile) {
     const QBlockOrder order = q_block_order<Config>(params, tile);
-    const int count = order.count();
-    QStep at = order.start();
-    for (int i = 0; i < count; ++i) {
-      if (state.stage == stage) reduce(tile, at);
-      state.advance();
-      order.advance(at);
+    if constexpr (Config::kConvertsDq) {
+      DqReduceTile& own = storage.dq_reduce_tile[stage];
+      if (threadIdx.x % 32 == 0) own = {tile, order};
+      __syncwarp();
+      for (QStep at = order.start(); at.m_block >= own.order.rows.begin; own.order.advance(at)) visit(own.tile, at);
+      __syncwarp();
+    } else {
+      const int count = order.count();
+      QStep at = order.start();
+      for (int i = 0; i < count; ++i) {
+        visit(tile, at);
+        order.advance(at);
+      }
     }
+  }
+
+  __device__ __forceinline__ void visit(const BwdWorkTile& tile, const QStep& at) {
+    if (state.stage == stage) reduce(tile, at);
+    state.advance();
   }
 
   __device__ __forceinline__ void reduce(const BwdWorkTile& tile, const QStep& at) const {
@@ -45,17 +63,79 @@ struct DqReduceWarp {
     }
     __syncwarp();
     storage.dq_full[stage].wait(state.phase);
+    bool is_complete = false;
     if (is_elected) {
       fence_buffer();  // generic-proxy stores of the tile before the bulk reduction; here it stalls no computing warp
       reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
       cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();
-      if (is_deterministic) {
+      if (Config::kConvertsDq && params.dq_count_ptr != nullptr) {
+        wait_for_reductions();
+        is_complete = dq_count_add(params.dq_count_ptr + dq_tile) + 1 == contributions(tile, at.m_block);
+      } else if (is_deterministic) {
         wait_for_reductions();
         dq_semaphore_release(semaphore);
       }
     }
+    if constexpr (Config::kConvertsDq) {
+      if (__shfl_sync(0xffffffffu, is_complete, 0)) convert_tile(tile, at, dq_tile);
+    }
     __syncwarp();
+  }
+
+  // How many n_blocks add to an m_block's tile.
+  __device__ __forceinline__ int contributions(const BwdWorkTile& tile, int m_block) const {
+    const int row_begin = m_block * Config::kBlockM;
+    return block_range(mask_of<Config>(params, tile), row_begin, min(row_begin + Config::kBlockM, tile.seqlen_q),
+                       Config::kBlockN)
+        .count();
+  }
+
+  // The complete sums as rows of Elements: 16 rows at a time, of them 32 columns at a time. A lane has the registers
+  // for few loads, whose latency would take a tile as long as several steps, so the next rows come to the L1 cache
+  // meanwhile.
+  __device__ __forceinline__ void convert_tile(const BwdWorkTile& tile, const QStep& at, int64_t dq_tile) const {
+    constexpr int kUnitCols = 32, kUnit = 16 * kUnitCols;
+    static_assert(Config::kWarpDq == 16 * Config::kHeadDim);
+    const int lane = threadIdx.x % 32, row = at.m_block * Config::kBlockM;
+    const float* sums = params.dq_accum_ptr + dq_tile * Config::kDqTile + lane * 4;
+    Element* rows =
+        static_cast<Element*>(params.dq_ptr) +
+        matrix_offset(params.dq_strides, params.is_varlen(), tile.batch, tile.q_begin + row + lane / 4, at.head) +
+        lane % 4 * kVectorCols;
+    int rows_left = tile.seqlen_q - row - lane / 4;
+    const int to_line = lane * 28;  // from this lane's vector to a line of its own
+    uint2 words = touch_lines<Config::kWarpDq>(sums + to_line);
+    await_lines(words, sums);
+#pragma unroll 1
+    for (int warp = 0; warp < Config::kDqWarps; ++warp) {
+      const bool is_last = warp + 1 == Config::kDqWarps;
+      words = touch_lines<Config::kWarpDq>(sums + to_line + (is_last ? 0 : Config::kWarpDq));
+#pragma unroll 1
+      for (int col = 0; col < Config::kHeadDim; col += kUnitCols) {
+        uint32_t upper[4], lower[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 sum = load_through_l1(sums + i * 128);
+          upper[i] = pack_pair(sum.x * params.scale_softmax, sum.y * params.scale_softmax, Element{});
+          lower[i] = pack_pair(sum.z * params.scale_softmax, sum.w * params.scale_softmax, Element{});
+        }
+        transpose_quad(upper, lane % 4);
+        transpose_quad(lower, lane % 4);
+        if (col + lane % 4 * kVectorCols < params.d) {
+          if (rows_left > 0) *reinterpret_cast<uint4*>(rows) = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+          if (rows_left > 8) {
+            *reinterpret_cast<uint4*>(rows + 8 * params.dq_strides.row) =
+                make_uint4(lower[0], lower[1], lower[2], lower[3]);
+          }
+        }
+        sums += kUnit;
+        rows += kUnitCols;
+      }
+      await_lines(words, sums);
+      rows += 16 * params.dq_strides.row - Config::kHeadDim;
+      rows_left -= 16;
+    }
   }
 };
 

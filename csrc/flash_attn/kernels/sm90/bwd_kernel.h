@@ -5,6 +5,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/common/convert_dq.h"
+#include "kernels/common/pdl.h"
+#include "kernels/common/row_store.h"
 #include "kernels/sm90/bwd_dq_reduce_warp.h"
 #include "kernels/sm90/bwd_dq_warpgroup.h"
 #include "kernels/sm90/bwd_mainloop.h"
@@ -84,7 +86,6 @@ struct BwdConsumer {
   const int group;
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKBuffers> kv_state;
-  uint32_t v_phase = 0;
   PipelineState<2> ds_state;
 
   __device__ __forceinline__ BwdConsumer(const BwdLaunch& launch_, BwdStorage<Config>& storage_, int group_)
@@ -96,7 +97,7 @@ struct BwdConsumer {
 
   // dK and dV of one n_block, and its contribution to dQ.
   __device__ __forceinline__ void compute_dk_dv_1colblock(const BwdWorkTile& tile) {
-    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, v_phase, ds_state);
+    BwdMainloop<Config> mainloop(launch, storage, tile, group, state, kv_state, ds_state);
     mainloop.run();
     const bool has_rows = mainloop.order.count() > 0;
     if constexpr (!Config::kStoresDkvFromRegs) {
@@ -111,10 +112,7 @@ struct BwdConsumer {
     __syncwarp();
     state = mainloop.state;
     ds_state = mainloop.ds_state;
-    if (has_rows) {
-      kv_state.advance();
-      v_phase ^= 1;
-    }
+    if (has_rows) kv_state.advance();
   }
 
   // Shared memory must outlive the reads of the last TMA stores.
@@ -129,6 +127,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
+  if constexpr (Config::kStartsEarly) wait_for_previous_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();

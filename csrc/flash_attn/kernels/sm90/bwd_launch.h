@@ -32,6 +32,8 @@ cudaError_t make_tensor_maps(BwdLaunch& launch, Dtype dtype) {
       {launch.dv_map, params.dv_ptr, params.dv_strides, false, kStoredRows, params.d_v},
   };
   for (const Matrix& matrix : matrices) {
+    const bool is_stored = matrix.rows == kStoredRows;
+    if (is_stored && Config::kStoresDkvFromRegs) continue;
     const cudaError_t status = make_tensor_map(
         matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim), dtype,
         {Config::kAtomCols, matrix.rows});
@@ -57,6 +59,10 @@ template <class Config>
 cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
                           cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
+  if constexpr (Config::kStartsEarly) {
+    return launch_dependent(kernel, plan.grid, Config::kThreads, checked_smem_bytes<Config>(), launch,
+                            launch.params.device, stream, configured_devices);
+  }
   return flash::launch(kernel, plan.grid, Config::kThreads, checked_smem_bytes<Config>(), launch, launch.params.device,
                        stream, configured_devices);
 }
@@ -69,7 +75,7 @@ cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan:
 }
 
 // softmax_d; then the kernel that computes all gradients of whole heads, or the one that adds to dQ in global memory,
-// and dQ's conversion.
+// and dQ's conversion, unless that kernel does it.
 template <class Config>
 cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   BwdLaunch launch{};
@@ -85,7 +91,7 @@ cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& p
     return launch_kernel<Config>(flash_bwd_heads_kernel<Config>, launch, plan, stream);
   } else {
     if (plan.runs(plan::BwdStage::kAdd)) status = launch_kernel<Config>(flash_bwd_kernel<Config>, launch, plan, stream);
-    if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd)) return status;
+    if (status != cudaSuccess || !plan.runs(plan::BwdStage::kEnd) || plan.converts_dq) return status;
     using Plain = BwdConfig<Config::kDtype, Config::kHeadDim, BwdVariant::kPlain>;
     return run_flash_bwd_convert_dq<Plain>(params, plan, stream);
   }

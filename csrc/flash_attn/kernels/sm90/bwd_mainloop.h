@@ -56,16 +56,13 @@ struct BwdMainloop {
   const Coords coords;  // rows: queries of the m_block; columns: this warpgroup's keys
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKBuffers> kv_state;  // of V too, beside a dQ warpgroup
-  const uint32_t v_phase;                     // else: of the one buffer of V
-  PipelineState<2> ds_state;  // of the next dS to store
-  PipelineState<2> dq_state;  // of the next dS whose dQ is to be computed
+  PipelineState<2> ds_state;                  // of the next dS to store
 
   AccDkv acc_dk, acc_dv;
 
   __device__ __forceinline__ BwdMainloop(const BwdLaunch& launch_, Storage& storage_, const BwdWorkTile& tile_,
                                          int group_, PipelineState<Config::kStages> state_,
-                                         PipelineState<Config::kKBuffers> kv_state_, uint32_t v_phase_,
-                                         PipelineState<2> ds_state_)
+                                         PipelineState<Config::kKBuffers> kv_state_, PipelineState<2> ds_state_)
       : launch(launch_),
         params(launch_.params),
         storage(storage_),
@@ -77,9 +74,7 @@ struct BwdMainloop {
         coords{AccumulatorCoords<4>(threadIdx.x % 128)},
         state(state_),
         kv_state(kv_state_),
-        v_phase(v_phase_),
-        ds_state(ds_state_),
-        dq_state(ds_state_) {
+        ds_state(ds_state_) {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
   }
@@ -147,7 +142,7 @@ struct BwdMainloop {
     const RowValues lse_rows{storage.lse_log2[stage], coords};
     const EarlyRowValues lse_log2(lse_rows);
     start_scores(storage.k[kv_state.stage], storage.q[stage], acc_s);
-    storage.v_full[0][0].wait(v_phase);
+    storage.v_full[0][0].wait(v_phase(kv_state));
     storage.do_full[stage].wait(state.phase);
     start_scores(storage.v[0], storage.dout[stage], acc_dp);
     wait_for<1>(acc_s);
@@ -194,21 +189,20 @@ struct BwdMainloop {
       step(at);
       order.advance(at);
       if (i + 1 == count) storage.v_empty.arrive();
-      if (i > 0) compute_own_dq();
+      if (i > 0) compute_own_dq({ds_state.stage, ds_state.phase ^ 1});  // two steps before the next dS
     }
-    compute_own_dq();
+    compute_own_dq({ds_state.stage ^ 1, ds_state.phase ^ ds_state.stage ^ 1});  // one step before it
     storage.k_empty[kv_state.stage][0].arrive();
   }
 
   // dQ of the step of dq_state: consumer 0 computes those in stage 0, consumer 1 those in stage 1.
-  __device__ __forceinline__ void compute_own_dq() {
+  __device__ __forceinline__ void compute_own_dq(const PipelineState<2>& dq_state) const {
     if (dq_state.stage == group) {
       AccDq acc_dq;
       compute_dq<Config>(storage, dq_state, kv_state.stage, thread, acc_dq);
       stage_dq_tile<Config>(storage, dq_state, acc_dq, thread);
       __syncwarp();  // wgmma needs converged warps
     }
-    dq_state.advance();
   }
 
   // Waits until this warp's TMA stores and bulk reductions have read their shared memory.

@@ -28,7 +28,6 @@ struct BwdLoader {
   const bool is_elected;  // this lane
   PipelineState<Config::kStages> state;
   PipelineState<Config::kKBuffers> kv_state;  // of V too, beside a dQ warpgroup
-  uint32_t v_phase = 0;                       // else: of the one buffer of V
   bool is_first = true;
   uint32_t pre_clear_phase = 0;
 
@@ -124,8 +123,7 @@ struct BwdLoader {
                                             first_key, head, cute::TMA::CacheHintSm90::EVICT_FIRST);
   }
   __device__ __forceinline__ void load_v(const TmaRows& k_rows, int row, int first_key, int head) {
-    storage.v_empty.wait(v_phase ^ 1);
-    v_phase ^= 1;
+    storage.v_empty.wait(v_phase(kv_state) ^ 1);
     load<Config::kBlockN, Config::kHeadDim>(launch.v_map, storage.v_full[0][0], storage.v[0], k_rows, row, first_key,
                                             head, cute::TMA::CacheHintSm90::EVICT_FIRST);
   }

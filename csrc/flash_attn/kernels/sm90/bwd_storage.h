@@ -22,6 +22,16 @@ struct BwdLaunch {
   CUtensorMap dq_map;  // for DqLocation::kShared
 };
 
+// The phase of one buffer of V beside one or two of K: both are filled once for each work tile with m_blocks.
+__device__ __forceinline__ uint32_t v_phase(const PipelineState<1>& k_state) { return k_state.phase; }
+__device__ __forceinline__ uint32_t v_phase(const PipelineState<2>& k_state) { return k_state.stage; }
+
+// What a DqReduceWarp that converts tiles has no registers for.
+struct DqReduceTile {
+  BwdWorkTile tile;
+  QBlockOrder order;
+};
+
 template <class Config>
 struct BwdStorage {
   using Element = typename Config::Element;
@@ -65,6 +75,7 @@ struct BwdStorage {
 
   int work[2];  // work tile indices: the current one and the next
   Barrier v_empty;
+  DqReduceTile dq_reduce_tile[Config::kConvertsDq ? 2 : 1];
 
   // Where dK and dV are staged for their TMA store, if they are. With kDqInSmem that is a consumer's own rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
