@@ -72,7 +72,7 @@ std::vector<Row> table() {
        true},
       {"d 64, dropout, sums", changed(long_64, dropout_sums), kH100, kWgmma, V::kGeneral, 64, 128, 3, 512, 218112, 132,
        true},
-      {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 198656, 132, true},
+      {"d 96", dense(2, 8192, 16, 96), kH100, kWgmma, V::kPlain, 128, 128, 2, 384, 231424, 132, true},
       {"d 128, softcap", changed(long_128, modified), kH100, kWgmma, V::kGeneral, 128, 128, 2, 384, 200704, 132, true},
       {"d 192, V of 128", changed(long_128, wide), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 141312, 132, true},
       {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 215040, 64, false},
@@ -114,13 +114,19 @@ void check_memory() {
   BwdProblem problem = dense(2, 1000, 4, 128);
   const int64_t tiles = 2 * 4 * 16, accum = tiles * 64 * 128;
   BwdPlan plan = plan_of(problem, kH100);
-  check::that(plan.accum_words() == accum && plan.semaphore_words() == 0, "accumulator", plan.accum_words());
-  check::that(plan.workspace_bytes == 4 * accum + 16 && plan.dq_grid == tiles, "workspace", plan.workspace_bytes);
+  check::that(plan.accum_words() == accum && plan.semaphore_words() == tiles, "accumulator", plan.accum_words());
+  check::that(plan.workspace_bytes == 4 * (accum + tiles) + 16, "workspace", plan.workspace_bytes);
+  check::that(plan.converts_dq && plan.dq_grid == 0 && !plan.has_dq_semaphores(), "no conversion pass", plan.dq_grid);
   check::that(plan.softmax_d_rows == 1024 && plan.softmax_d_blocks == 8, "softmax_d", plan.softmax_d_rows);
   problem.deterministic = true;
   plan = plan_of(problem, kH100);
   check::that(plan.semaphore_words() == tiles && plan.workspace_bytes == 4 * (accum + tiles) + 16, "semaphores",
               plan.workspace_bytes);
+  problem = dense(2, 1000, 4, 64);
+  problem.batch_invariant = true;
+  plan = plan_of(problem, kH100);
+  check::that(!plan.converts_dq && plan.semaphore_words() == 0 && plan.dq_grid == tiles, "conversion pass",
+              plan.dq_grid);
   plan = plan_of(dense(32, 512, 32, 64), kH100);
   check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
 }
@@ -144,6 +150,11 @@ void check_stages() {
                       add.dq_tile_floats == begin.dq_tile_floats && add.dq_tile_parts() == begin.dq_tile_parts(),
                   "layout", head_dim);
       check::that(add.softmax_d_rows == begin.softmax_d_rows, "softmax_d", head_dim);
+      problem.stage = BwdStage::kEnd;
+      const BwdPlan end = plan_of(problem, device);
+      check::that(!add.converts_dq && !end.converts_dq, "sums of several calls", head_dim);
+      check::that(!end.has_dq_sum || end.dq_grid == end.dq_tiles, "conversion", end.dq_grid);
+      problem.stage = BwdStage::kAdd;
       if (begin.family == Family::kWgmma && begin.has_dq_sum) {
         const BwdPlan other = plan_of(problem, device, "mma_sync");
         check::that(other.dq_tile_parts() != add.dq_tile_parts(), "another family's layout", head_dim);
@@ -235,7 +246,7 @@ void check_rules() {
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
-  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 dq_pass=0 deterministic=0 ") != std::string::npos, "flags", line);
+  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 dq_pass=0 converts_dq=0 deterministic=0 ") != std::string::npos, "flags", line);
 }
 
 }  // namespace

@@ -78,7 +78,10 @@ struct DqReduceWarp {
       }
     }
     if constexpr (Config::kConvertsDq) {
-      if (__shfl_sync(0xffffffffu, is_complete, 0)) convert_tile(tile, at, dq_tile);
+      if (__shfl_sync(0xffffffffu, is_complete, 0)) {
+        __syncwarp();  // the elected lane's acquire is for all
+        convert_tile(tile, at, dq_tile);
+      }
     }
     __syncwarp();
   }
