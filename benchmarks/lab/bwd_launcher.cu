@@ -76,12 +76,12 @@ LAB_EXPORT int lab_backward(void* const* tensors, int batch, int seqlen_q, int s
   const plan::BwdPlan made = plan::plan_bwd(problem, device, kForced);
   static Buffer softmax_d, workspace;
   params.d_rows = made.softmax_d_rows;
-  params.workspace_vectors = made.workspace_vectors();
+  params.workspace_vectors = made.workspace_vectors() - made.uncleared_vectors();
   status = softmax_d.grow(sizeof(float) * batch * heads * params.d_rows);
-  if (status == cudaSuccess) status = workspace.grow(sizeof(float4) * params.workspace_vectors);
+  if (status == cudaSuccess) status = workspace.grow(sizeof(float4) * made.workspace_vectors());
   if (status != cudaSuccess) return status;
   params.softmax_d_ptr = static_cast<float*>(softmax_d.memory);
-  params.workspace_ptr = static_cast<float4*>(workspace.memory);
+  params.workspace_ptr = static_cast<float4*>(workspace.memory) + made.uncleared_vectors();
   params.dq_accum_ptr = static_cast<float*>(workspace.memory);
   int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + made.accum_words());
   params.dq_count_ptr = made.converts_dq ? counters : nullptr;

@@ -117,6 +117,7 @@ void check_memory() {
   check::that(plan.accum_words() == accum && plan.semaphore_words() == tiles, "accumulator", plan.accum_words());
   check::that(plan.workspace_bytes == 4 * (accum + tiles) + 16, "workspace", plan.workspace_bytes);
   check::that(plan.converts_dq && plan.dq_grid == 0 && !plan.has_dq_semaphores(), "no conversion pass", plan.dq_grid);
+  check::that(plan.uncleared_vectors() == accum / 4, "stored first", plan.uncleared_vectors());
   check::that(plan.softmax_d_rows == 1024 && plan.softmax_d_blocks == 8, "softmax_d", plan.softmax_d_rows);
   problem.deterministic = true;
   plan = plan_of(problem, kH100);
@@ -125,7 +126,7 @@ void check_memory() {
   problem = dense(2, 1000, 4, 64);
   problem.batch_invariant = true;
   plan = plan_of(problem, kH100);
-  check::that(!plan.converts_dq && plan.semaphore_words() == 0 && plan.dq_grid == tiles, "conversion pass",
+  check::that(!plan.converts_dq && plan.uncleared_vectors() == 0 && plan.dq_grid == tiles, "conversion pass",
               plan.dq_grid);
   plan = plan_of(dense(32, 512, 32, 64), kH100);
   check::that(plan.dq_in_smem && plan.workspace_bytes == 0 && plan.dq_grid == 0, "no accumulator");
@@ -246,7 +247,8 @@ void check_rules() {
 void check_explained() {
   const std::string line = one_line(flash::plan::explain(plan_of(dense(32, 512, 32, 64), kH100)));
   check::that(line.find("direction=backward kernel=wgmma variant=plain") == 0, "line", line);
-  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 dq_pass=0 converts_dq=0 deterministic=0 ") != std::string::npos, "flags", line);
+  check::that(line.find(" dq_in_smem=1 has_dq_sum=0 dq_pass=0 converts_dq=0 deterministic=0 ") != std::string::npos,
+              "flags", line);
 }
 
 }  // namespace

@@ -59,9 +59,9 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
-  params.workspace_vectors = plan.workspace_vectors();
-  at::Tensor workspace = new_empty(q, {params.workspace_vectors, kWordsOfVector}, at::kFloat);
-  params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr());
+  at::Tensor workspace = new_empty(q, {plan.workspace_vectors(), kWordsOfVector}, at::kFloat);
+  params.workspace_vectors = plan.workspace_vectors() - plan.uncleared_vectors();
+  params.workspace_ptr = static_cast<float4*>(workspace.mutable_data_ptr()) + plan.uncleared_vectors();
   params.dq_accum_ptr = workspace.mutable_data_ptr<float>();
   int* const counters = reinterpret_cast<int*>(params.dq_accum_ptr + plan.accum_words());
   params.dq_semaphore_ptr = plan.has_dq_semaphores() ? counters : nullptr;

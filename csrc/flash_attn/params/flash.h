@@ -160,7 +160,8 @@ struct Flash_bwd_params : Flash_fwd_params {
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order, where the plan has tiles
   int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
   int* dq_count_ptr = nullptr;  // the same counters, in both modes, where the last contribution's n_block converts dQ
-  float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore, tile_count_semaphore; run_softmax_d() clears it
+  float4* workspace_ptr = nullptr;  // run_softmax_d() clears it: dq_accum, but where first contributions are stored,
+                                    // the counters and tile_count_semaphore
   int64_t workspace_vectors = 0;
 };
 

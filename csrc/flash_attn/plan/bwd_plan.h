@@ -65,11 +65,12 @@ struct BwdPlan {
   constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
   // Counters of contributions to tiles of dQ: the dq_semaphores, or what says that a tile is complete.
   constexpr int64_t semaphore_words() const { return has_dq_semaphores() || converts_dq ? dq_tiles : 0; }
-  // dq_accum, the counters of its tiles, and the tile_count_semaphore of each pass: cleared together, 16 bytes at a
-  // time.
+  // dq_accum, the counters of its tiles, and the tile_count_semaphore of each pass.
   constexpr int64_t workspace_vectors() const {
     return dq_in_smem ? 0 : (accum_words() + semaphore_words() + (dq_pass ? 2 : 1) + 3) / 4;
   }
+  // Of them ahead of what is cleared: tiles that their first n_block stores.
+  constexpr int64_t uncleared_vectors() const { return converts_dq ? accum_words() / 4 : 0; }
 };
 
 inline void set_dq_accumulator(BwdPlan& plan, const BwdProblem& problem) {

@@ -14,6 +14,14 @@ __device__ __forceinline__ int dq_semaphore_peek(const int* semaphore) {
   return current;
 }
 
+__device__ __forceinline__ void fence_acquire() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  __threadfence();
+#endif
+}
+
 // Waits until n_block may reduce into the dQ tile of an m_block. By every thread that reduces. `peeked`: the counter as
 // dq_semaphore_peek() returned it. The fence orders the reductions after those of earlier n_blocks; fence.acquire,
 // where it exists, invalidates the L1 cache and waits for nothing else.
@@ -23,16 +31,19 @@ __device__ __forceinline__ void dq_semaphore_acquire(const Flash_bwd_params& par
   const int* const semaphore = params.dq_semaphore_ptr + dq_tile;
   const int value = dq_semaphore_value(mask, m_block, n_block, Config::kBlockM, Config::kBlockN);
   while (peeked != value) peeked = dq_semaphore_peek(semaphore);
-#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
-  asm volatile("fence.acquire.gpu;" ::: "memory");
-#else
-  __threadfence();
-#endif
+  fence_acquire();
 }
 
 // By one thread, after a barrier of all threads that reduced: the release is cumulative over what the barrier ordered.
 __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+}
+
+// Waits until a tile has `least` contributions. By the thread that adds the next one.
+__device__ __forceinline__ void dq_count_acquire(const int* count, int least) {
+  while (dq_semaphore_peek(count) < least) {
+  }
+  fence_acquire();
 }
 
 // One contribution more to a dQ tile; returns how many there were. By the thread that has waited for its own

@@ -1,6 +1,7 @@
 // Reduction of dQ tiles from shared into global memory by two warps of the producer warpgroup: the warpgroups that
 // compute dQ wait neither for memory nor, in deterministic mode, for the dQ semaphore. kConvertsDq: of the n_blocks
-// that add to a tile the last one to do so converts it, while the L2 cache holds it.
+// that add to a tile the lowest one stores it, so that nobody clears it, and the last one to add converts it, while the
+// L2 cache holds it.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -55,6 +56,13 @@ struct DqReduceWarp {
   __device__ __forceinline__ void reduce(const BwdWorkTile& tile, const QStep& at) const {
     const int64_t dq_tile = dq_tile_index(params, tile, at, Config::kBlockM);
     const bool is_elected = threadIdx.x % 32 == 0, is_deterministic = params.dq_semaphore_ptr != nullptr;
+    if constexpr (Config::kConvertsDq) {
+      if (params.dq_count_ptr != nullptr) {
+        if (reduce_counted(tile, at, dq_tile, is_elected, is_deterministic)) convert_tile(tile, at, dq_tile);
+        __syncwarp();
+        return;
+      }
+    }
     int* const semaphore = params.dq_semaphore_ptr + dq_tile;
     if (is_elected && is_deterministic) {
       const MaskOf<Config> visibility = mask_of<Config>(params, tile);
@@ -63,35 +71,51 @@ struct DqReduceWarp {
     }
     __syncwarp();
     storage.dq_full[stage].wait(state.phase);
-    bool is_complete = false;
     if (is_elected) {
       fence_buffer();  // generic-proxy stores of the tile before the bulk reduction; here it stalls no computing warp
       reduce_bulk(params.dq_accum_ptr + dq_tile * Config::kDqTile, storage.dq_tile(stage), Config::kDqTile);
       cute::tma_store_wait<0>();  // the bulk reduction has read the buffer
       storage.dq_empty[stage].arrive();
-      if (Config::kConvertsDq && params.dq_count_ptr != nullptr) {
-        wait_for_reductions();
-        is_complete = dq_count_add(params.dq_count_ptr + dq_tile) + 1 == contributions(tile, at.m_block);
-      } else if (is_deterministic) {
+      if (is_deterministic) {
         wait_for_reductions();
         dq_semaphore_release(semaphore);
-      }
-    }
-    if constexpr (Config::kConvertsDq) {
-      if (__shfl_sync(0xffffffffu, is_complete, 0)) {
-        __syncwarp();  // the elected lane's acquire is for all
-        convert_tile(tile, at, dq_tile);
       }
     }
     __syncwarp();
   }
 
-  // How many n_blocks add to an m_block's tile.
-  __device__ __forceinline__ int contributions(const BwdWorkTile& tile, int m_block) const {
-    const int row_begin = m_block * Config::kBlockM;
-    return block_range(mask_of<Config>(params, tile), row_begin, min(row_begin + Config::kBlockM, tile.seqlen_q),
-                       Config::kBlockN)
-        .count();
+  // Adds or stores the step's tile; returns whether it was the last contribution. In ascending order of n_blocks in
+  // deterministic mode, else only behind the first one.
+  __device__ __forceinline__ bool reduce_counted(const BwdWorkTile& tile, const QStep& at, int64_t dq_tile,
+                                                 bool is_elected, bool is_deterministic) const {
+    int* const counter = params.dq_count_ptr + dq_tile;
+    const int row_begin = at.m_block * Config::kBlockM;
+    const BlockRange n_blocks = block_range(mask_of<Config>(params, tile), row_begin,
+                                            min(row_begin + Config::kBlockM, tile.seqlen_q), Config::kBlockN);
+    const int position = tile.n_block - n_blocks.begin;
+    if (is_elected && position > 0) {
+      dq_count_acquire(counter, is_deterministic ? position : 1);
+      fence_before_reductions();
+    }
+    __syncwarp();
+    storage.dq_full[stage].wait(state.phase);
+    bool is_complete = false;
+    if (is_elected) {
+      fence_buffer();  // as in reduce()
+      float* const sums = params.dq_accum_ptr + dq_tile * Config::kDqTile;
+      if (position > 0) {
+        reduce_bulk(sums, storage.dq_tile(stage), Config::kDqTile);
+      } else {
+        store_bulk(sums, storage.dq_tile(stage), Config::kDqTile);
+      }
+      cute::tma_store_wait<0>();  // the buffer has been read
+      storage.dq_empty[stage].arrive();
+      wait_for_reductions();
+      is_complete = dq_count_add(counter) + 1 == n_blocks.count();
+    }
+    is_complete = __shfl_sync(0xffffffffu, is_complete, 0);
+    __syncwarp();  // the elected lane's acquire is for all
+    return is_complete;
   }
 
   // The complete sums as rows of Elements: 16 rows at a time, of them 32 columns at a time. A lane has the registers

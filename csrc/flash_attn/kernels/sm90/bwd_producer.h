@@ -53,14 +53,16 @@ struct BwdLoader {
     if (is_elected) full.arrive();
   }
 
-  // The next work tile index, the same in all lanes. Dynamic scheduler: in deterministic mode also the first index is
-  // fetched from the semaphore, so that every thread block that the dQ semaphore waits for has started or is done.
+  // The next work tile index, the same in all lanes. Dynamic scheduler: where n_blocks wait for lower ones to add to dQ
+  // also the first index is fetched from the semaphore, so that every thread block that is waited for has started or is
+  // done.
   __device__ __forceinline__ int fetch(bool first, int index) const {
     int* const semaphore = launch.tile_count_semaphore;
-    const bool is_deterministic = launch.params.dq_semaphore_ptr != nullptr;
-    if (first && (semaphore == nullptr || !is_deterministic)) return blockIdx.x;
+    const bool is_ordered =
+        launch.params.dq_semaphore_ptr != nullptr || (Config::kConvertsDq && launch.params.dq_count_ptr != nullptr);
+    if (first && (semaphore == nullptr || !is_ordered)) return blockIdx.x;
     if (semaphore == nullptr) return index + gridDim.x;
-    const int begin = is_deterministic ? 0 : gridDim.x;
+    const int begin = is_ordered ? 0 : gridDim.x;
     const int fetched = is_elected ? atomicAdd(semaphore, 1) : 0;
     return begin + __shfl_sync(0xffffffffu, fetched, 0);
   }

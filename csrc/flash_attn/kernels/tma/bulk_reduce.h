@@ -20,6 +20,15 @@ __device__ __forceinline__ void reduce_bulk(float* target, const float* source, 
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+// The same without adding.
+__device__ __forceinline__ void store_bulk(float* target, const float* source, int count) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(source));
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(address),
+               "r"(count * static_cast<int>(sizeof(float)))
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Proxy fence: orders this thread's later bulk reductions after its earlier generic-proxy reads of global memory.
 __device__ __forceinline__ void fence_before_reductions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
