@@ -80,10 +80,12 @@ struct BwdStorage {
   // Where dK and dV are staged for their TMA store, if they are. With kDqInSmem that is a consumer's own rows of dS.
   static_assert(!Config::kDqInSmem || Config::kSmemDs == Config::kSmemK,
                 "a consumer's rows of dK and dV take its rows of dS");
-  __device__ __forceinline__ Element* staged_dk() {
-    return Config::kSeparateDkvSmem ? dkv + Config::kSmemK : ds[0] + Config::kSmemK;
+  __device__ __forceinline__ Element* staged_dkv(int index) {
+    if constexpr (Config::kStoresDkvFromRegs) return nullptr;
+    return (Config::kSeparateDkvSmem ? dkv : ds[0]) + index * Config::kSmemK;
   }
-  __device__ __forceinline__ Element* staged_dv() { return Config::kSeparateDkvSmem ? dkv : ds[0]; }
+  __device__ __forceinline__ Element* staged_dk() { return staged_dkv(1); }
+  __device__ __forceinline__ Element* staged_dv() { return staged_dkv(0); }
 
   // The buffer of stage `index` of the dQ tiles that DqReduceWarp reduces.
   __device__ __forceinline__ float* dq_tile(int index) { return dq + index % Config::kDqBuffers * Config::kDqTile; }
