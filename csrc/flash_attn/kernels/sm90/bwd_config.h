@@ -93,7 +93,7 @@ struct BwdConfig {
   // Those two warps convert a tile that is complete, too.
   static constexpr bool kConvertsDq = plan::converts_dq(kTile);
   // Launched as a dependent of the softmax_d pass, or of what is ahead in the stream where a stage has none.
-  static constexpr bool kStartsEarly = kAlternateDq;
+  static constexpr bool kPdl = kAlternateDq;
   // dK and dV are staged for their TMA store in buffers of their own or in those of dS, so that the next K and V may be
   // loaded meanwhile; or they leave straight from registers, which waits for nobody.
   static constexpr bool kStoresDkvFromRegs = kAlternateDq;

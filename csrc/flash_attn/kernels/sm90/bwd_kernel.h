@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
-  if constexpr (Config::kStartsEarly) wait_for_previous_kernel();
+  if constexpr (Config::kPdl) wait_for_previous_kernel();
   const int warp_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // warp-uniform, so that branches on it are
   if (warp_group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();

@@ -59,7 +59,7 @@ template <class Config>
 cudaError_t launch_kernel(void (*kernel)(BwdLaunch), const BwdLaunch& launch, const plan::BwdPlan& plan,
                           cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  if constexpr (Config::kStartsEarly) {
+  if constexpr (Config::kPdl) {
     return launch_dependent(kernel, plan.grid, Config::kThreads, checked_smem_bytes<Config>(), launch,
                             launch.params.device, stream, configured_devices);
   }

@@ -10,16 +10,9 @@ namespace sm90 {
 
 // Numbers of hardware barriers; 0 is __syncthreads().
 enum BwdNamedBarrier : uint32_t {
-  kConsumersBarrier = 1,  // all consumers
   kWarpgroupBarrier = 2,  // + group: one consumer
   kBwdOrderBarrier = 4,   // + group: ping-pong of the two consumers
 };
-
-// All threads of both consumers arrive and wait.
-template <class Config>
-__device__ __forceinline__ void wait_for_consumers() {
-  cutlass::arch::NamedBarrier::sync(Config::kConsumers, kConsumersBarrier);
-}
 
 // The 128 threads of consumer `group` arrive and wait.
 __device__ __forceinline__ void wait_for_warpgroup(int group) {
