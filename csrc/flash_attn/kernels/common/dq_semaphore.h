@@ -39,18 +39,25 @@ __device__ __forceinline__ void dq_semaphore_release(int* semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }
 
-// Waits until a tile has `least` contributions. By the thread that adds the next one.
-__device__ __forceinline__ void dq_count_acquire(const int* count, int least) {
-  while (dq_semaphore_peek(count) < least) {
-  }
-  fence_acquire();
+// Waits until a tile has `least` contributions; returns how many it has. By the thread that adds the next one. Without
+// fence_acquire(): nothing is read, and a reduction issued behind the wait cannot overtake what L2 has counted.
+__device__ __forceinline__ int dq_count_wait(const int* count, int least) {
+  int seen = dq_semaphore_peek(count);
+  while (seen < least) seen = dq_semaphore_peek(count);
+  return seen;
 }
 
 // One contribution more to a dQ tile; returns how many there were. By the thread that has waited for its own
-// reductions: whoever counts the last one sees them all.
+// reductions: whoever counts the last one sees them all behind fence_acquire(). That fence apart, because it clears the
+// L1 cache, which a conversion beside it needs.
 __device__ __forceinline__ int dq_count_add(int* count) {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.release.gpu;" ::: "memory");
+#else
+  __threadfence();
+#endif
   int previous;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(previous) : "l"(count) : "memory");
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(previous) : "l"(count) : "memory");
   return previous;
 }
 

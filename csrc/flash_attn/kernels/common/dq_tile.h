@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_dq(Accumulator& acc_dq, const float* tile, 
 // A vector of sums, through the L1 cache. Behind an acquire of the additions, which clears it.
 __device__ __forceinline__ float4 load_through_l1(const float* sums) {
   float4 vector;
-  asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(vector.x), "=f"(vector.y), "=f"(vector.z), "=f"(vector.w)
                : "l"(sums)
                : "memory");
@@ -79,8 +79,8 @@ template <int kFloats>
 __device__ __forceinline__ uint2 touch_lines(const float* line_of_lane) {
   static_assert(kFloats == 2 * 32 * 32);
   uint2 words;
-  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(words.x) : "l"(line_of_lane) : "memory");
-  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(words.y) : "l"(line_of_lane + kFloats / 2) : "memory");
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(words.x) : "l"(line_of_lane) : "memory");
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(words.y) : "l"(line_of_lane + kFloats / 2) : "memory");
   return words;
 }
 

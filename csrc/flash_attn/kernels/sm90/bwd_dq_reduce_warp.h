@@ -93,8 +93,9 @@ struct DqReduceWarp {
     const BlockRange n_blocks = block_range(mask_of<Config>(params, tile), row_begin,
                                             min(row_begin + Config::kBlockM, tile.seqlen_q), Config::kBlockN);
     const int position = tile.n_block - n_blocks.begin;
+    int others = 0;  // that have added
     if (is_elected && position > 0) {
-      dq_count_acquire(counter, is_deterministic ? position : 1);
+      others = dq_count_wait(counter, is_deterministic ? position : 1);
       fence_before_reductions();
     }
     __syncwarp();
@@ -111,7 +112,9 @@ struct DqReduceWarp {
       cute::tma_store_wait<0>();  // the buffer has been read
       storage.dq_empty[stage].arrive();
       wait_for_reductions();
-      is_complete = dq_count_add(counter) + 1 == n_blocks.count();
+      const int rest = n_blocks.count() - 1;
+      is_complete = others == rest || dq_count_add(counter) == rest;  // nobody waits for the last one's count
+      if (is_complete) fence_acquire();
     }
     is_complete = __shfl_sync(0xffffffffu, is_complete, 0);
     __syncwarp();  // the elected lane's acquire is for all
