@@ -142,7 +142,7 @@ class TileDesign:
         return {TILES: with_first_return(TILES, self.table.lookup, self.table.struct + self.braces())}
 
 
-# kernel -> head dim -> rows beside the one in use, without their head dim
+# kernel -> head dim -> rows beside the one in use, without their head dim where it is the same
 OTHERS = {
     "fwd_mma_sync": {
         32: ((128, 128, 4, 2), (64, 128, 4, 4)),
@@ -160,11 +160,12 @@ OTHERS = {
         192: ((64, 64, 8, 4, 2, 2, 1),),
         256: ((64, 32, 8, 4, 2, 2, 1),),
     },
-    # V and O have the same head dim: 0. At 192 and 256 there is only the tile in use.
+    # V and O have the same head dim: 0. At 256 only the tile in use fits.
     "bwd_wgmma": {
         64: ((64, 128, 2, 0), (64, 64, 2, 0)),
         96: ((64, 128, 2, 0),),
         128: ((64, 64, 2, 0),),
+        192: ((256, 64, 64, 2, 0),),
     },
 }
 KERNELS = ("fwd_mma_sync", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma")
@@ -190,7 +191,8 @@ class Group:
 def tiles_of(kernel, head_dim, dtype):
     """{Group: [Entry]} of the rows of a table."""
     own = shipped_row(kernel, head_dim)
-    rows = [own, *((head_dim, *row) for row in OTHERS[kernel][head_dim][: MOST_OTHERS[dtype]])]
+    others = OTHERS[kernel][head_dim][: MOST_OTHERS[dtype]]
+    rows = [own, *(row if len(row) == len(own) else (head_dim, *row) for row in others)]
     designs = [TileDesign(kernel, head_dim, row, dtype) for row in dict.fromkeys(rows)]
     kinds = ["in use", *["other"] * (len(designs) - 1)]
     entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]

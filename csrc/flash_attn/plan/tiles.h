@@ -269,7 +269,7 @@ constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64 
 
 // The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
 // parts of so many columns: whole blocks, or halves where two blocks do not fit. A third stage of K, where it fits,
-// lets S of the next block go ahead of dQ, which gives K back later.
+// lets S of the next block be started ahead of dQ, which gives K back later.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqBlockN = 64;
 constexpr int kSm90DqVStages = 2;
