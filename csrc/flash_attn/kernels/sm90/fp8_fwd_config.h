@@ -9,6 +9,7 @@
 #include "core/trip_count.h"
 #include "kernels/common/convert.h"
 #include "kernels/common/mask.h"
+#include "kernels/sm90/wgmma_shapes.h"
 #include "plan/fp8_fwd_plan.h"
 
 namespace flash {
@@ -25,7 +26,7 @@ struct Fp8PvOf<64> {
 };
 template <>
 struct Fp8PvOf<72> {
-  using Atom = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;
+  using Atom = WgmmaE4m3Of64x72x32;
 };
 template <int kCols>
 using Fp8PvAtom = typename Fp8PvOf<kCols>::Atom;

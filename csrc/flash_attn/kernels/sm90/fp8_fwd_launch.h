@@ -1,8 +1,6 @@
 // Tensor maps and launch of the e4m3 forward.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 72 columns
-
 #include "kernels/common/launch.h"
 #include "kernels/sm90/fp8_fwd_kernel.h"
 #include "plan/fp8_fwd_plan.h"

@@ -9,6 +9,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
+#include "kernels/sm90/wgmma_shapes.h"
 #include "params/flash.h"
 #include "plan/fwd_policy_sm90.h"
 #include "plan/tiles.h"
@@ -17,6 +18,18 @@ namespace flash {
 namespace sm90 {
 
 using plan::FwdVariant;
+
+// S (64, kKeys) = Q K^T from shared memory.
+template <class Element, int kKeys>
+struct QkOp {
+  using Type =
+      decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kKeys>, cute::_16>,
+                                          cute::GMMA::Major::K, cute::GMMA::Major::K>());
+};
+template <class Element>
+struct QkOp<Element, 80> {
+  using Type = Wgmma64x80x16<Element>;
+};
 
 template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_ = kHeadDim_>
 struct FwdConfig {
@@ -95,11 +108,8 @@ struct FwdConfig {
   };
   template <int kN>
   using Shape = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
-  // S (64, N) = Q K^T from shared memory; O (64, D) += P V with P in registers.
-  using MmaQk =
-      typename Checked<kBlockN,
-                       decltype(cute::GMMA::ss_op_selector<Element, Element, float, Shape<kBlockN>,
-                                                           cute::GMMA::Major::K, cute::GMMA::Major::K>())>::Mma;
+  // O (64, D) += P V with P in registers.
+  using MmaQk = typename Checked<kBlockN, typename QkOp<Element, kBlockN>::Type>::Mma;
   using MmaPv =
       typename Checked<kHeadDimV,
                        decltype(cute::GMMA::rs_op_selector<Element, Element, float, Shape<kHeadDimV>,

@@ -1,8 +1,6 @@
 // Tensor maps and launch of the wgmma forward.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 80 keys
-
 #include "kernels/common/launch.h"
 #include "kernels/sm90/fwd_kernel.h"
 #include "plan/fwd_plan.h"
