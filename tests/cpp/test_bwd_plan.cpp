@@ -179,6 +179,36 @@ void check_dq_pass() {
   check::that(!plan_of(dense(2, 1000, 24, 256), kA100).dq_pass, "mma.sync");
 }
 
+// At head dim 128 a pass of its own where sequences are short, in calls whose bits may depend on that.
+void check_two_passes() {
+  using flash::plan::BwdStage;
+  constexpr int64_t kShort = flash::plan::kTwoPassKeys, kShortCausal = flash::plan::kCausalTwoPassKeys;
+  const auto has_pass = [](int64_t seqlen, int head_dim, const auto& change) {
+    return plan_of(changed(dense(2, seqlen, 24, head_dim), change), kH100).dq_pass;
+  };
+  const auto same = [](BwdProblem&) {};
+  const auto causal = [](BwdProblem& problem) { problem.window = kCausal; };
+  for (int head_dim : {96, 128}) {
+    check::that(has_pass(kShort, head_dim, same) && !has_pass(kShort + 1, head_dim, same), "full", head_dim);
+    check::that(has_pass(kShortCausal, head_dim, causal) && !has_pass(kShortCausal + 1, head_dim, causal), "causal",
+                head_dim);
+  }
+  check::that(!has_pass(kShort, 64, same), "head dim 64");
+  const auto packed = [](BwdProblem& problem) {
+    problem.is_varlen = true;
+    problem.seqlen_q = problem.seqlen_k = kShort * problem.batch;
+  };
+  check::that(has_pass(kShort, 128, packed), "packed sequences count with their mean length");
+  check::that(has_pass(kShort, 128, [](BwdProblem& problem) { problem.deterministic = true; }), "deterministic");
+  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
+  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
+  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");
+  check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.stage = BwdStage::kAdd; }), "stage");
+  const BwdPlan plan = plan_of(dense(2, kShort, 24, 128), kH100);
+  check::that(plan.workspace_bytes == 16 && plan.threads == 384 && plan.dq_smem_bytes < plan.smem_bytes, "workspace",
+              plan.workspace_bytes, plan.smem_bytes, plan.dq_smem_bytes);
+}
+
 // What the wgmma family cannot run the other one does; where V has another head dim, the call is padded.
 void check_other_families() {
   const BwdProblem problem = dense(2, 4096, 16, 128);
@@ -251,6 +281,7 @@ int main() {
   check_memory();
   check_stages();
   check_dq_pass();
+  check_two_passes();
   check_other_families();
   check_limit();
   check_rules();

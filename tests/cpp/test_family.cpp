@@ -238,6 +238,7 @@ int main() {
   }
   check_tile(flash::plan::kSm90ValueDimTile, 192, FwdVariant::kPlain);
   check_backward_tile(flash::plan::kSm90BwdValueDimTile);
+  check_backward_tile(flash::plan::kSm90TwoPassTile);
   check_backward_tile(flash::plan::kSm90BwdGeneralValueDimTile);
   check_value_dims();
   for (int head_dim = 33; head_dim <= flash::plan::kMaxHeadDim; ++head_dim) {

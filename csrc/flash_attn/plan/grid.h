@@ -114,6 +114,21 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
   return 2 * rounds * n_blocks <= 3 * waves;
 }
 
+// Whether the wgmma family computes dQ in a pass of its own, which has 7 products instead of 5 but no fp32 sum to clear
+// and to convert: where sequences are short. Other bits than those of one pass: batch-invariant calls have one way, as
+// calls that share a sum of dQ. Packed sequences count with their mean length.
+constexpr int kTwoPassKeys = 512;         // at most, in a sequence
+constexpr int kCausalTwoPassKeys = 1024;  // the same where a mask hides later keys
+
+constexpr bool prefers_dq_pass(const BwdProblem& problem) {
+  if (problem.batch_invariant || !problem.is_plain() || problem.accumulates_dkv) return false;
+  if (problem.stage != BwdStage::kAll) return false;
+  const int head_dim = problem.max_head_dim();
+  if (head_dim <= kSm90SharedDqTile.head_dim || head_dim > kSm90TwoPassTile.head_dim) return false;
+  const int64_t keys = problem.is_varlen && problem.batch > 0 ? problem.seqlen_k / problem.batch : problem.seqlen_k;
+  return keys <= (problem.window.may_mask_right() ? kCausalTwoPassKeys : kTwoPassKeys);
+}
+
 // `block_n`: keys of a CTA.
 inline BwdGrid bwd_grid(bool is_varlen, int batch, int heads_k, int seqlen_k, int block_n, int64_t resident_blocks,
                         int running = kRunningNBlocks) {

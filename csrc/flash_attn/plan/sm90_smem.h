@@ -58,12 +58,13 @@ constexpr int sm90_fwd_smem_bytes(const Sm90FwdTile& tile, FwdVariant variant, D
 // sizeof(sm90::DkvStorage).
 constexpr int sm90_dkv_smem_bytes(const Sm90BwdTile& tile, bool may_drop, Dtype dtype) {
   const int element = dtype_bytes(dtype), m = tile.block_m, n = tile.block_n, key_tiles = n / 64;
+  const int p_floats = sm90_dkv_has_p_in_smem(tile) ? m * n : 4;
   SmemLayout storage;
   storage.add(element * n * tile.head_dim, kSwizzleBytes)
       .add(element * n * tile.value_dim(), kSwizzleBytes)
       .add(element * tile.stages * m * tile.head_dim, kSwizzleBytes)
       .add(element * tile.stages * m * tile.value_dim(), kSwizzleBytes)
-      .add(4 * m * n, 16)
+      .add(4 * p_floats, 16)
       .add(4 * tile.stages * m, 16)
       .add(4 * tile.stages * m, 16)
       .add(sizeof(RandomBits) * tile.stages * (may_drop ? m : 2), 16)

@@ -252,10 +252,11 @@ constexpr int bwd_smem_bytes(const BwdTile& tile, int stages, Dtype dtype) {
 // wgmma family: a producer warpgroup and two consumer warpgroups, at head dim 64 one more for dQ; one CTA per SM.
 struct Sm90BwdTile {
   int head_dim;
-  int block_m;         // query rows per step
-  int block_n;         // keys per CTA: 128, half of them for each consumer, or 64, whose steps they split by role
-  int stages;          // of Q and of dO
-  int head_dim_v = 0;  // of V and O; 0: head_dim
+  int block_m;           // query rows per step
+  int block_n;           // keys per CTA: 128, half of them for each consumer, or 64, whose steps they split by role
+  int stages;            // of Q and of dO
+  int head_dim_v = 0;    // of V and O; 0: head_dim
+  bool dq_pass = false;  // has_dq_pass() though dK and dV leave registers for dQ
 
   constexpr int value_dim() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -263,13 +264,18 @@ struct Sm90BwdTile {
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
 
-// Whether dQ has a pass of its own: where dK and dV leave no registers for it, and with 64 keys fp32 additions to dQ
-// would be the bound.
-constexpr bool has_dq_pass(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
+// Whether dQ has a pass of its own: where dK and dV leave no registers for it, where with 64 keys fp32 additions to dQ
+// would be the bound, or where sequences are so short that clearing and converting its sum takes too long.
+constexpr bool has_dq_pass(const Sm90BwdTile& tile) {
+  return tile.block_n == 64 || tile.head_dim > 128 || tile.dq_pass;
+}
+
+// Whether P waits for dP in shared memory in the dK and dV pass: for the other consumer, or for want of registers.
+constexpr bool sm90_dkv_has_p_in_smem(const Sm90BwdTile& tile) { return tile.block_n == 64 || tile.head_dim > 128; }
 
 // The dQ pass: rows of a work tile, 64 for each consumer; keys of a step; stages of K, and of V, which is loaded in
 // parts of so many columns: whole blocks, or halves where two blocks do not fit. A third stage of K, where it fits,
-// lets S of the next block be started ahead of dQ, which gives K back later.
+// lets S of the next block precede dQ, which gives K back later.
 constexpr int kSm90DqBlockM = 128;
 constexpr int kSm90DqBlockN = 64;
 constexpr int kSm90DqVStages = 2;
@@ -295,6 +301,9 @@ constexpr Sm90BwdTile kSm90BwdTiles[kNumSm90BwdTiles] = {
 // (prefers_dq_in_smem()).
 constexpr Sm90BwdTile kSm90SharedDqTile = {64, 64, 128, 2};
 constexpr int kSharedDqRows = 512;
+
+// Short sequences of this head dim: dQ in a pass of its own (prefers_dq_pass()).
+constexpr Sm90BwdTile kSm90TwoPassTile = {128, 64, 128, 4, 128, true};
 
 // Dropout and score modifiers need the registers that dK and dV of 64 keys in one consumer leave none of.
 constexpr Sm90BwdTile kSm90BwdValueDimTile = {192, 64, 128, 2, 128};

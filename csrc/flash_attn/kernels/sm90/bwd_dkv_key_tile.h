@@ -1,6 +1,6 @@
 // A consumer of the dK and dV pass that has 64 keys to itself: all products of a step. Its registers hold dK, dV, one
-// tile of scores, and one 16-bit operand besides, so that P waits for dP in shared memory, where the same thread reads
-// it again.
+// 16-bit operand, and P and dP; above head dim 128 one of both, so that P waits for dP in shared memory, where the same
+// thread reads it again.
 #pragma once
 
 #include "core/bwd_schedule.h"
@@ -79,38 +79,39 @@ struct KeyTileConsumer : DkvConsumer<Config> {
                                              GradientV& acc_dv) {
     int left = order.count();  // steps
     QStep at = order.start();
-    Scores acc;  // S, P, dP and dS in turn
+    Scores acc_s, own_acc_dp;  // S and P, dP and dS, or all in turn
+    Scores& acc_dp = Config::kPInSmem ? acc_s : own_acc_dp;
     const Element* k = storage.k[kKeyTile];
     asm volatile("" : "+l"(k));  // its descriptors take no registers of the loop
-    start_s(k, acc);
-    wait_for<0>(acc);
-    exponentiate(tile, at, acc, left == 1);
+    start_s(k, acc_s);
+    wait_for<0>(acc_s);
+    exponentiate(tile, at, acc_s, left == 1);
     while (left > 0) {
       const int stage = state.stage;
-      const auto p = convert<Element>(acc);
+      const auto p = convert<Element>(acc_s);
       storage.do_full[stage].wait(state.phase);
-      start_scores<Config, Config::kHeadDimV>(thread, storage.v[kKeyTile], storage.dout[stage], acc, [](int) {});
+      start_scores<Config, Config::kHeadDimV>(thread, storage.v[kKeyTile], storage.dout[stage], acc_dp, [](int) {});
       start_gradient<Config, Config::kHeadDimV>(thread, p, storage.dout[stage], acc_dv);
-      wait_for<1>(acc);
+      wait_for<1>(acc_dp);
       --left;
-      differentiate(acc, left == 0);
+      differentiate(acc_s, acc_dp, left == 0);
       wait_for<0>(acc_dv);
       storage.do_empty[stage].arrive();
-      cute::warpgroup_fence_operand(acc);
-      const auto ds = convert<Element>(acc);
+      cute::warpgroup_fence_operand(acc_dp);
+      const auto ds = convert<Element>(acc_dp);
       state.advance();
       order.advance(at);
       if (left > 0) {
-        start_s(storage.k[kKeyTile], acc);
+        start_s(storage.k[kKeyTile], acc_s);
         start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
-        wait_for<1>(acc);
-        exponentiate(tile, at, acc, left == 1);
+        wait_for<1>(acc_s);
+        exponentiate(tile, at, acc_s, left == 1);
         wait_for<0>(acc_dk);
       } else {
         start_gradient<Config, Config::kHeadDim>(thread, ds, storage.q[stage], acc_dk);
         wait_for<0>(acc_dk);
       }
-      cute::warpgroup_fence_operand(acc);
+      cute::warpgroup_fence_operand(acc_s);
       storage.q_empty[stage].arrive();
     }
   }
@@ -127,7 +128,7 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     return {AccumulatorCoords<4>(lane)};
   }
 
-  // P of the step from its complete scores, also in shared memory. Releases K behind the last ones.
+  // P of the step from its complete scores. Releases K behind the last ones.
   __device__ __forceinline__ void exponentiate(const BwdWorkTile& tile, const QStep& at, Scores& acc_s,
                                                bool is_last) const {
     if (is_last) storage.k_empty[kKeyTile].arrive();
@@ -138,17 +139,42 @@ struct KeyTileConsumer : DkvConsumer<Config> {
     auto scores = transposed_row_col_view(acc_s);
     mask_scores<Config::kBlockM, Config::kTileRows>(scores, mask_coords(), visibility, tile_coords);
     exponentiate_scores(scores, params.softmax_scale_log2, lse_log2);
-    this->write_p(kKeyTile, acc_s);
+    if constexpr (Config::kPInSmem) {
+      this->write_p(kKeyTile, acc_s);
+    } else {
+      finish_scores(acc_s);
+    }
+  }
+
+  // Keeps what computes these scores above the next wait; ptxas would sink it, so that nothing ran beside the product
+  // in flight. No stage is negative, but ptxas cannot know, so this store, which is never made, depends on all of them.
+  // A branch would make what is uniform in the loop divergent.
+  __device__ __forceinline__ void finish_scores(const Scores& acc) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < cute::size(acc); ++i) bits |= __float_as_uint(acc(i));
+    asm volatile("{\n.reg .pred is_made;\nsetp.lt.s32 is_made, %2, 0;\n@is_made st.shared.u32 [%1], %0;\n}" ::"r"(bits),
+                 "r"(cute::cast_smem_ptr_to_uint(storage.p[kKeyTile])), "r"(state.stage)
+                 : "memory");
   }
 
   // dS of the step from its complete dP. Releases V behind the last one.
-  __device__ __forceinline__ void differentiate(Scores& acc_dp, bool is_last) const {
+  __device__ __forceinline__ void differentiate(const Scores& acc_s, Scores& acc_dp, bool is_last) const {
     if (is_last) storage.v_empty[kKeyTile].arrive();
     const RowValues softmax_d{storage.softmax_d[state.stage], coords};
     auto dp = transposed_row_col_view(acc_dp);
     subtract_softmax_d(dp, softmax_d);
-    Scores acc_p;
-    this->read_p(kKeyTile, acc_p);
+    if constexpr (Config::kPInSmem) {
+      Scores acc_p;
+      this->read_p(kKeyTile, acc_p);
+      multiply(acc_dp, acc_p);
+    } else {
+      multiply(acc_dp, acc_s);
+      finish_scores(acc_dp);
+    }
+  }
+
+  __device__ __forceinline__ static void multiply(Scores& acc_dp, const Scores& acc_p) {
 #pragma unroll
     for (int i = 0; i < cute::size(acc_dp); ++i) acc_dp(i) *= acc_p(i);
   }

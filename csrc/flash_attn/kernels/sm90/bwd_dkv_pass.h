@@ -1,4 +1,4 @@
-// The dK and dV pass of the wgmma backward above head dim 128: keys of a K/V head against every m_block that sees them,
+// The dK and dV pass of the wgmma backward with a dQ pass: keys of a K/V head against every m_block that sees them,
 // for all query heads of the group. Where registers hold dK and dV of 64 keys, each consumer has 64 of 128
 // (KeyTileConsumer). Else there are 64, whose steps the consumers split by role: consumer 0 computes S, P and dV,
 // consumer 1 dP, dS and dK. P is handed over in fp32 in the order of the registers, which both have alike. Either has

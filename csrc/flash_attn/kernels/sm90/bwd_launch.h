@@ -97,6 +97,10 @@ cudaError_t run_mha_bwd_narrow(const Flash_bwd_params& params, const plan::BwdPl
     using Shared = BwdConfig<kDtype, kHeadDim, BwdVariant::kPlain, DqLocation::kShared>;
     if (plan.dq_in_smem) return run_flash_bwd<Shared>(params, plan, stream);
   }
+  if constexpr (kHeadDim == plan::kSm90TwoPassTile.head_dim) {
+    using TwoPass = BwdWideConfig<kDtype, kHeadDim, BwdVariant::kPlain>;
+    if (plan.dq_pass) return run_flash_bwd_passes<TwoPass, TwoPass>(params, plan, stream);
+  }
   const auto run = [&](auto variant) {
     return run_flash_bwd<BwdConfig<kDtype, kHeadDim, decltype(variant)::value>>(params, plan, stream);
   };

@@ -1,5 +1,5 @@
-// Compile-time configuration of the wgmma backward above head dim 128: two passes over tiles of 64 rows or 64 keys, one
-// for dK and dV, one for dQ.
+// Compile-time configuration of the wgmma backward above head dim 128 and of short sequences at 128: two passes over
+// tiles of 64 rows or 64 keys, one for dK and dV, one for dQ.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -19,7 +19,9 @@ struct BwdWideConfig {
   using Element = ElementOf<kDtype>;
   static constexpr bool kIsGeneral = kVariant == BwdVariant::kGeneral;
   static constexpr bool kMayAccumulate = kVariant != BwdVariant::kPlain;
-  static constexpr plan::Sm90BwdTile kTile = plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_, kIsGeneral);
+  static constexpr plan::Sm90BwdTile kTile = kHeadDim_ == plan::kSm90TwoPassTile.head_dim
+                                                 ? plan::kSm90TwoPassTile
+                                                 : plan::sm90_bwd_tile(kHeadDim_, kHeadDimV_, kIsGeneral);
   static_assert(plan::has_dq_pass(kTile) && kTile.block_m == 64 && kTile.block_n % 64 == 0);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.value_dim();  // of V, dV and dO
@@ -30,7 +32,10 @@ struct BwdWideConfig {
   static constexpr bool kSplitsByRole = kKeyTiles == 1;  // else each consumer has the keys of a tile
   static_assert(kSplitsByRole || (kKeyTiles == 2 && !kIsGeneral));
   static constexpr int kStages = kTile.stages;  // of Q and dO in the dK and dV pass
-  static_assert(kStages == 2, "the stage is the parity of the step, which is the phase of the one buffer of P");
+  static constexpr bool kPInSmem = plan::sm90_dkv_has_p_in_smem(kTile);
+  static_assert(kPInSmem || !kSplitsByRole);
+  static_assert(!kPInSmem || kStages == 2,
+                "the stage is the parity of the step, which is the phase of the one buffer of P");
 
   static constexpr int kConsumers = 256;  // threads
   static constexpr int kThreads = plan::sm90_bwd_threads(kTile);
@@ -47,9 +52,9 @@ struct BwdWideConfig {
   using TransposedTile =
       decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                    cute::Shape<cute::Int<kCols>, cute::_64>{}, cute::Step<cute::_2, cute::_1>{}));
-  static constexpr int kSmemK = kTileRows * kHeadDim;   // elements; of Q too
-  static constexpr int kSmemV = kTileRows * kHeadDimV;  // of dO too
-  static constexpr int kSmemP = kBlockM * kTileRows;
+  static constexpr int kSmemK = kTileRows * kHeadDim;                            // elements; of Q too
+  static constexpr int kSmemV = kTileRows * kHeadDimV;                           // of dO too
+  static constexpr int kSmemP = kPInSmem ? kBlockM * kTileRows : 4 / kKeyTiles;  // floats
 
   // The dQ pass: a consumer for each 64 of a work tile's rows.
   static constexpr int kDqBlockM = plan::kSm90DqBlockM;
