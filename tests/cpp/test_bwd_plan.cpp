@@ -184,7 +184,7 @@ void check_two_passes() {
   using flash::plan::BwdStage;
   constexpr int64_t kShort = flash::plan::kTwoPassKeys, kShortCausal = flash::plan::kCausalTwoPassKeys;
   const auto has_pass = [](int64_t seqlen, int head_dim, const auto& change) {
-    return plan_of(changed(dense(2, seqlen, 24, head_dim), change), kH100).dq_pass;
+    return plan_of(changed(dense(16, seqlen, 24, head_dim), change), kH100).dq_pass;
   };
   const auto same = [](BwdProblem&) {};
   const auto causal = [](BwdProblem& problem) { problem.window = kCausal; };
@@ -194,6 +194,8 @@ void check_two_passes() {
                 head_dim);
   }
   check::that(!has_pass(kShort, 64, same), "head dim 64");
+  const auto few = [](BwdProblem& problem) { problem.batch = 4; };
+  check::that(!has_pass(kShort, 128, few) && !has_pass(1, 128, few), "few rows");
   const auto packed = [](BwdProblem& problem) {
     problem.is_varlen = true;
     problem.seqlen_q = problem.seqlen_k = kShort * problem.batch;
@@ -204,7 +206,7 @@ void check_two_passes() {
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.stage = BwdStage::kAdd; }), "stage");
-  const BwdPlan plan = plan_of(dense(2, kShort, 24, 128), kH100);
+  const BwdPlan plan = plan_of(dense(16, kShort, 24, 128), kH100);
   check::that(plan.workspace_bytes == 16 && plan.threads == 384 && plan.dq_smem_bytes < plan.smem_bytes, "workspace",
               plan.workspace_bytes, plan.smem_bytes, plan.dq_smem_bytes);
 }
