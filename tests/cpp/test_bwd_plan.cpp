@@ -194,7 +194,7 @@ void check_two_passes() {
                 head_dim);
   }
   check::that(!has_pass(kShort, 64, same), "head dim 64");
-  const auto few = [](BwdProblem& problem) { problem.batch = 4; };
+  const auto few = [](BwdProblem& problem) { problem.batch = 3; };
   check::that(!has_pass(kShort, 128, few) && !has_pass(1, 128, few), "few rows");
   const auto packed = [](BwdProblem& problem) {
     problem.is_varlen = true;

@@ -142,10 +142,9 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
                                            : BwdVariant::kPlain;
   const bool may_drop = plan.variant == BwdVariant::kGeneral;
   const bool dq_in_smem = prefers_dq_in_smem(problem, device);
-  const Sm90BwdTile tile = dq_in_smem ? kSm90SharedDqTile
-                           : prefers_dq_pass(problem, device)
-                               ? kSm90TwoPassTile
-                               : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
+  const Sm90BwdTile tile = dq_in_smem                 ? kSm90SharedDqTile
+                           : prefers_dq_pass(problem) ? kSm90TwoPassTile
+                                                      : sm90_bwd_tile(problem.head_dim, problem.head_dim_v, may_drop);
   plan.head_dim = tile.head_dim;
   plan.head_dim_v = tile.value_dim();
   plan.block_m = tile.block_m;

@@ -116,13 +116,13 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
 
 // Whether the wgmma family computes dQ in a pass of its own, which has 7 products instead of 5 but no fp32 sum to clear
 // and to convert: where sequences are short and many, since each pass has a last wave of its own. Other bits than those
-// of one pass: batch-invariant calls have one way, as calls that share a sum of dQ. Packed sequences count with their
-// mean length.
+// of one pass: batch-invariant calls have one way, as calls that share a sum of dQ, and no other number of
+// multiprocessors chooses another. Packed sequences count with their mean length.
 constexpr int kTwoPassKeys = 512;         // at most, in a sequence
 constexpr int kCausalTwoPassKeys = 1024;  // the same where a mask hides later keys
-constexpr int kTwoPassWaves = 3;          // of 128 rows of a query head, at least
+constexpr int kTwoPassMBlocks = 384;      // of 128 rows, at least: three waves of most Hopper GPUs
 
-constexpr bool prefers_dq_pass(const BwdProblem& problem, const Device& device) {
+constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   if (problem.batch_invariant || !problem.is_plain() || problem.accumulates_dkv) return false;
   if (problem.stage != BwdStage::kAll) return false;
   const int head_dim = problem.max_head_dim();
@@ -130,7 +130,7 @@ constexpr bool prefers_dq_pass(const BwdProblem& problem, const Device& device) 
   const int64_t sequences = problem.is_varlen && problem.batch > 0 ? problem.batch : 1;
   const int64_t keys = problem.seqlen_k / sequences, rows = problem.seqlen_q / sequences;
   const int64_t m_blocks = problem.batch * problem.heads * ((rows + kSm90DqBlockM - 1) / kSm90DqBlockM);
-  if (m_blocks < kTwoPassWaves * device.multiprocessors) return false;
+  if (m_blocks < kTwoPassMBlocks) return false;
   return keys <= (problem.window.may_mask_right() ? kCausalTwoPassKeys : kTwoPassKeys);
 }
 
