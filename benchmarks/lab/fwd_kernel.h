@@ -7,6 +7,7 @@
 #include "kernels/common/convert.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/row_store.h"
+#include "kernels/sm80/stage_accumulator.h"
 
 namespace flash {
 namespace lab {
@@ -29,9 +30,13 @@ struct FwdMainloop {
   static constexpr int kRows = 2 * Config::kBlockM / (16 * Config::kWarps);  // accumulator rows per thread
   using AccO = decltype(cute::partition_fragment_C(
       TiledMma{}, cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>{}));
-  using FragmentQ = decltype(TiledMma{}.get_thread_slice(0).partition_fragment_A(
-      cute::make_tensor(static_cast<Element*>(nullptr),
-                        cute::Layout<cute::Shape<cute::Int<Config::kBlockM>, cute::Int<Config::kHeadDim>>>{})));
+  template <class Layout>
+  using SmemTile = decltype(cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)), Layout{}));
+  template <sm80::Side kSide, sm80::Operand kOperand, class Layout>
+  using Fragment = sm80::OperandFragment<kSide, kOperand, TiledMma, SmemTile<Layout>>;
+  using FragmentQ = Fragment<sm80::Side::kA, sm80::Operand::kPlain, typename Config::SmemLayoutQ>;
+  using FragmentK = Fragment<sm80::Side::kB, sm80::Operand::kPlain, typename Config::SmemLayoutKv>;
+  using FragmentV = Fragment<sm80::Side::kB, sm80::Operand::kTransposed, typename Config::SmemLayoutKv>;
 
   const FwdParams& params;
   const int row_begin, row_end;  // query rows of this CTA
@@ -84,7 +89,7 @@ struct FwdMainloop {
     if constexpr (Config::kEagerKv) load<true>(params.k, range.block_at(0), smem_k());
     if constexpr (Config::kQInRegisters) {
       wait_for_copies();
-      auto load_q = sm80::a_loader<sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
+      auto load_q = sm80::operand_loader<sm80::Side::kA, sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
       for (int k = 0; k < decltype(cute::size<2>(tSrQ))::value; ++k) load_q(k);
     }
   }
@@ -101,9 +106,9 @@ struct FwdMainloop {
   template <class AccS>
   __device__ __forceinline__ void multiply_qk(AccS& acc_s) {
     using namespace cute;
-    auto tSrK = sm80::b_fragment(TiledMma{}, smem_k());  // (MMA, MMA_N, MMA_D)
-    auto load_q = sm80::a_loader<sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
-    auto load_k = sm80::b_loader<sm80::Operand::kPlain>(TiledMma{}, tSrK, smem_k());
+    FragmentK tSrK;  // (MMA, MMA_N, MMA_D)
+    auto load_q = sm80::operand_loader<sm80::Side::kA, sm80::Operand::kPlain>(TiledMma{}, tSrQ, smem_q());
+    auto load_k = sm80::operand_loader<sm80::Side::kB, sm80::Operand::kPlain>(TiledMma{}, tSrK, smem_k());
     const auto load_slice = [&](int k) {
       if constexpr (!Config::kQInRegisters) load_q(k);
       load_k(k);
@@ -116,9 +121,8 @@ struct FwdMainloop {
     using namespace cute;
     const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
-    const auto vt = sm80::transposed(smem_v());                                               // (D, N)
-    auto tOrV = sm80::b_fragment(TiledMma{}, vt);                                             // (MMA, MMA_D, MMA_N)
-    auto load_v = sm80::b_loader<sm80::Operand::kTransposed>(TiledMma{}, tOrV, vt);
+    FragmentV tOrV;                                                                           // (MMA, MMA_D, MMA_N)
+    auto load_v = sm80::operand_loader<sm80::Side::kB, sm80::Operand::kTransposed>(TiledMma{}, tOrV, smem_v());
     gemm_slices<Config>([&](int k) { load_v(k); }, acc_o, tOrP, tOrV);
   }
 
@@ -171,7 +175,7 @@ struct FwdMainloop {
     auto out = row_col_view(acc_o);
     softmax.rescale(out, o_scale);
     auto staged = smem_q();
-    stage_accumulator<Element>(TiledMma{}, acc_o, staged);
+    sm80::stage_accumulator<Element>(TiledMma{}, acc_o, staged);
     __syncthreads();
     store_rows<typename Config::RowCopyT>(staged, static_cast<Element*>(params.out) + q_offset, row_stride,
                                           row_end - row_begin, Config::kHeadDim);

@@ -56,12 +56,14 @@ struct AccumulatorCoords {
 
   __device__ __forceinline__ AccumulatorCoords() : AccumulatorCoords(threadIdx.x) {}
 
+  CUTE_HOST_DEVICE constexpr AccumulatorCoords(int row, int col) : row0(row), col0(col) {}
+
   // `thread`: index among the threads that share the tile.
   __device__ __forceinline__ explicit AccumulatorCoords(unsigned thread)
       : row0((thread / 32) % kWarpsM * 16 + (thread % 32) / 4), col0((thread / 32) / kWarpsM * 16 + (thread % 4) * 2) {}
 
-  __device__ __forceinline__ int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarpsM; }
-  __device__ __forceinline__ int col(int ni) const {
+  CUTE_HOST_DEVICE constexpr int row(int mi) const { return row0 + (mi % 2) * 8 + (mi / 2) * 16 * kWarpsM; }
+  CUTE_HOST_DEVICE constexpr int col(int ni) const {
     return col0 + (ni % 2) + (ni / 2 % 2) * 8 + (ni / 4) * 16 * kWarpsN;
   }
 };

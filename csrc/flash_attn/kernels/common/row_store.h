@@ -87,14 +87,4 @@ __device__ __forceinline__ void store_accumulator(const Accumulator& acc, int th
   }
 }
 
-// Converts accumulators to Elements in a swizzled tile of shared memory. Fragments hold pairs of neighbouring columns.
-template <class Element, class Mma, class Accumulator, class Smem>
-__device__ __forceinline__ void stage_accumulator(const Mma& mma, const Accumulator& accumulator, Smem& tile) {
-  using namespace cute;
-  using Store = Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>;
-  const auto store = make_tiled_copy_C(Store{}, mma).get_thread_slice(threadIdx.x);
-  const auto values = convert<Element>(accumulator);
-  copy(Store{}, store.retile_S(values), store.partition_D(tile));
-}
-
 }  // namespace flash

@@ -4,6 +4,7 @@
 #include "kernels/common/convert_dq.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm80/bwd_mainloop.h"
+#include "kernels/sm80/stage_accumulator.h"
 
 namespace flash {
 namespace sm80 {

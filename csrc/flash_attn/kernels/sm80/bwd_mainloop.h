@@ -22,6 +22,7 @@
 #include "kernels/sm80/bwd_config.h"
 #include "kernels/sm80/clear_rows.h"
 #include "kernels/sm80/gemm.h"
+#include "kernels/sm80/stage_accumulator.h"
 
 namespace flash {
 namespace sm80 {
@@ -57,9 +58,9 @@ struct BwdMainloop {
 
   AccDkv acc_dk;  // ((2, 2), MMA_N, MMA_D)
   AccDkv acc_dv;
-  using FragmentV = decltype(b_fragment(
-      typename Config::MmaSdP{},
-      cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)), typename Config::SmemLayoutVHead{})));
+  using TileV = decltype(cute::make_tensor(cute::make_smem_ptr(static_cast<Element*>(nullptr)),
+                                           typename Config::SmemLayoutVHead{}));
+  using FragmentV = OperandFragment<Side::kB, Operand::kPlain, typename Config::MmaSdP, TileV>;
   std::conditional_t<Config::kVInRegisters, FragmentV, std::tuple<>> v_operand;
 
   __device__ __forceinline__ BwdMainloop(const Flash_bwd_params& params_, const BwdWorkTile& tile_, int stages_,
@@ -218,19 +219,17 @@ struct BwdMainloop {
   }
 
   __device__ __forceinline__ void add_dv(int stage) {
-    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, transposed(smem_p()),
-                                                          transposed(smem_do(stage)));
+    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dv, smem_p(), smem_do(stage));
   }
   __device__ __forceinline__ void add_dk(int stage) {
-    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, transposed(smem_ds()),
-                                                          transposed(smem_q(stage)));
+    gemm_smem<Operand::kTransposed, Operand::kTransposed>(typename Config::MmaDkv{}, acc_dk, smem_ds(), smem_q(stage));
   }
   __device__ __forceinline__ void add_dq(const QStep& at) {
     using namespace cute;
     const int peeked = is_deterministic() ? dq_semaphore_peek(params.dq_semaphore_ptr + dq_tile_index(at)) : 0;
     AccDq acc_dq;
     clear(acc_dq);
-    gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), transposed(smem_k()));
+    gemm_smem<Operand::kPlain, Operand::kTransposed>(typename Config::MmaDq{}, acc_dq, smem_ds(), smem_k());
     reduce_dq_tile(at, peeked, acc_dq);
   }
 

@@ -6,6 +6,7 @@
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/row_store.h"
 #include "kernels/sm80/fwd_mainloop.h"
+#include "kernels/sm80/stage_accumulator.h"
 
 namespace flash {
 namespace sm80 {

@@ -188,7 +188,7 @@ struct FwdMainloop {
     }
     const auto probabilities = convert<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), a_operand_layout(probabilities.layout()));  // (MMA, MMA_M, MMA_N)
-    gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, transposed(smem_v()));
+    gemm_registers<Operand::kTransposed>(TiledMma{}, acc_o, tOrP, smem_v());
   }
 };
 

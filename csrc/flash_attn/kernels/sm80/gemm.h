@@ -2,62 +2,100 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "kernels/common/accumulator.h"
+#include "kernels/sm80/operand_layouts.h"
+#include "kernels/sm80/warp_ops.h"
 
 namespace flash {
 namespace sm80 {
 
-// kPlain: the tile is stored (rows, k), as the MMA needs it. kTransposed: it is stored (k, rows) and passed as its
-// (rows, k) view.
+// Which operand of an MMA, and how its tile is stored: kPlain (rows, k), as the MMA needs it, kTransposed (k, rows).
+enum class Side { kA, kB };
 enum class Operand { kPlain, kTransposed };
 
-template <class Element, Operand kOperand>
-using LdMatrix = std::conditional_t<kOperand == Operand::kPlain, cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>,
-                                    cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>>;
+// An operand in shared memory as the 16 x 16 squares that ldmatrix.x4 loads. A warp's squares are those of kBands bands
+// of 16 rows of the operand, kWarps * 16 rows apart, and of kSlices slices of 16 k. Addresses are plain arithmetic: the
+// types of CuTe's tiled copies take most of a kernel's compile time.
+template <Side kSide, Operand kOperand, class Mma, class Tile>
+struct OperandSquares {
+  using Element = typename Tile::value_type;
+  using Layout = typename Tile::layout_type;
+  using Threads = typename Mma::ThrLayoutVMNK;
+  static constexpr bool kPlain = kOperand == Operand::kPlain;
+  static constexpr int kRows = decltype(cute::size<0>(Layout{}))::value;  // as stored
+  static constexpr int kCols = decltype(cute::size<1>(Layout{}))::value;
+  static constexpr int kWarpsM = decltype(cute::size<1>(Threads{}))::value;
+  static constexpr int kWarps = kSide == Side::kA ? kWarpsM : decltype(cute::size<2>(Threads{}))::value;
+  static constexpr int kBandStep = 16 * kWarps;
+  static constexpr int kBands = (kPlain ? kRows : kCols) / kBandStep;
+  static constexpr int kSlices = (kPlain ? kCols : kRows) / 16;
+  static constexpr bool kSwizzled = std::is_same_v<Layout, SwizzledTile<kRows, kCols>>;
+  static constexpr int kAtomCols = swizzle_atom_cols(kCols);
+  static constexpr int kBytes = static_cast<int>(sizeof(Element));
+  static_assert((kWarps & (kWarps - 1)) == 0, "columns of a lane and of a square have no bits in common");
 
-// The (cols, rows) view of a (rows, cols) tile in shared memory.
-template <class Tensor>
-__device__ __forceinline__ auto transposed(const Tensor& tile) {
-  using namespace cute;
-  constexpr auto rows = size<0>(typename Tensor::layout_type{});
-  constexpr auto cols = size<1>(typename Tensor::layout_type{});
-  return make_tensor(tile.data(), composition(tile.layout(), make_layout(make_shape(cols, rows), GenRowMajor{})));
-}
+  // In registers: ((2, 2, 2), MMA_M, MMA_K) or ((2, 2), MMA_N, MMA_K).
+  using FragmentLayout = std::conditional_t<
+      kSide == Side::kA,
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<kBands>, cute::Int<kSlices>>>,
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<2 * kBands>, cute::Int<kSlices>>>>;
 
-// The register fragment of an operand, from an unswizzled layout of the same shape: swizzles do not apply to registers.
-template <class Mma, class Smem>
-__device__ __forceinline__ auto a_fragment(const Mma& mma, const Smem& smem) {
-  using namespace cute;
-  return mma.get_thread_slice(threadIdx.x).partition_fragment_A(make_tensor(smem.data(), make_layout(shape(smem))));
-}
+  const char* data;
+  int row, col;  // of the 16-byte vector that this lane passes to ldmatrix in band 0, slice 0
+  int offset;    // of it, in bytes
 
-template <class Mma, class Smem>
-__device__ __forceinline__ auto b_fragment(const Mma& mma, const Smem& smem) {
-  using namespace cute;
-  return mma.get_thread_slice(threadIdx.x).partition_fragment_B(make_tensor(smem.data(), make_layout(shape(smem))));
-}
+  CUTE_HOST_DEVICE OperandSquares(const Tile& tile, int thread)
+      : data(reinterpret_cast<const char*>(cute::raw_pointer_cast(tile.data()))) {
+    const int lane = thread % 32, warp = thread / 32;
+    const int band = kWarps == 1 ? 0 : kSide == Side::kA ? warp % kWarpsM : warp / kWarpsM;
+    constexpr bool kRowsFirst = (kSide == Side::kA) == kPlain;  // the second 8 x 8 matrix lies below the first
+    row = kRowsFirst ? lane % 16 : lane / 16 * 8 + lane % 8;
+    col = kRowsFirst ? lane / 16 * 8 : lane / 8 % 2 * 8;
+    const int swizzle = row * kAtomCols / 64 % (kAtomCols / 8) * 8 * kBytes;
+    (kPlain ? row : col) += 16 * band;
+    offset = (col / kAtomCols * kRows * kAtomCols + row * kAtomCols + col % kAtomCols) * kBytes ^ swizzle;
+  }
 
-// A function of k that loads k-slice k of an A operand (M, K) in shared memory into its fragment.
-template <Operand kA, class Mma, class Fragment, class A>
-__device__ __forceinline__ auto a_loader(const Mma& mma, Fragment& tCrA, const A& a) {
-  using namespace cute;
-  const LdMatrix<typename A::value_type, kA> load;
-  const auto copy_a = make_tiled_copy_A(load, mma).get_thread_slice(threadIdx.x);
-  return [load, from = copy_a.partition_S(a), to = copy_a.retile_D(tCrA)](int k) mutable {
-    copy(load, from(_, _, k), to(_, _, k));
-  };
-}
+  CUTE_HOST_DEVICE const void* square(int band, int slice) const {
+    const int rows = kPlain ? band * kBandStep : slice * 16, cols = kPlain ? slice * 16 : band * kBandStep;
+    if constexpr (kSwizzled) {
+      const int atom_row = cols / kAtomCols * kRows + rows;
+      return data + (offset ^ cols % kAtomCols * kBytes) + atom_row * kAtomCols * kBytes;
+    } else {
+      return data + Layout{}(row + rows, col + cols) * kBytes;
+    }
+  }
 
-// The same of a B operand (N, K).
-template <Operand kB, class Mma, class Fragment, class B>
-__device__ __forceinline__ auto b_loader(const Mma& mma, Fragment& tCrB, const B& b) {
-  using namespace cute;
-  const LdMatrix<typename B::value_type, kB> load;
-  const auto copy_b = make_tiled_copy_B(load, mma).get_thread_slice(threadIdx.x);
-  return [load, from = copy_b.partition_S(b), to = copy_b.retile_D(tCrB)](int k) mutable {
-    copy(load, from(_, _, k), to(_, _, k));
-  };
+  template <class Fragment>
+  __device__ __forceinline__ void load(Fragment& fragment, int slice) const {
+    static_assert(std::is_same_v<typename Fragment::layout_type, FragmentLayout>, "the registers of a square in a row");
+    auto* const registers = reinterpret_cast<uint32_t (*)[4]>(cute::raw_pointer_cast(fragment.data()));
+#pragma unroll
+    for (int band = 0; band < kBands; ++band) {
+      uint32_t (&to)[4] = registers[band + kBands * slice];
+      if constexpr (kPlain) {
+        load_matrices(to, square(band, slice));
+      } else {
+        load_matrices_transposed(to, square(band, slice));
+      }
+    }
+  }
+};
+
+// The register fragment of an operand.
+template <Side kSide, Operand kOperand, class Mma, class Tile>
+using OperandFragment = decltype(cute::make_tensor<typename Tile::value_type>(
+    typename OperandSquares<kSide, kOperand, Mma, Tile>::FragmentLayout{}));
+
+// A function of k that loads k-slice k of an operand in shared memory into its fragment.
+template <Side kSide, Operand kOperand, class Mma, class Fragment, class Tile>
+__device__ __forceinline__ auto operand_loader(const Mma&, Fragment& fragment, const Tile& tile) {
+  OperandSquares<kSide, kOperand, Mma, Tile> squares(tile, threadIdx.x);
+  // Or the compiler computes all XORs of a loop ahead of it, and spills.
+  if constexpr (kOperand == Operand::kPlain) asm volatile("" : "+r"(squares.offset));
+  return [&fragment, squares](int k) { squares.load(fragment, k); };
 }
 
 // acc += A B^T of fragments (MMA, MMA_M, MMA_K) and (MMA, MMA_N, MMA_K); load(k): their k-slice k.
@@ -73,13 +111,13 @@ __device__ __forceinline__ void gemm_slices(const Mma& mma, Acc& acc, const A& t
   }
 }
 
-// acc (M, N) += a (M, K) b (N, K)^T, both in shared memory.
+// acc (M, N) += a (M, K) b (N, K)^T, both in shared memory, stored as kA and kB say.
 template <Operand kA, Operand kB, class Mma, class Acc, class A, class B>
 __device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, const B& b) {
-  auto tCrA = a_fragment(mma, a);
-  auto tCrB = b_fragment(mma, b);
-  auto load_a = a_loader<kA>(mma, tCrA, a);
-  auto load_b = b_loader<kB>(mma, tCrB, b);
+  OperandFragment<Side::kA, kA, Mma, A> tCrA;
+  OperandFragment<Side::kB, kB, Mma, B> tCrB;
+  auto load_a = operand_loader<Side::kA, kA>(mma, tCrA, a);
+  auto load_b = operand_loader<Side::kB, kB>(mma, tCrB, b);
   gemm_slices(mma, acc, tCrA, tCrB, [&](int k) {
     load_a(k);
     load_b(k);
@@ -89,8 +127,8 @@ __device__ __forceinline__ void gemm_smem(const Mma& mma, Acc& acc, const A& a, 
 // The same with a in registers, laid out as an A operand.
 template <Operand kB, class Mma, class Acc, class A, class B>
 __device__ __forceinline__ void gemm_registers(const Mma& mma, Acc& acc, const A& tCrA, const B& b) {
-  auto tCrB = b_fragment(mma, b);
-  gemm_slices(mma, acc, tCrA, tCrB, b_loader<kB>(mma, tCrB, b));
+  OperandFragment<Side::kB, kB, Mma, B> tCrB;
+  gemm_slices(mma, acc, tCrA, tCrB, operand_loader<Side::kB, kB>(mma, tCrB, b));
 }
 
 // gemm_smem() where the first k-slices of b, or all of them, are in registers as well: laid out as a B operand.
@@ -98,12 +136,12 @@ template <Operand kA, Operand kB, class Mma, class Acc, class A, class Head, cla
 __device__ __forceinline__ void gemm_b_head(const Mma& mma, Acc& acc, const A& a, const Head& head, const B& b) {
   using namespace cute;
   constexpr int kHeadSlices = decltype(size<2>(head))::value;
-  auto tCrA = a_fragment(mma, a);
-  auto tCrB = b_fragment(mma, b);
+  OperandFragment<Side::kA, kA, Mma, A> tCrA;
+  OperandFragment<Side::kB, kB, Mma, B> tCrB;
 #pragma unroll
   for (int k = 0; k < kHeadSlices; ++k) copy(head(_, _, k), tCrB(_, _, k));
-  auto load_a = a_loader<kA>(mma, tCrA, a);
-  auto load_b = b_loader<kB>(mma, tCrB, b);
+  auto load_a = operand_loader<Side::kA, kA>(mma, tCrA, a);
+  auto load_b = operand_loader<Side::kB, kB>(mma, tCrB, b);
   gemm_slices(mma, acc, tCrA, tCrB, [&](int k) {
     load_a(k);
     if (k >= kHeadSlices) load_b(k);
@@ -113,7 +151,7 @@ __device__ __forceinline__ void gemm_b_head(const Mma& mma, Acc& acc, const A& a
 // A whole B operand (N, K) from shared memory into its registers.
 template <Operand kB, class Mma, class Fragment, class B>
 __device__ __forceinline__ void load_b(const Mma& mma, Fragment& tCrB, const B& b) {
-  auto load = b_loader<kB>(mma, tCrB, b);
+  auto load = operand_loader<Side::kB, kB>(mma, tCrB, b);
 #pragma unroll
   for (int k = 0; k < decltype(cute::size<2>(tCrB))::value; ++k) load(k);
 }
