@@ -73,6 +73,10 @@ CASES = (
     Case(4, 300, 300, 24, 24, 192, "bfloat16", causal=True, kind="padded"),
     Case(2, 300, 200, 32, 32, 128, "float16", causal=True, dropout=0.2, kind="packed"),
     Case(2, 300, 200, 32, 8, 256, "bfloat16", causal=True, sinks=True),
+    # So many short sequences that the backward has two passes.
+    Case(4, 200, 230, 50, 25, 128, "bfloat16", causal=True),
+    Case(4, 210, 150, 50, 50, 128, "float16", window=(70, 40)),
+    Case(5, 200, 200, 50, 50, 96, "bfloat16", causal=True, kind="packed", sinks=True),
 )
 HEAD_DIMS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0))  # of q and k, of v
 # By a family that is forced, with its backward; fp16 and bf16, causal and full, deterministic and not alternate.
