@@ -35,7 +35,8 @@ EARLIER = {
     "26a87beef817": "h200_fwd_peers",
     "e387f151eaf0": "h200_fwd_bwd",
     "9f7547e79f01": "h200_train_char_lm",
-    "d180db60e1d3": "h100_sdpa_step, h100_decode_8bit",
+    "d180db60e1d3": "h100_sdpa_step",
+    "1131a20e180e": "h100_fp8_forward",
 }
 # Results that do not know their commit: of a peer that is no longer installed, and of before the commit was written.
 WITHOUT_COMMIT = {"h200_decode_fa3", "h200_minimal"}

@@ -201,7 +201,13 @@ void check_two_passes() {
     problem.seqlen_q = problem.seqlen_k = kShort * problem.batch;
   };
   check::that(has_pass(kShort, 128, packed), "packed sequences count with their mean length");
-  check::that(has_pass(kShort, 128, [](BwdProblem& problem) { problem.deterministic = true; }), "deterministic");
+  constexpr int64_t kOrdered = flash::plan::kOrderedTwoPassKeys;
+  const auto ordered = [](BwdProblem& problem) {
+    problem.window = kCausal;
+    problem.deterministic = true;
+  };
+  check::that(has_pass(kOrdered, 128, ordered) && !has_pass(kOrdered + 1, 128, ordered), "deterministic");
+  check::that(has_pass(kShort, 128, [](BwdProblem& problem) { problem.deterministic = true; }), "deterministic, full");
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.has_dropout = true; }), "dropout");
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.accumulates_dkv = true; }), "sums");
   check::that(!has_pass(kShort, 128, [](BwdProblem& problem) { problem.batch_invariant = true; }), "batch-invariant");

@@ -118,9 +118,10 @@ constexpr bool prefers_dq_in_smem(const BwdProblem& problem, const Device& devic
 // and to convert: where sequences are short and many, since each pass has a last wave of its own. Other bits than those
 // of one pass: batch-invariant calls have one way, as calls that share a sum of dQ, and no other number of
 // multiprocessors chooses another. Packed sequences count with their mean length.
-constexpr int kTwoPassKeys = 512;         // at most, in a sequence
-constexpr int kCausalTwoPassKeys = 1024;  // the same where a mask hides later keys
-constexpr int kTwoPassMBlocks = 384;      // of 128 rows, at least: three waves of most Hopper GPUs
+constexpr int kTwoPassKeys = 512;          // at most, in a sequence
+constexpr int kCausalTwoPassKeys = 1024;   // the same where a mask hides later keys
+constexpr int kOrderedTwoPassKeys = 2048;  // the same in deterministic mode, whose one pass adds in order
+constexpr int kTwoPassMBlocks = 384;       // of 128 rows, at least: three waves of most Hopper GPUs
 
 constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   if (problem.batch_invariant || !problem.is_plain() || problem.accumulates_dkv) return false;
@@ -131,7 +132,8 @@ constexpr bool prefers_dq_pass(const BwdProblem& problem) {
   const int64_t keys = problem.seqlen_k / sequences, rows = problem.seqlen_q / sequences;
   const int64_t m_blocks = problem.batch * problem.heads * ((rows + kSm90DqBlockM - 1) / kSm90DqBlockM);
   if (m_blocks < kTwoPassMBlocks) return false;
-  return keys <= (problem.window.may_mask_right() ? kCausalTwoPassKeys : kTwoPassKeys);
+  if (!problem.window.may_mask_right()) return keys <= kTwoPassKeys;
+  return keys <= (problem.deterministic ? kOrderedTwoPassKeys : kCausalTwoPassKeys);
 }
 
 // `block_n`: keys of a CTA.
