@@ -145,32 +145,32 @@ def new_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
 
 
-def result_sums(tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+def result_sums(tables: PassTables, q: Tensor, v: Tensor, sinks):
     """What takes the results of a forward's calls: each row has one, or few, or many."""
     if tables.slots <= 1:
-        return _WholeRows(tables, q, v, sinks, options)
+        return _WholeRows(tables, q, v, sinks)
     if tables.slots <= _MOST_SLOTS and (sinks is None or tables.begins_whole):
-        return _Parts(tables, q, v, sinks, options)
-    return PartialSums(q, v, sinks, options)
+        return _Parts(tables, q, v, sinks)
+    return PartialSums(q, v, sinks)
 
 
 class _WholeRows:
     """out and LSE of rows that one call each computes."""
 
-    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
-        self._sinks, self._options = sinks, options
+    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks):
+        self._sinks = sinks
         self._is_one_call = sum(len(step.calls) for step in tables.steps) == 1
         if not self._is_one_call:
             self._out = q.new_empty((*q.shape[:2], v.shape[2]))
             self._lse = torch.empty(q.shape[1], q.shape[0], dtype=sum_dtype(q.dtype), device=q.device)
 
-    def compute(self, call: PlacedCall, q, k, v) -> None:
+    def compute(self, call: PlacedCall, q, k, v, options: Options) -> None:
         table = call.table
         if self._is_one_call:
-            self._out, self._lse = forward_call(table, q, k, v, self._options, self._sinks)
+            self._out, self._lse = forward_call(table, q, k, v, options, self._sinks)
             return
         own = _rows(self._out, table.q0, table.q1)
-        self._lse[:, table.q0 : table.q1] = forward_call(table, q, k, v, self._options, self._sinks, out=own)[1]
+        self._lse[:, table.q0 : table.q1] = forward_call(table, q, k, v, options, self._sinks, out=own)[1]
 
     def result(self):
         return self._out, self._lse
@@ -179,17 +179,17 @@ class _WholeRows:
 class _Parts:
     """out and LSE of rows of which each call saw some keys: kept in as many slots as overlap, then combined at once."""
 
-    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks, options: Options):
+    def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks):
         self._sinks = sinks  # one more key of every row: of the first call
-        self._options, self._dtype, exact = options, q.dtype, sum_dtype(q.dtype)
+        self._dtype, exact = q.dtype, sum_dtype(q.dtype)
         shape = (tables.slots, *q.shape[:2], v.shape[2])
         self._out = torch.empty(shape, dtype=_part_dtype(q), device=q.device)
         self._lse = torch.full((tables.slots, q.shape[1], q.shape[0]), -math.inf, dtype=exact, device=q.device)
 
-    def compute(self, call: PlacedCall, q, k, v) -> None:
+    def compute(self, call: PlacedCall, q, k, v, options: Options) -> None:
         table = call.table
         own = _rows(self._out[call.slot], table.q0, table.q1)
-        _, lse = forward_call(table, q, k, v, self._options, self._sinks, is_partial=True, out=own)
+        _, lse = forward_call(table, q, k, v, options, self._sinks, is_partial=True, out=own)
         self._sinks = None
         self._lse[call.slot, :, table.q0 : table.q1] = lse
 
@@ -202,15 +202,15 @@ class _Parts:
 class PartialSums:
     """out and LSE of rows of which each call saw some keys, combined in the order of the calls."""
 
-    def __init__(self, q: Tensor, v: Tensor, sinks, options: Options):
+    def __init__(self, q: Tensor, v: Tensor, sinks):
         dtype = sum_dtype(q.dtype)
-        self._sinks, self._options, self._dtype = sinks, options, q.dtype
+        self._sinks, self._dtype = sinks, q.dtype
         self.out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
         self.lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
         self._is_empty = True
 
-    def compute(self, call: PlacedCall, q, k, v) -> None:
-        part = forward_call(call.table, q, k, v, self._options, is_partial=True)
+    def compute(self, call: PlacedCall, q, k, v, options: Options) -> None:
+        part = forward_call(call.table, q, k, v, options, is_partial=True)
         self.add(slice(call.table.q0, call.table.q1), *part)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:

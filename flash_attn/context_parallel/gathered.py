@@ -24,12 +24,21 @@ from flash_attn.context_parallel.tables import PassTables
 def forward(plan, method, batch, q, k, v, sinks, options: Options):
     """out and LSE (heads, rows) of this rank's queries."""
     tables = plan.tables(method, options.window, options.has_exact_positions, batch, q.device)
-    sums = result_sums(tables, q, v, sinks, options)
+    sums = result_sums(tables, q, v, sinks)
+    beside = _beside_messages(plan, tables, options)
     for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
         for call in step.calls:
-            sums.compute(call, q, step_k, step_v)
+            sums.compute(call, q, step_k, step_v, options if step is tables.steps[-1] else beside)
         del step_k, step_v  # before the keys after the next are asked for: two buffers, not three
     return sums.result()
+
+
+def _beside_messages(plan, tables: PassTables, options: Options) -> Options:
+    """Of the calls ahead of the last step: they leave multiprocessors to the messages, for which other ranks wait,
+    where that costs less than a message takes."""
+    if not tables.begins_short:
+        return options
+    return options._replace(sm_margin=max(options.sm_margin, plan.transport.multiprocessors))
 
 
 def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Options):
@@ -69,15 +78,21 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
 def _only_call(tables: PassTables):
     """The call of a rank that neither sends nor receives anything, if it has one alone."""
     calls = [call for step in tables.steps for call in step.calls]
-    moves = any(any(moves.sends or moves.receives for moves in (step.keys, *step.rounds)) for step in tables.steps)
+    moves = any(
+        step.pushes or any(moves.sends or moves.receives for moves in (step.keys, *step.rounds))
+        for step in tables.steps
+    )
     return calls[0] if len(calls) == 1 and not moves and not tables.late else None
 
 
 def _overlapped(plan, tables: PassTables, tensors):
     """(step, its keys and values), those of the next step requested before."""
-    fetched = Fetched(plan, tables.steps[0], tensors)
+    sent = [fetched := Fetched(plan, tables.steps[0], tensors)]
     for step, following in zip(tables.steps, (*tables.steps[1:], None)):
         current = fetched.wait()
-        fetched = None if following is None else Fetched(plan, following, tensors)
+        if following is not None:
+            sent.append(fetched := Fetched(plan, following, tensors))
         yield step, current
         del current
+    for fetched in sent:
+        fetched.finish()

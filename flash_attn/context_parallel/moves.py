@@ -33,7 +33,19 @@ class Fetched:
     """The keys and values of a step, under way."""
 
     def __init__(self, plan, step: StepTables, tensors):
-        self._buffers, self._pending, self._targets, self._sources = tensors, None, [], []
+        self._buffers, self._pending, self._pushed, self._targets, self._sources = tensors, None, None, [], []
+        if step.pushes is not None:
+            self._pushed = plan.transport.push(tensors, step.key_rows, step.pushes.most_rows, step.pushes.pieces)
+            if not step.is_local:
+                self._buffers = self._pushed.buffers
+        else:
+            self._exchange(plan, step, tensors)
+        rows, keys = step.own
+        if rows:
+            targets = [view for x in self._buffers for view in _views(x, keys)]
+            torch._foreach_copy_(targets, [view for x in tensors for view in _views(x, rows)])
+
+    def _exchange(self, plan, step: StepTables, tensors):
         if not step.is_local:
             self._buffers = [plan.transport.buffer(x, (step.key_rows, *x.shape[1:])) for x in tensors]
         sends = [(peer, _packed(x, ranges)) for peer, ranges in step.keys.sends for x in tensors]
@@ -41,10 +53,6 @@ class Fetched:
         receives = [(peer, self._arrival(x, ranges, plan)) for peer, x, ranges in arriving]
         if sends or receives:
             self._pending = plan.transport.exchange(sends, receives)
-        rows, keys = step.own
-        if rows:
-            targets = [view for x in self._buffers for view in _views(x, keys)]
-            torch._foreach_copy_(targets, [view for x in tensors for view in _views(x, rows)])
 
     def _arrival(self, buffer: Tensor, ranges: Ranges, plan) -> Tensor:
         """Where a message arrives: in its place, where that is one."""
@@ -56,11 +64,20 @@ class Fetched:
         return arrived
 
     def wait(self):
+        if self._pushed is not None:
+            self._pushed.wait()
         if self._pending is not None:
             self._pending.wait()
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        return self._buffers
+        buffers = self._buffers
+        self._buffers = self._pending = self._targets = self._sources = None  # memory that need not live until finish()
+        return buffers
+
+    def finish(self) -> None:
+        """After it the tensors whose rows were sent may be written to."""
+        if self._pushed is not None:
+            self._pushed.finish()
 
 
 class Returned:

@@ -20,7 +20,7 @@ from flash_attn.context_parallel.layouts import (
     segments,
 )
 from flash_attn.context_parallel.schedule import METHODS, Layout
-from flash_attn.context_parallel.tables import CallTable, PassTables, pass_tables, whole_table
+from flash_attn.context_parallel.tables import CallTable, PassTables, pass_tables, pushes_of, whole_table
 from flash_attn.context_parallel.transport import transport_of
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.dropout import MASK_COLUMNS
@@ -48,15 +48,15 @@ class CpPlan:
         method: "all_gather", "ring", "ulysses" or "auto".
     """
 
-    def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check):
+    def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check, copies):
         """Use `dense` or `varlen`."""
-        self.transport = transport_of(mesh, group)
+        self.transport = transport_of(mesh, group, arguments.flag("copies", copies))
         self.rank, self.size = self.transport.rank, self.transport.size
         self.is_packed, self.method = is_packed, method
         text, error = "", None
         try:
             self._make(cu_seqlens, layout, causal, window_size, tile)
-            text = repr((is_packed, method, self.cu_seqlens, self.spans))
+            text = repr((is_packed, method, copies, self.cu_seqlens, self.spans))
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
@@ -76,6 +76,7 @@ class CpPlan:
         window_size: WindowSize = (-1, -1),
         tile: int = 128,
         check: str | None = None,
+        copies: bool = False,
     ) -> CpPlan:
         """A batch of sequences of one length: a rank's tensors are (batch, num_tokens, ...).
 
@@ -91,10 +92,12 @@ class CpPlan:
             check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
                 the group has a CPU backend), "plan" the plan and the first call of each kind (the default elsewhere:
                 comparing waits for the GPU), "none" nothing.
+            copies: whether all_gather's keys are copied between the GPUs of one host, where messages would wait for
+                multiprocessors; of a group with NCCL, whose calls then follow each other in one stream.
 
         Raises RuntimeError, TypeError or NotImplementedError on every rank if one has bad arguments or another plan.
         """
-        return cls(seqlen, False, mesh, group, layout, method, causal, window_size, tile, check)
+        return cls(seqlen, False, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
     @classmethod
     def varlen(
@@ -109,6 +112,7 @@ class CpPlan:
         window_size: WindowSize = (-1, -1),
         tile: int = 128,
         check: str | None = None,
+        copies: bool = False,
     ) -> CpPlan:
         """Packed documents of any lengths: a rank's tensors are (num_tokens, ...).
 
@@ -116,7 +120,7 @@ class CpPlan:
             cu_seqlens: (documents + 1,) ascending ints from 0, over all ranks: a sequence or a CPU tensor.
             The others as in `dense`.
         """
-        return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check)
+        return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
     def _make(self, cu_seqlens, layout, causal, window_size, tile):
         for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS))):
@@ -192,8 +196,14 @@ class CpPlan:
         key = (method, window, exact_positions, batch, device, backward, keeps_dq)
         found = self._tables.get(key)
         if found is None:
-            steps = schedule.steps(self._layout, self.rank, method, window, exact_positions, backward, batch == 1)
-            found = self._tables[key] = pass_tables(steps, backward, self.num_tokens, batch, device, keeps_dq)
+            kind = method, window, exact_positions, backward, batch == 1
+            steps, pushes = schedule.steps(self._layout, self.rank, *kind), None
+            if method == "all_gather" and hasattr(self.transport, "push"):
+                all_steps = [schedule.steps(self._layout, rank, *kind) for rank in range(self.size)]
+                most_rows = batch * self.cu_seqlens[-1]
+                pushes = pushes_of(self.rank, all_steps, self.num_tokens, batch, most_rows)
+            found = pass_tables(steps, backward, self.num_tokens, batch, device, keeps_dq, pushes)
+            self._tables[key] = found
         return found
 
     def whole_tables(self, window: Window, batch: int, device: torch.device) -> tuple[CallTable, ...]:

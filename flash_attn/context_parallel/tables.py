@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn.context_parallel.layouts import intersection, joined
 from flash_attn.context_parallel.schedule import Pair, Step, groups
 
+_SHORT = 1 / 4  # of the work: an eighth of the multiprocessors less for it is 3 % of the whole
 DQ_TILE = 64  # rows: where calls with one sum of dq may begin
 
 
@@ -50,6 +51,14 @@ class Moves(NamedTuple):
     receives: tuple[tuple[int, Ranges], ...]
 
 
+class Pushes(NamedTuple):
+    """Rows of all batch entries that a rank writes into others' buffers: ((peer, ((row, row there, count)...))...), and
+    how many rows the buffer of any rank may have."""
+
+    most_rows: int
+    pieces: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+
+
 class PlacedCall(NamedTuple):
     """A call and where its results go.
 
@@ -64,7 +73,7 @@ class PlacedCall(NamedTuple):
 
 class StepTables(NamedTuple):
     """A step: its keys, those of them that this rank has itself (source rows, target rows), its calls, the rounds in
-    which gradients go back."""
+    which gradients go back. pushes: in place of messages of keys, where all ranks have some."""
 
     key_rows: int
     is_local: bool
@@ -72,6 +81,7 @@ class StepTables(NamedTuple):
     own: tuple[Ranges, Ranges]
     calls: tuple[PlacedCall, ...]
     rounds: tuple[Moves, ...]
+    pushes: Pushes | None
 
 
 class DqRows(NamedTuple):
@@ -94,8 +104,9 @@ class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row. dq_rows: of
-    a backward whose calls are over all rows; None: over those alone that they have keys for.
+    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row.
+    begins_short: whether the calls ahead of the last step, beside whose messages they run, are a small part of the work.
+    dq_rows: of a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
 
     steps: tuple[StepTables, ...]
@@ -103,14 +114,15 @@ class PassTables(NamedTuple):
     slots: int
     depth: int
     begins_whole: bool
+    begins_short: bool
     dq_rows: DqRows | None
 
 
 def pass_tables(
-    steps: tuple[Step, ...], backward: bool, own_rows: int, batch: int, device, keeps_dq: bool = False
+    steps: tuple[Step, ...], backward: bool, own_rows: int, batch: int, device, keeps_dq: bool = False, pushes=None
 ) -> PassTables:
     """Of a dense batch every entry has the same pairs; its rows follow those of the entry before. keeps_dq: with
-    dq_rows, where some rows are in several calls and all calls can have them."""
+    dq_rows, where some rows are in several calls and all calls can have them. pushes: None or of each step."""
     found = [_calls(step, backward, own_rows, batch) for step in steps]
     early = _early(found[0]) if backward and any(found[1:]) else len(found[0])
     found = [found[0][:early], *found[1:], found[0][early:]]
@@ -119,9 +131,14 @@ def pass_tables(
     placed = iter(_placed(every, device, dq_rows))
     *made, late = [tuple(next(placed) for _ in calls) for calls in found]
     return PassTables(
-        tuple(_step_tables(step, calls, own_rows, batch) for step, calls in zip(steps, made)), late,
+        tuple(
+            _step_tables(step, calls, own_rows, batch, pushed)
+            for step, calls, pushed in zip(steps, made, pushes or (None,) * len(steps))
+        ),
+        late,
         max((call.slot + 1 for calls in (*made, late) for call in calls), default=0),
-        depth, sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows, dq_rows,
+        depth, sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows,
+        _begins_short(steps, found), dq_rows,
     )  # fmt: skip
 
 
@@ -136,7 +153,45 @@ def _calls(step: Step, backward: bool, own_rows: int, batch: int):
     ]
 
 
-def _step_tables(step: Step, calls, own_rows: int, batch: int) -> StepTables:
+def pushes_of(rank: int, all_steps, own_rows: int, batch: int, most_rows: int) -> tuple[Pushes | None, ...]:
+    """Of each step of a rank. all_steps: those of every rank, in which it is found where its rows arrive."""
+
+    def places(messages, peer, rows):
+        return [
+            (entry * rows + m.start, m.stop - m.start) for entry in range(batch) for m in messages if m.peer == peer
+        ]
+
+    found = []
+    for index, own in enumerate(all_steps[rank]):
+        pieces = []
+        for peer in dict.fromkeys(m.peer for m in own.sends):
+            theirs = all_steps[peer][index]
+            sources, targets = places(own.sends, peer, own_rows), places(theirs.receives, rank, theirs.key_rows)
+            pieces.append((peer, _pieces(sources, targets)))
+        moves = any(steps[index].receives for steps in all_steps)
+        found.append(Pushes(most_rows, tuple(pieces)) if moves and batch else None)
+    return tuple(found)
+
+
+def _pieces(sources, targets) -> tuple[tuple[int, int, int], ...]:
+    """(row, row there, count) of the same rows in the same order on both ranks, however each has divided them."""
+    result: list[tuple[int, int, int]] = []
+    targets = iter(targets)
+    target = room = 0
+    for row, count in sources:
+        while count:
+            if not room:
+                target, room = next(targets)
+            part, last = min(count, room), result[-1] if result else None
+            if last and (last[0] + last[2], last[1] + last[2]) == (row, target):
+                result[-1] = *last[:2], last[2] + part
+            else:
+                result.append((row, target, part))
+            row, target, count, room = row + part, target + part, count - part, room - part
+    return tuple(result)
+
+
+def _step_tables(step: Step, calls, own_rows: int, batch: int, pushes: Pushes | None) -> StepTables:
     def moves(messages, rows):
         peers = dict.fromkeys(m.peer for m in messages) if batch else ()
         return tuple(
@@ -151,6 +206,7 @@ def _step_tables(step: Step, calls, own_rows: int, batch: int) -> StepTables:
         batch * step.key_rows, step.is_local, Moves(moves(step.sends, own_rows), moves(step.receives, step.key_rows)),
         own, tuple(calls),
         tuple(Moves(moves(sends, step.key_rows), moves(received, own_rows)) for sends, received in step.rounds),
+        pushes,
     )  # fmt: skip
 
 
@@ -162,11 +218,21 @@ def _ranges(spans, rows: int, batch: int) -> Ranges:
 
 def _early(calls) -> int:
     """How many of the calls are a third of the work, one at least: keys take half as long as gradients."""
-    work = [sum((pair.q1 - pair.q0) * (pair.k1 - pair.k0) for pair in pairs) for pairs, _ in calls]
+    work = [_work([call]) for call in calls]
     count = min(1, len(calls))
     while count < len(calls) and 3 * sum(work[:count]) < sum(work):
         count += 1
     return count
+
+
+def _begins_short(steps: tuple[Step, ...], found) -> bool:
+    """Without messages nothing is gained, however short."""
+    work = [_work(calls) for calls in found]
+    return any(step.sends or step.receives for step in steps) and sum(work[: len(steps) - 1]) <= _SHORT * sum(work)
+
+
+def _work(calls) -> int:
+    return sum((pair.q1 - pair.q0) * (pair.k1 - pair.k0) for pairs, _ in calls for pair in pairs)
 
 
 def _dq_rows(calls, rows: int, device) -> DqRows | None:

@@ -1,7 +1,8 @@
 """How ranks reach each other: point-to-point messages and a small all-gather of a process group.
 
 No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
-`checks_on_host`, `connect`, `buffer`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
+`checks_on_host`, `multiprocessors`, which its messages take, `connect`, `buffer`, `exchange` and `all_gather_ints`;
+`local_group` has another one, of threads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Pending:
 
 class GroupTransport:
     """A process group of torch.distributed."""
+
+    multiprocessors = 16  # NCCL's thread blocks for a peer
 
     def __init__(self, group):
         self.group = group
@@ -69,14 +72,17 @@ class GroupTransport:
         return torch.stack(all_values).tolist()
 
 
-def transport_of(mesh, group):
-    """The communicator of a one-dimensional DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks."""
+def transport_of(mesh, group, copies: bool = False):
+    """The communicator of a one-dimensional DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks.
+
+    copies: one that reaches the other ranks' memory; a group has one for all plans.
+    """
     if mesh is not None and group is not None:
         raise TypeError("group: expected None, for mesh is given, got both")
     if mesh is not None:
         if getattr(mesh, "ndim", None) != 1:
             raise NotImplementedError(f"mesh: expected a DeviceMesh of one dimension, got {mesh!r}")
-        return GroupTransport(mesh.get_group())
+        return _of_group(mesh.get_group(), copies)
     if hasattr(group, "all_gather_ints"):
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -85,4 +91,12 @@ def transport_of(mesh, group):
         group = dist.group.WORLD
     if dist.get_rank(group) < 0:
         raise RuntimeError("group: expected a group that this rank belongs to, got another")
-    return GroupTransport(group)
+    return _of_group(group, copies)
+
+
+def _of_group(group, copies: bool):
+    if not copies:
+        return GroupTransport(group)
+    from flash_attn.context_parallel.copies import CopyTransport
+
+    return CopyTransport.of(group)

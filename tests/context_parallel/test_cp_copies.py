@@ -1,0 +1,167 @@
+"""Keys that ranks write into each other's buffers: ranks are threads with a slot protocol like that of GPUs; and the
+kernels' multiprocessors while messages are under way."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from cases import Case
+from cp_harness import check_result, run_rank, self_attention
+
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, gathered
+from flash_attn.context_parallel.copies import Arriving
+from flash_attn.context_parallel.layouts import LAYOUTS, layout_spans
+from flash_attn.context_parallel.local_group import LocalRank
+from flash_attn.context_parallel.schedule import Layout, steps
+from flash_attn.context_parallel.tables import pushes_of
+
+SLOTS = 2
+
+
+class Shared:
+    """Memory that all ranks reach, with a word for each slot and pair of ranks."""
+
+    def __init__(self):
+        self.lock, self.buffers, self.words = threading.Condition(), {}, set()
+
+    def buffer(self, rank, slot, index, rows, like):
+        key = rank, slot, index, rows, like.shape[1:], like.dtype
+        with self.lock:
+            if key not in self.buffers:
+                self.buffers[key] = like.new_full((rows, *like.shape[1:]), float("nan"))
+            return self.buffers[key]
+
+
+class PushingRank(LocalRank):
+    def __init__(self, rank: LocalRank, shared: Shared):
+        super().__init__(rank._links, rank.rank)
+        self.shared, self.passes, self.unfinished = shared, 0, 0
+
+    def push(self, tensors, key_rows, most_rows, pieces):
+        slot, shared = self.passes % SLOTS, self.shared
+        self.passes += 1
+        self.unfinished += 1
+        rows_of = dict(pieces)
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            for index, x in enumerate(tensors):
+                there = shared.buffer(peer, slot, index, most_rows, x)
+                for row, target, count in rows_of.get(peer, ()):
+                    there[target : target + count] = x[row : row + count]
+            with shared.lock:
+                assert (peer, slot, self.rank) not in shared.words  # has been read
+                shared.words.add((peer, slot, self.rank))
+                shared.lock.notify_all()
+        buffers = [shared.buffer(self.rank, slot, i, most_rows, x)[:key_rows] for i, x in enumerate(tensors)]
+        return Arriving(buffers, lambda: self.wait(slot), self.finish)
+
+    def wait(self, slot):
+        words = {(self.rank, slot, peer) for peer in range(self.size) if peer != self.rank}
+        with self.shared.lock:
+            assert self.shared.lock.wait_for(lambda: words <= self.shared.words, timeout=30)
+            self.shared.words -= words
+
+    def finish(self):
+        self.unfinished -= 1
+
+
+def with_copies(size, function):
+    shared = Shared()
+    return LocalGroup(size).run(lambda rank: function(PushingRank(rank, shared)))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (9, 0)}, {}], ids=str)
+def test_results_are_those_of_messages(device, layout, ranks, options):
+    whole = [torch.randn(2, 130, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+
+    def run(rank):
+        plan = CpPlan.dense(130, group=rank, layout=layout, method="all_gather", tile=4)
+        found = []
+        for _ in range(3):  # layers
+            *own, dout = (plan.shard(x, 1).requires_grad_() for x in whole)
+            out = flash_attn_cp_func(*own, plan=plan, **options)
+            found += [out.detach(), *torch.autograd.grad(out, own, dout.detach())]
+        assert getattr(rank, "unfinished", 0) == 0
+        return found
+
+    for ours, theirs in zip(with_copies(ranks, run), LocalGroup(ranks).run(run)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_packed_documents(device, dropout):
+    case = Case(3, 37, 37, 4, 2, 16, "float64", causal=True, kind="packed", dropout=dropout)
+    problem, weights = self_attention(case, device)
+    results = with_copies(3, lambda rank: run_rank(problem, weights, rank, method="all_gather"))
+    check_result(problem, weights, results[0])
+
+
+def test_rows_arrive_where_their_reader_has_them():
+    for _ in range(200):
+        cu = (0, *sorted(random.sample(range(1, 200), random.randint(1, 5))))
+        ranks, batch = random.choice((2, 3, 5)), random.choice((1, 2))
+        layout = Layout(layout_spans(random.choice(LAYOUTS), cu, ranks, random.choice((1, 4)), (None, 0)), cu)
+        window, backward = random.choice(((None, 0), (None, None), (7, 0))), random.choice((False, True))
+        every = [steps(layout, rank, "all_gather", window, False, backward, batch == 1) for rank in range(ranks)]
+        pushed = [pushes_of(rank, every, layout.tokens_of(rank), batch, batch * cu[-1]) for rank in range(ranks)]
+        for index in range(len(every[0])):
+            for rank, own in enumerate(step[index] for step in every):
+                rows = {}
+                for peer in range(ranks):
+                    pushes = pushed[peer][index]
+                    for row, target, count in dict(pushes.pieces).get(rank, ()) if pushes else ():
+                        rows.update({target + i: (peer, row + i) for i in range(count)})
+                expected, sent = {}, {peer: [] for peer in range(ranks)}
+                for peer in range(ranks):
+                    for entry in range(batch):
+                        base = entry * layout.tokens_of(peer)
+                        for m in every[peer][index].sends:
+                            if m.peer == rank:
+                                sent[peer] += range(base + m.start, base + m.stop)
+                for peer in range(ranks):
+                    arrive = [
+                        entry * own.key_rows + row
+                        for entry in range(batch)
+                        for m in own.receives
+                        if m.peer == peer
+                        for row in range(m.start, m.stop)
+                    ]
+                    expected.update(zip(arrive, ((peer, row) for row in sent[peer])))
+                assert rows == expected
+
+
+class Greedy(LocalRank):
+    multiprocessors = 16
+
+
+@pytest.mark.devices("cpu")
+def test_short_calls_leave_multiprocessors_to_messages(device, monkeypatch):
+    """Of two ranks the first computes an eighth of its work beside messages, in all_gather; half of it in a ring."""
+    margins = {}
+
+    def call(table, q, k, v, options, *args, **named):
+        margins.setdefault(threading.get_ident(), []).append(options.sm_margin)
+        return forward_call(table, q, k, v, options, *args, **named)
+
+    forward_call = gathered.result_sums.__globals__["forward_call"]
+    monkeypatch.setitem(gathered.result_sums.__globals__, "forward_call", call)
+
+    def run(rank, method, sm_margin):
+        plan = CpPlan.dense(64, group=Greedy(rank._links, rank.rank), method=method)
+        q = torch.randn(1, plan.num_tokens, 2, 8)
+        flash_attn_cp_func(q, q, q, plan=plan, causal=True, sm_margin=sm_margin)
+        return margins.pop(threading.get_ident())
+
+    def found(method, sm_margin=0):
+        return LocalGroup(2).run(lambda rank: run(rank, method, sm_margin))
+
+    assert found("all_gather") == [[16, 0], [0]] and found("all_gather", 20) == [[20, 20], [20]]
+    assert found("ring") == [[0, 0], [0, 0]]
