@@ -54,8 +54,10 @@ def parse(arguments=None):
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens over all ranks")
     parser.add_argument("--problems", nargs="+", default=["causal", "window", "packed"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument("--rounds", type=int, default=7, help="at most, of each row; fewer where they take long")
+    parser.add_argument("--row-seconds", type=float, default=MOST_SECONDS, help="of a row's rounds, of which 2 are run")
     parser.add_argument("--seconds", type=float, default=480, help="rows that would start later are left out")
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--plot", type=Path)
@@ -126,9 +128,9 @@ def calls(function, q, k, v, dout):
 class Ranks:
     """What ranks do together beside attention: they meet on the host, and take the slowest one's time."""
 
-    def __init__(self, device, rounds: int):
+    def __init__(self, device, rounds: int, most_seconds: float = MOST_SECONDS):
         self.device, self.size, self.rank = device, dist.get_world_size(), dist.get_rank()
-        self.rounds = rounds
+        self.rounds, self.most_seconds = rounds, most_seconds
 
     def largest(self, value: float) -> float:
         everyone = torch.zeros(self.size, dtype=torch.float64)
@@ -154,20 +156,30 @@ class Ranks:
         return self.largest(begin.elapsed_time(end) / count / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """{name: (median, rounds, calls of a time)}: in each round each has one time, the first one after the other."""
-        first, counts = {}, {}
+        """{name: (median, rounds, calls of a time, (fastest, slowest, retries of the allocator))}: in each round each
+        has one time, the first one after the other. A retry waits for the GPU and returns memory: no time of a method.
+        """
+        first, counts, retries = {}, {}, dict.fromkeys(implementations, 0)
         for name, call in implementations.items():
             call()  # warm-up: communicators, index tensors
             first[name] = self.time(call)
             counts[name] = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / first[name])))
         in_all = sum(first[name] * counts[name] for name in first)
-        rounds = max(2, min(self.rounds, int(MOST_SECONDS / max(1e-6, in_all))))
+        rounds = max(2, min(self.rounds, int(self.most_seconds / max(1e-6, in_all))))
         times, names = {name: [] for name in implementations}, list(implementations)
         for index in range(rounds):
             shift = index % len(names)  # the one after a long call finds a hot GPU: not always the same one
             for name in names[shift:] + names[:shift]:
+                before = self._retries()
                 times[name].append(self.time(implementations[name], counts[name]))
-        return {name: (statistics.median(values), rounds, counts[name]) for name, values in times.items()}
+                retries[name] += self._retries() - before
+        return {
+            name: (statistics.median(found), rounds, counts[name], (min(found), max(found), retries[name]))
+            for name, found in times.items()
+        }
+
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self.device.type == "cuda" else 0
 
 
 def measure_row(kind: str, tokens: int, options, ranks: Ranks):
@@ -187,9 +199,9 @@ def measure_row(kind: str, tokens: int, options, ranks: Ranks):
         implementations[method] = calls(function, *own)
         error = (implementations[method]["forward"]() - plan.shard(expected, axis)).abs().max().item()
         errors[method] = ranks.largest(error)
-    for name, make in {} if options.no_peers else PEERS.items():
+    for name in options.peers:
         try:
-            peer = calls(*make(problem, ranks.rank, ranks.size))
+            peer = calls(*PEERS[name](problem, ranks.rank, ranks.size))
             peer["forward"](), peer["both"]()
         except Exception as error:  # a peer that cannot be carried leaves its reason
             errors[name] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -215,9 +227,10 @@ def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dic
         return row
     pairs = visible_pairs(problem)
     for mode, factor in (("forward", 1.0), ("both", 3.5)):
-        (ours, rounds, count), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
+        (ours, rounds, count, (fastest, slowest, retries)), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
         row[mode] = {
             "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "calls": count,
+            "fastest": fastest, "slowest": slowest, "alloc_retries": retries,
             "per_gpu": alone / ranks / ours,
             "tflops_per_gpu": problem.shape.operations(pairs, False) * factor / ranks / ours / 1e12,
         }  # fmt: skip
@@ -322,7 +335,7 @@ def _measure(rank: int, options, store: str):
     os.environ.setdefault(HIGH_PRIORITY, "1")
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    ranks, started = Ranks(device, options.rounds), time.monotonic()
+    ranks, started = Ranks(device, options.rounds, options.row_seconds), time.monotonic()
     rows, left_out = [], []
     found = {**surroundings(options, device), "bandwidth": bandwidths(options, ranks), "rows": rows}
     found["left_out"] = left_out

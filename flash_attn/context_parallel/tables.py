@@ -105,7 +105,7 @@ class PassTables(NamedTuple):
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
     results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row.
-    begins_short: whether the calls ahead of the last step, beside whose messages they run, are a small part of the work.
+    begins_short: whether the calls ahead of the last step, which run beside messages, are a small part of the work.
     dq_rows: of a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
 

@@ -18,6 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import context_parallel
 import cp_model
 import cp_page
+import cp_timeline
 import cp_virtual
 import cp_virtual_page
 from scores import load_stored
@@ -59,6 +60,53 @@ def test_dry_run(tmp_path):
     assert any(line.startswith("| packed | 192 | ") for line in cp_page.block(result))
     assert any("calls that follow each other" in line for line in cp_page.block(result))
     assert f"| causal | 96 | ring | {100 * measured['causal', 96, 'ring']['forward']['per_gpu']:.1f}% |" in done.stdout
+
+
+def traced(*kernels):
+    """A trace of torch.profiler: (name, stream, begin, duration, when it was launched)."""
+    events = [{"ph": "X", "cat": "cpu_op", "name": "other", "ts": 0, "dur": 1000}]
+    for i, (name, stream, begin, duration, launched) in enumerate(kernels):
+        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        given = {"correlation": i, "stream": stream, "grid": [132, 1, 1]}
+        events.append({"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": duration, "args": given})
+        call = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": i}}
+        events.append({"ph": "X", "ts": launched - 1, "dur": 1, **call})
+    return {"baseTimeNanoseconds": 5_000_000, "traceEvents": events}
+
+
+def test_a_timeline_says_what_attention_waits_for():
+    """A copy ahead, a message beside the first kernel and alone, a second kernel that the host launched late."""
+    events = cp_timeline.events_of(traced(
+        ("multi_tensor_apply", 7, 100, 50, 10), ("void flash::flash_fwd_kernel<>", 7, 152, 1000, 20),
+        ("ncclDevKernel_SendRecv", 21, 600, 1200, 30), ("void flash::flash_fwd_kernel<>", 7, 1810, 4000, 40),
+        ("void flash::flash_fwd_kernel<>", 7, 5900, 100, 5896), ("Memcpy PtoP", 22, 5900, 50, 40),
+    ))  # fmt: skip
+    kinds = ["elementwise", "attention", "message", "attention", "attention", "copy"]
+    assert sorted(event["kind"] for event in events) == sorted(kinds)
+    assert [event["begin"] for event in events] == [5100, 5152, 5600, 6810, 10900, 10900]
+    found = cp_timeline.summary(events, 1)
+    assert found["call"] == 5.9 and found["attention"] == 5.1 and found["transfers"] == 1.25
+    assert found["attention_beside_transfers"] == 0.602 and found["transfers_alone"] == 0.648
+    assert (found["idle_for_launch"], found["idle_for_event"], found["idle_for_host"]) == (0.002, 0.658, 0.09)
+    assert found["message_grids"] == ["[132, 1, 1]"] and cp_timeline.summary(events[:1], 1) == {}
+    assert cp_timeline.compact(events, 5100.0)[0][:5] == ["elementwise", 7, 0.0, 50, 90]
+
+
+def test_turns_of_variants_run(tmp_path):
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch.distributed has no gloo")
+    out = tmp_path / "result.json"
+    paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "cp_timeline.py"), "--device", "cpu", "--ranks", "2", "--toy"]
+    command += ["--rounds", "2", "--variants", "messages", "capped_16", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert list(row["both"]) == ["one_gpu", "messages", "capped_16"] and max(row["errors"].values()) < 1e-5
+    assert all(x["fastest"] <= x["seconds"] <= x["slowest"] for x in row["forward"].values())
+    shown = subprocess.run([*command[:2], "--show", str(out)], env=environment, capture_output=True, text=True)
+    assert "| capped_16 | " in done.stdout and done.stdout.strip() in shown.stdout
 
 
 @pytest.mark.parametrize("method", list(cp_model.METHODS))
