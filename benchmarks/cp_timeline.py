@@ -1,4 +1,4 @@
-"""Where the time of a context-parallel call goes: ways of moving keys measured in turns, and what runs when on each GPU.
+"""Where the time of a context-parallel call goes: ways of moving keys in turns, and what runs when on each GPU.
 
     python benchmarks/cp_timeline.py --out result.json                # all GPUs that torch sees
     python benchmarks/cp_timeline.py --device cpu --ranks 2 --toy     # gloo, to see that it runs
@@ -26,16 +26,19 @@ import torch.distributed as dist
 from context_parallel import HIGH_PRIORITY, Problem, Ranks, calls, surroundings, write
 from torch.multiprocessing import get_context
 
-from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel import CpPlan, flash_attn_cp_func, schedule
 
-# method, options of the plan, multiprocessors left to messages, NCCL's thread blocks at most (None: its choice)
+# method, options of the plan, multiprocessors left to messages, NCCL's thread blocks at most (None: its choice), rows
+# that begin with their own keys
 VARIANTS = {
-    "messages": ("all_gather", {}, 0, None),
-    "margin_16": ("all_gather", {}, 16, None),
-    "margin_32": ("all_gather", {}, 32, None),
-    "capped_16": ("all_gather", {}, 16, 16),
-    "ring": ("ring", {}, 0, None),
-    "copies": ("all_gather", {"copies": True}, 0, None),
+    "messages": ("all_gather", {}, 0, None, 0),
+    "margin_16": ("all_gather", {}, 16, None, 0),
+    "margin_32": ("all_gather", {}, 32, None, 0),
+    "capped_16": ("all_gather", {}, 16, 16, 0),
+    "head_start": ("all_gather", {}, 32, None, 1024),
+    "ring": ("ring", {}, 0, None, 0),
+    "copies": ("all_gather", {"copies": True}, 0, None, 0),
+    "copies_head_start": ("all_gather", {"copies": True}, 0, None, 1024),
 }
 MODES = ("forward", "both")
 PROFILED_CALLS = 4
@@ -56,7 +59,8 @@ def parse(arguments=None):
     parser.add_argument("--toy", action="store_true", help="tiny sizes")
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens over all ranks")
     parser.add_argument("--timeline-sizes", type=int, nargs="*", help="of those that are profiled too")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[*VARIANTS][:-1])
+    by_messages = [name for name, variant in VARIANTS.items() if not variant[1]]
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=by_messages)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--row-seconds", type=float, default=6.0, help="of a size's rounds in one mode")
     parser.add_argument("--seconds", type=float, default=300, help="of all")
@@ -210,7 +214,7 @@ class Variants:
         return dist.new_group(backend="nccl", pg_options=nccl)
 
     def plan(self, name: str, tokens: int) -> CpPlan:
-        method, given, multiprocessors, blocks = VARIANTS[name]
+        method, given, multiprocessors, blocks, _ = VARIANTS[name]
         plan = CpPlan.dense(tokens, group=self.groups[blocks], method=method, check="plan", **given)
         plan.transport.multiprocessors = multiprocessors
         return plan
@@ -227,6 +231,8 @@ class Variants:
                 return flash_attn_cp_func(q, k, v, plan=plan, causal=True)
 
             made[name] = calls(function, *(plan.shard(x, 1) for x in problem.whole))
+            schedule.HEAD_START_ROWS = VARIANTS[name][4]  # of the tables that the plan makes in its first calls
+            made[name]["both"]()
             error = max(
                 (made[name]["forward"]() - plan.shard(expected, 1)).abs().max().item() for _ in range(3)
             )  # buffers that are used again
@@ -280,10 +286,10 @@ def told(row: dict) -> str:
     lines = [f"## {row['tokens']} tokens", "| variant | forward, ms | % of one GPU | both, ms | % of one GPU |"]
     lines.append("|---|---|---|---|---|")
     for name in row["forward"]:
-        cells = [
-            f"{1e3 * x['seconds']:.3f} ({1e3 * x['fastest']:.3f} to {1e3 * x['slowest']:.3f}) | {100 * x['per_gpu']:.1f}"
-            for x in (row[mode][name] for mode in MODES)
-        ]
+        cells = []
+        for x in (row[mode][name] for mode in MODES):
+            median, fastest, slowest = (1e3 * x[key] for key in ("seconds", "fastest", "slowest"))
+            cells.append(f"{median:.3f} ({fastest:.3f} to {slowest:.3f}) | {100 * x['per_gpu']:.1f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for name, modes in row["timelines"].items():
         for mode, ranks in modes.items():

@@ -43,16 +43,16 @@ class CopyTransport(GroupTransport):
         self._slot_bytes, self._passes, self._views = 0, 0, {}
         self._memory = self._handle = self._stream = self._one = None
 
-    def push(self, tensors, key_rows: int, most_rows: int, pieces) -> Arriving:
+    def push(self, tensors, key_rows: int, most_rows: int, parts) -> Arriving:
         """All ranks call it together. tensors: K and V of a rank's tokens. key_rows: of the buffers of this one,
-        at most most_rows, which all ranks have in common. pieces: ((peer, ((row, row there, count)...))...)."""
+        at most most_rows, which all ranks have in common. parts: ((peer, ((row, row there, count)...))...)."""
         offsets = self._reserve(tensors, most_rows)
         slot = self._passes % _SLOTS
         self._passes += 1
         places = [(slot * self._slot_bytes + offset, most_rows, x) for offset, x in zip(offsets, tensors)]
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        rows_of = dict(pieces)
+        rows_of = dict(parts)
         with torch.cuda.stream(self._stream):
             for distance in range(1, self.size):
                 peer = (self.rank + distance) % self.size

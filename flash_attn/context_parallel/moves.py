@@ -35,7 +35,7 @@ class Fetched:
     def __init__(self, plan, step: StepTables, tensors):
         self._buffers, self._pending, self._pushed, self._targets, self._sources = tensors, None, None, [], []
         if step.pushes is not None:
-            self._pushed = plan.transport.push(tensors, step.key_rows, step.pushes.most_rows, step.pushes.pieces)
+            self._pushed = plan.transport.push(tensors, step.key_rows, step.pushes.most_rows, step.pushes.parts)
             if not step.is_local:
                 self._buffers = self._pushed.buffers
         else:

@@ -56,7 +56,7 @@ class Pushes(NamedTuple):
     how many rows the buffer of any rank may have."""
 
     most_rows: int
-    pieces: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+    parts: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
 
 
 class PlacedCall(NamedTuple):
@@ -104,7 +104,8 @@ class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not. begins_whole: whether the first call has keys for every row.
+    results the rows have, gaps counted or not. combined: rows [start, stop) that may have several. begins_whole:
+    whether the calls of slot 0 have keys for every row.
     begins_short: whether the calls ahead of the last step, which run beside messages, are a small part of the work.
     dq_rows: of a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
@@ -113,6 +114,7 @@ class PassTables(NamedTuple):
     late: tuple[PlacedCall, ...]
     slots: int
     depth: int
+    combined: tuple[int, int]
     begins_whole: bool
     begins_short: bool
     dq_rows: DqRows | None
@@ -130,14 +132,17 @@ def pass_tables(
     dq_rows = _dq_rows([pairs for pairs, _ in every], batch * own_rows, device) if keeps_dq and depth > 1 else None
     placed = iter(_placed(every, device, dq_rows))
     *made, late = [tuple(next(placed) for _ in calls) for calls in found]
+    all_calls = [call for calls in (*made, late) for call in calls]
+    seen = sum(q1 - q0 for call, (pairs, _) in zip(all_calls, every) if not call.slot for _, q0, q1, *_ in pairs)
+    begins_whole = seen == batch * own_rows
     return PassTables(
         tuple(
             _step_tables(step, calls, own_rows, batch, pushed)
             for step, calls, pushed in zip(steps, made, pushes or (None,) * len(steps))
         ),
         late,
-        max((call.slot + 1 for calls in (*made, late) for call in calls), default=0),
-        depth, sum(pair.q1 - pair.q0 for pairs, _ in found[0][:1] for pair in pairs) == batch * own_rows,
+        max((call.slot + 1 for call in all_calls), default=0), depth,
+        _combined(all_calls, begins_whole, batch * own_rows), begins_whole,
         _begins_short(steps, found), dq_rows,
     )  # fmt: skip
 
@@ -163,17 +168,17 @@ def pushes_of(rank: int, all_steps, own_rows: int, batch: int, most_rows: int) -
 
     found = []
     for index, own in enumerate(all_steps[rank]):
-        pieces = []
+        parts = []
         for peer in dict.fromkeys(m.peer for m in own.sends):
             theirs = all_steps[peer][index]
             sources, targets = places(own.sends, peer, own_rows), places(theirs.receives, rank, theirs.key_rows)
-            pieces.append((peer, _pieces(sources, targets)))
+            parts.append((peer, _common_parts(sources, targets)))
         moves = any(steps[index].receives for steps in all_steps)
-        found.append(Pushes(most_rows, tuple(pieces)) if moves and batch else None)
+        found.append(Pushes(most_rows, tuple(parts)) if moves and batch else None)
     return tuple(found)
 
 
-def _pieces(sources, targets) -> tuple[tuple[int, int, int], ...]:
+def _common_parts(sources, targets) -> tuple[tuple[int, int, int], ...]:
     """(row, row there, count) of the same rows in the same order on both ranks, however each has divided them."""
     result: list[tuple[int, int, int]] = []
     targets = iter(targets)
@@ -223,6 +228,14 @@ def _early(calls) -> int:
     while count < len(calls) and 3 * sum(work[:count]) < sum(work):
         count += 1
     return count
+
+
+def _combined(calls, begins_whole: bool, rows: int) -> tuple[int, int]:
+    """All rows where some have no result in slot 0."""
+    if not begins_whole:
+        return 0, rows
+    others = [call.table for call in calls if call.slot]
+    return min((table.q0 for table in others), default=0), max((table.q1 for table in others), default=0)
 
 
 def _begins_short(steps: tuple[Step, ...], found) -> bool:

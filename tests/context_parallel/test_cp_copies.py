@@ -40,11 +40,11 @@ class PushingRank(LocalRank):
         super().__init__(rank._links, rank.rank)
         self.shared, self.passes, self.unfinished = shared, 0, 0
 
-    def push(self, tensors, key_rows, most_rows, pieces):
+    def push(self, tensors, key_rows, most_rows, parts):
         slot, shared = self.passes % SLOTS, self.shared
         self.passes += 1
         self.unfinished += 1
-        rows_of = dict(pieces)
+        rows_of = dict(parts)
         for peer in range(self.size):
             if peer == self.rank:
                 continue
@@ -117,7 +117,7 @@ def test_rows_arrive_where_their_reader_has_them():
                 rows = {}
                 for peer in range(ranks):
                     pushes = pushed[peer][index]
-                    for row, target, count in dict(pushes.pieces).get(rank, ()) if pushes else ():
+                    for row, target, count in dict(pushes.parts).get(rank, ()) if pushes else ():
                         rows.update({target + i: (peer, row + i) for i in range(count)})
                 expected, sent = {}, {peer: [] for peer in range(ranks)}
                 for peer in range(ranks):
