@@ -174,3 +174,34 @@ def random_plans(device: str, seed: int, count: int) -> None:
             problem.q, problem.k, problem.v, alone, alone, longest, longest, causal=True
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=1e-10 if device == "cpu" else 2e-2, rtol=0)
+
+
+def copies(device: str) -> None:
+    """Bits of messages: in layers that follow each other without a wait, with buffers that grow, of both kinds."""
+    generator = torch.Generator(device).manual_seed(11)
+    for lengths in ((256,), (4096,), (3000,), (700, 20, 5000), (8192,)):
+        cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        shape = (cu[-1],) if len(lengths) > 1 else (1, cu[-1])
+        axis = len(shape) - 1
+        whole = [
+            torch.randn(*shape, heads, 64, device=device, dtype=torch.bfloat16, generator=generator)
+            for heads in (4, 2, 2, 4)
+        ]
+        found = []
+        for given in ({"copies": True}, {}):
+            kind = {"method": "all_gather", "check": "plan", **given}
+            plan = CpPlan.varlen(cu, **kind) if len(lengths) > 1 else CpPlan.dense(cu[-1], **kind)
+            plan.transport.multiprocessors = 0
+            *own, dout = (plan.shard(x, axis).requires_grad_() for x in whole)
+            results, q = [], own[0]
+            for _ in range(6):
+                out = flash_attn_cp_func(q, *own[1:], plan=plan, causal=True, deterministic=True)
+                results += [out.detach(), *torch.autograd.grad(out, own, dout.detach(), retain_graph=True)]
+                q = (out + own[0]).contiguous()
+            found.append(results)
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def no_copies_by_gloo(device: str) -> None:
+    with pytest.raises(RuntimeError, match="copies: expected a group with NCCL"):
+        CpPlan.dense(64, copies=True)

@@ -34,6 +34,16 @@ def test_meshes_bits_and_caches(device, size):
     run(device, size, *work, on_both=True)
 
 
+@pytest.mark.devices("cuda")
+def test_copies_have_the_bits_of_messages(device):
+    run(device, 2, (cp_workers.copies,), on_both=True)
+
+
+@pytest.mark.devices("cpu")
+def test_copies_need_nccl(device):
+    run(device, 2, (cp_workers.no_copies_by_gloo,))
+
+
 @pytest.mark.devices("cpu")
 def test_a_killed_rank_ends_the_others(device):
     run(device, 3, (cp_workers.killed,))
