@@ -39,7 +39,7 @@ SIZES = tuple(1 << n for n in range(13, 19))  # 8k to 256k tokens over all ranks
 TOY_SIZES = (64, 160)
 WINDOW, TOY_WINDOW = 4096, 16
 PACKED_PER_RANK, TOY_PACKED_PER_RANK = 65536, 96
-METHODS = ("all_gather", "ring", "ulysses")
+METHODS = ("all_gather", "all_gather_copies", "ring", "ulysses")  # _copies: CpPlan(copies=True), where there is NCCL
 BANDWIDTH_BYTES = 1 << 30  # milliseconds, so that starting one takes no part
 MOST_SECONDS = 6.0  # of a row's rounds
 LEAST_SECONDS, MOST_CALLS = 0.03, 16  # of a round's calls that follow each other
@@ -53,7 +53,7 @@ def parse(arguments=None):
     parser.add_argument("--toy", action="store_true", help="tiny sizes")
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens over all ranks")
     parser.add_argument("--problems", nargs="+", default=["causal", "window", "packed"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument("--rounds", type=int, default=7, help="at most, of each row; fewer where they take long")
@@ -66,6 +66,8 @@ def parse(arguments=None):
     if options.ranks < 1 or (options.device == "cuda" and torch.cuda.device_count() < options.ranks):
         parser.error(f"--ranks: expected at most the {torch.cuda.device_count()} GPUs, got {options.ranks}")
     options.sizes = options.sizes or (TOY_SIZES if options.toy else SIZES)
+    able = [method for method in METHODS if options.device == "cuda" or not method.endswith("_copies")]
+    options.methods = options.methods or able
     return options
 
 
@@ -98,7 +100,9 @@ class Problem:
         self.cu_tensor = torch.tensor(self.cu, dtype=torch.int32, device=device) if self.cu else None
 
     def plan(self, method: str) -> CpPlan:
-        options = {"method": method, "window_size": self.window, "check": "plan"}
+        copies = method.endswith("_copies")
+        options = {"method": method.removesuffix("_copies"), "copies": copies}
+        options.update(window_size=self.window, check="plan")
         if self.cu:
             return CpPlan.varlen(self.cu, **options)
         return CpPlan.dense(self.tokens, layout="contiguous" if self.kind == "window" else "zigzag", **options)
@@ -237,7 +241,7 @@ def row_of(problem: Problem, name: str, plan, seconds, error, ranks: int) -> dic
         if plan is not None:
             received = max(_received(plan, rank, problem.window) for rank in range(ranks))
             row[mode]["predicted"] = cp_model.efficiency(
-                name, cp_model.Machine(), problem.shape, pairs, problem.tokens, ranks, received, mode == "both"
+                plan.method, cp_model.Machine(), problem.shape, pairs, problem.tokens, ranks, received, mode == "both"
             )
             row["received_tokens"], row["imbalance"] = received, plan.imbalance(True, problem.window)
     return row

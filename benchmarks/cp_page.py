@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cp_model import METHODS
+import cp_model
 from markdown_tables import markdown_table, rewritten, wrapped
 
 PAGE = Path("docs", "context_parallel.md")
@@ -13,6 +13,7 @@ BLOCK = "cp-measured"
 NOTHING = "Nothing has been measured yet."
 PROBLEMS = ("causal", "window", "packed")
 WINDOW = 4096  # that of context_parallel.py, which needs torch
+METHODS = (*cp_model.METHODS, "all_gather_copies")
 MODES = {"forward": "Forward", "both": "Forward and backward"}
 INTRODUCTION = f"""\
 Measured: per-GPU speed over that of one GPU with the whole problem, forward / forward and backward, %, each row's

@@ -178,7 +178,7 @@ def test_the_table_shows_where_a_peer_is_faster():
 
 def test_document_has_what_was_measured():
     text = (ROOT / cp_page.PAGE).read_text(encoding="utf-8")
-    assert cp_page.WINDOW == context_parallel.WINDOW and set(context_parallel.METHODS) == set(cp_model.METHODS)
+    assert cp_page.WINDOW == context_parallel.WINDOW and set(context_parallel.METHODS) == set(cp_page.METHODS)
     assert cp_page.NOTHING in cp_page.page(text, None)
     assert cp_virtual_page.NOTHING in cp_virtual_page.page(text, None)
     if not (ROOT / "benchmarks" / "results").is_dir():
