@@ -27,7 +27,7 @@ class Pending:
 class GroupTransport:
     """A process group of torch.distributed."""
 
-    multiprocessors = 16  # NCCL's thread blocks for a peer
+    multiprocessors = 0  # NCCL's thread blocks for a peer
 
     def __init__(self, group):
         self.group = group
