@@ -64,18 +64,25 @@ def test_first_call_while_another_thread_captures(device, mode):
         torch.cuda.synchronize()
         begun, called = threading.Event(), threading.Event()
         def capture():
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="{mode}"):
-                y.copy_(x @ x)
-                begun.set()
-                called.wait()
+            try:
+                x @ x  # the thread's own handle of cuBLAS, whose memory must not be asked for in a capture
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="{mode}"):
+                    y.copy_(x @ x)
+                    begun.set()
+                    called.wait()
+            finally:
+                begun.set()  # an error of one thread must not leave the other waiting
         graph = torch.cuda.CUDAGraph()
         thread = threading.Thread(target=capture)
         thread.start()
         begun.wait()
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            out = attend(q, k, v)
-        called.set()
-        thread.join()
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                out = attend(q, k, v)
+        finally:
+            called.set()
+            thread.join()
         torch.cuda.synchronize()
         y.zero_()
         graph.replay()
