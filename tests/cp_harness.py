@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from cases import Case
-from harness import Problem, check_forward, gradients, make_problem, sink_gradient_error
+from harness import Problem, check_forward, gradients, make_problem, plain_gradients, sink_gradient_error
 from reference import assert_accurate, assert_gradient_accurate
 
 from flash_attn import dropout_mask
@@ -97,7 +97,7 @@ def check_result(problem: Problem, weights: Weights, result: Result) -> None:
         keep = dropout_mask(result.rng_state, case.dropout, entries, case.nheads, rows, rows, problem.q.device)
     check_forward(problem, result.out, result.lse, keep)
     exact = gradients(problem, weights.dout, torch.float64, keep, weights.dlse)
-    plain = gradients(problem, weights.dout, problem.q.dtype, keep, weights.dlse)
+    plain = plain_gradients(problem, weights.dout, exact, keep, weights.dlse)
     for name, ours, reference, same in zip(("dq", "dk", "dv"), result.grads, exact, plain):
         if problem.q.dtype == torch.float64:
             assert_accurate(ours, reference, same, name, slack=1e-10)
