@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import geometric_mean
 
-from markdown_tables import rewritten
 from scores import run_line, stored_path
 
-PAGE = Path("docs", "tuning", "ablation.md")
 RESULT = stored_path("ablate")
 PLOTS = Path("benchmarks", "results", "plots_ablate")
 LIBRARY = "library"
@@ -103,18 +101,6 @@ def report(result):
     for family, dims in result["families"].items():
         parts += [section(result, family, head_dim) for head_dim in dims]
     return "\n\n".join(parts)
-
-
-def block(result):
-    """The block of the page; without a result no figure."""
-    if result is None:
-        return ["Not measured yet: `python benchmarks/lab.py ablate` does."]
-    links = [f"![{TITLES[family]}](../../{PLOTS}/{family}.png)" for family in result["families"]]
-    return ["\n\n".join([report(result), *links])]
-
-
-def page(text, result):
-    return rewritten(text, "ablation", block(result))
 
 
 def bars(found, mask):

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-import ablate_report
+import ablate_page
 import cp_page
 import cp_virtual_page
 import fp8_page
@@ -37,7 +37,7 @@ BEFORE_GRID = "train"  # what the figures are read from until there is a grid
 PAGES = (
     theory_page,
     triton_ladder_page,
-    ablate_report,
+    ablate_page,
     sweep_report,
     cp_page,
     cp_virtual_page,

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(ROOT / "benchmarks")]
 
 import ablate
+import ablate_page
 import ablate_report
 import lab_build
 import lab_designs
@@ -262,12 +263,47 @@ def test_plots_are_drawn_beside_the_json(tmp_path, capsys):
 
 
 def test_the_document_keeps_everything_else():
-    text = (ROOT / ablate_report.PAGE).read_text(encoding="utf-8")
-    new = ablate_report.page(text, one_family())
+    text = (ROOT / ablate_page.PAGE).read_text(encoding="utf-8")
+    new = ablate_page.page(text, one_family())
     assert "(../../benchmarks/results/plots_ablate/mma_sync.png)" in new and "| lagging row max |" in new
     begin = "<!-- ablation:begin -->"
     assert new.partition(begin)[0] == text.partition(begin)[0] and new.endswith("<!-- ablation:end -->\n")
-    assert "Not measured yet" in ablate_report.page(new, None)
+    assert "Not measured yet" in ablate_page.page(new, None)
+
+
+@needs_gxx
+def test_predictions_are_of_entries_of_the_list():
+    lists = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
+    for prediction in ablate_page.PREDICTIONS:
+        entries = lists[prediction.family](prediction.head_dim)
+        assert (prediction.kind, prediction.label) in {(entry.kind, entry.label) for entry in entries}
+        assert prediction.lowest or prediction.low < prediction.high
+
+
+def test_predictions_stand_beside_what_was_measured():
+    """Of the made-up result each row of the ladder gives 10 %, and no switch is slower than plain loads."""
+    lines = ablate_page.predicted(one_family()).splitlines()
+    assert "| mma.sync forward, d 64 | cp.async | +0 to +5 | +10.0 | no |" in lines
+    assert "| mma.sync forward, d 64 | K and V loaded early | +15 or more | +10.0 | no |" in lines
+    assert "| mma.sync forward, d 128 | cp.async | +0 to +5 | – | – |" in lines
+    (slowest,) = [line for line in lines if "d 64 | rows not swizzled | the slowest of all |" in line]
+    assert slowest.endswith("| no |") and len(lines) == 6 + len(ablate_page.PREDICTIONS)
+
+
+def test_a_prediction_of_one_mask_is_of_its_cells():
+    entries = [
+        {"kind": kind, "label": label, "ms": {"full 1": full, "causal 1": causal}}
+        for kind, label, full, causal in (
+            ("ladder", "in use", 1.0, 1.0), ("switch", "one", 1.25, 2.0), ("switch", "two", 1.1, 4.0)
+        )
+    ]  # fmt: skip
+    result = {"families": {"wgmma": {"64": {"entries": entries}}}}
+    for prediction, measured, holds in (
+        (ablate_page.Prediction("wgmma", 64, "switch", "one", -21, -19, mask="full"), "-20.0", "yes"),
+        (ablate_page.Prediction("wgmma", 64, "switch", "one", high=-60, mask="causal"), "-50.0", "no"),
+        (ablate_page.Prediction("wgmma", 64, "switch", "two", lowest=True), "-52.3", "yes"),
+    ):
+        assert ablate_page.row(prediction, result)[-2:] == [measured, holds]
 
 
 def test_bars_are_of_one_mask():
