@@ -137,7 +137,8 @@ class NanParts(compute._Parts):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self._out.fill_(float("nan"))
+        for part in self._parts:
+            part.fill_(float("nan"))
 
 
 def nan_output(q, v, given=None):

@@ -28,7 +28,7 @@ METHODS = ("all_gather", "ring", "ulysses")
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # of a rank's, to be computed while keys are under way
 _WORTH_COMBINING = 0.5  # more tokens to come than this part of one's own take longer than combining two parts of out
-HEAD_START_ROWS = 0  # with their own keys ahead of the others'
+HEAD_START_ROWS = 0  # with their own keys ahead of the others': what they gain has not been measured
 _HEAD_START = 1 / 8  # of a rank's rows at most
 _MORE_CALLS = 2  # of a backward in two steps than in one
 
