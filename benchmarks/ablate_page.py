@@ -59,18 +59,14 @@ PREDICTIONS = (
 )
 
 
-def of_mask(entry, mask):
-    """The entry with the cells of one mask; all of them without."""
-    cells = entry["ms"].items() if entry else ()
-    return {"ms": {cell: ms for cell, ms in cells if not mask or cell.split()[0] == mask}}
-
-
 def changes(prediction, found):
     """{label: % of speed} of the entries of the prediction's kind that were measured."""
-    entries, speeds = ablate_report.measured(found, prediction.kind), {}
+    entries, base, speeds = ablate_report.measured(found, prediction.kind), ablate_report.in_use(found), {}
     for index, entry in enumerate(entries):
-        base = entries[index - 1] if prediction.kind == "ladder" else ablate_report.in_use(found)
-        ratio = ablate_report.speed(*(of_mask(own, prediction.mask) for own in (entry, base)))
+        if prediction.kind == "ladder":
+            base = ablate_report.row_before(index, entries)
+        own = ablate_report.of_mask(entry, prediction.mask) if prediction.mask else entry
+        ratio = ablate_report.speed(own, base)
         if ratio is not None:
             speeds[entry["label"]] = 100 * (ratio - 1)
     return speeds

@@ -26,6 +26,16 @@ def in_use(found):
     return {"ms": times} if times else None
 
 
+def row_before(index, entries):
+    """What a step of the ladder is compared with: None for the first."""
+    return entries[index - 1] if index else None
+
+
+def of_mask(entry, mask):
+    """The entry with the cells of one mask."""
+    return {**entry, "ms": {cell: ms for cell, ms in entry["ms"].items() if cell.split()[0] == mask}}
+
+
 def speed(entry, base):
     """Geometric mean over the cells that both have of (time of base / time of entry); None without such a cell."""
     ratios = [base["ms"][cell] / entry["ms"][cell] for cell in entry["ms"] if base and cell in base["ms"]]
@@ -81,7 +91,7 @@ def section(result, family, head_dim):
     lines = [title, "", "TFLOPS by mask and sequence length; Δ %: speed, geometric mean over these cells.", ""]
     if len(measured(found, "ladder")) > 1:
         lines += ["From plain loads to the design in use, each row with one technique more than the one before:", ""]
-        lines += table(found, "ladder", "Δ %, row before", lambda i, entries: entries[i - 1] if i else None)
+        lines += table(found, "ladder", "Δ %, row before", row_before)
         lines += ["", "The design in use with one thing changed:", ""]
     else:
         lines += ["The design in use:", "", *table(found, "ladder", "Δ %", lambda *_: None)]
@@ -105,16 +115,13 @@ def report(result):
 
 def bars(found, mask):
     """([(label, TFLOPS)] of the ladder, [(label, Δ %)] of the switches) over the cells of one mask."""
-
-    def only(entry):
-        return {**entry, "ms": {cell: ms for cell, ms in entry["ms"].items() if cell.split()[0] == mask}}
-
     ladder = []
-    for entry in map(only, measured(found, "ladder")):
+    for entry in (of_mask(entry, mask) for entry in measured(found, "ladder")):
         if entry["ms"]:
             ladder.append((entry["label"], geometric_mean(tflops(found, entry, cell) for cell in entry["ms"])))
     base = in_use(found)
-    ratios = [(entry["label"], speed(only(entry), only(base))) for entry in measured(found, "switch")] if base else []
+    switches = measured(found, "switch") if base else []
+    ratios = [(entry["label"], speed(of_mask(entry, mask), base)) for entry in switches]
     return ladder, [(label, 100 * (ratio - 1)) for label, ratio in ratios if ratio is not None]
 
 

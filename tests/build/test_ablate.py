@@ -286,6 +286,11 @@ def test_predictions_stand_beside_what_was_measured():
     assert "| mma.sync forward, d 64 | cp.async | +0 to +5 | +10.0 | no |" in lines
     assert "| mma.sync forward, d 64 | K and V loaded early | +15 or more | +10.0 | no |" in lines
     assert "| mma.sync forward, d 128 | cp.async | +0 to +5 | – | – |" in lines
+    of_ladder = ablate_page.Prediction("mma_sync", 64, "ladder", "cp.async")
+    found = one_family()["families"]["mma_sync"]["64"]
+    assert (
+        len(ablate_page.changes(of_ladder, found)) == len(ablate_report.measured(found, "ladder")) - 1
+    )  # no row before
     (slowest,) = [line for line in lines if "d 64 | rows not swizzled | the slowest of all |" in line]
     assert slowest.endswith("| no |") and len(lines) == 6 + len(ablate_page.PREDICTIONS)
 
