@@ -243,15 +243,17 @@ def gradients(problem: Problem, dout, dtype, keep=None, dlse=None, **overrides):
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
 
 
-def plain_gradients(problem: Problem, dout, exact, keep=None, dlse=None, **overrides):
+def plain_gradients(problem: Problem, dout, exact, keep=None, dlse=None, saved_out=None, **overrides):
     """Those of plain attention in q's dtype or, where these are further off, exact ones from an out in q's dtype.
 
-    A backward reads such an out: rowsum(dout * out) is off as if dlse were. With few keys in a row, a sink or dropout
-    dS is a small difference of it, which plain attention, that has its own softmax, gets right.
+    A backward reads such an out (saved_out, if it is not the exact one, rounded): rowsum(dout * out) is off as if dlse
+    were. With few keys in a row, a sink or dropout dS is a small difference of it, which plain attention, that has its
+    own softmax, gets right.
     """
     plain = gradients(problem, dout, problem.q.dtype, keep, dlse, **overrides)
     out = expected(problem, keep=keep, **overrides).out
-    off = ((out - out.to(problem.q.dtype).double()) * dout.double()).sum(-1).transpose(-1, -2)
+    saved_out = out.to(problem.q.dtype) if saved_out is None else saved_out
+    off = ((out - saved_out.double()) * dout.double()).sum(-1).transpose(-1, -2)
     saved = gradients(problem, dout, torch.float64, keep, off if dlse is None else off + dlse.double(), **overrides)
     return [
         torch.where((b - e).abs() > (a.double() - e).abs(), b.to(a.dtype), a) for e, a, b in zip(exact, plain, saved)

@@ -160,7 +160,7 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
   const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
   plan.running_n_blocks =
-      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, tile.block_n);
+      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, problem.group(), tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.grid = persistent_grid(plan.order.blocks, device, plan.is_dynamic);
   if (has_dq_pass(tile)) {

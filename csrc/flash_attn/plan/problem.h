@@ -34,6 +34,7 @@ struct Problem {
   bool batch_invariant = false;  // only options and head dims may choose a kernel
 
   constexpr int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
+  constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr bool has_score_mod() const { return modifiers != Modifiers::kNone; }
 };
 
@@ -60,7 +61,6 @@ struct FwdProblem : Problem {
     if (!is_eight_bit(kv_dtype)) return 0;
     return product(is_varlen ? 1 : batch, seqlen_k, heads_k, dtype_bytes(dtype) * (head_dim + head_dim_v));
   }
-  constexpr int64_t group() const { return heads_k > 0 ? heads / heads_k : 1; }
   constexpr int64_t sequences() const { return batch > 0 ? batch : 1; }
   constexpr int64_t rows() const { return is_varlen ? (seqlen_q + sequences() - 1) / sequences() : seqlen_q; }
   // Maximum lengths of packed calls and the width of a block table may be loose: they change no bit of a result.
