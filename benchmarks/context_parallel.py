@@ -5,7 +5,9 @@
 
 Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
 the slowest rank's median, beside the time in which one GPU does the whole problem, taken in turns on all GPUs at once.
-Calls follow each other as layers do, so that the host is ahead, as many as LEAST_SECONDS take: a time is that of one.
+Calls follow each other as layers do, so that the host is ahead, as many as LEAST_SECONDS take, behind as many that have
+no time: a time is that of one. A GPU whose last calls took less power has a higher clock for a while, hence an order of
+its own in each round.
 `per_gpu` is one GPU's time over ranks times ours. Peers are measured where they can be imported.
 """
 
@@ -43,6 +45,7 @@ METHODS = ("all_gather", "all_gather_copies", "ring", "ulysses")  # _copies: CpP
 BANDWIDTH_BYTES = 1 << 30  # milliseconds, so that starting one takes no part
 MOST_SECONDS = 6.0  # of a row's rounds
 LEAST_SECONDS, MOST_CALLS = 0.03, 16  # of a round's calls that follow each other
+LONG_SECONDS = 0.25  # of a call: its rounds follow each other, with memory that no other method has in its cache
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"  # "1": messages need not wait for the end of a kernel that fills the GPU
 
 
@@ -142,8 +145,8 @@ class Ranks:
         dist.all_reduce(everyone)  # on the host, where it also is a barrier
         return everyone.max().item()
 
-    def time(self, call, count: int = 1) -> float:
-        """Seconds of one of `count` calls that follow each other on the slowest rank, all of them starting together."""
+    def time(self, call, count: int = 1, ahead: int = 0) -> float:
+        """Seconds of one of `count` calls that follow each other, and `ahead` others, on the slowest rank."""
         self.largest(0.0)
         if self.device.type == "cpu":
             started = time.perf_counter()
@@ -152,6 +155,8 @@ class Ranks:
             return self.largest((time.perf_counter() - started) / count)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        for _ in range(ahead):
+            call()
         begin.record()
         for _ in range(count):
             call()
@@ -161,24 +166,29 @@ class Ranks:
 
     def medians(self, implementations: dict) -> dict:
         """{name: (median, rounds, calls of a time, (fastest, slowest, retries of the allocator))}: in each round each
-        has one time, the first one after the other. A retry waits for the GPU and returns memory: no time of a method.
+        has one time, in an order of its own. A retry waits for the GPU and returns memory: no time of a method.
         """
-        first, counts, retries = {}, {}, dict.fromkeys(implementations, 0)
+        times, counts, retries = {}, {}, dict.fromkeys(implementations, 0)
         for name, call in implementations.items():
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             call()  # warm-up: communicators, index tensors
-            first[name] = self.time(call)
-            counts[name] = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / first[name])))
-        in_all = sum(first[name] * counts[name] for name in first)
+            times[name] = [self.time(call)]
+            counts[name] = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / times[name][0])))
+            if times[name][0] > LONG_SECONDS:
+                more = min(self.rounds, int(self.most_seconds / len(implementations) / times[name][0]))
+                times[name] += [self.time(call) for _ in range(max(2, more) - 1)]
+        in_turns = [name for name in implementations if times[name][0] <= LONG_SECONDS]
+        in_all = sum(2 * times[name][0] * counts[name] for name in in_turns)
         rounds = max(2, min(self.rounds, int(self.most_seconds / max(1e-6, in_all))))
-        times, names = {name: [] for name in implementations}, list(implementations)
+        times.update((name, []) for name in in_turns)
         for index in range(rounds):
-            shift = index % len(names)  # the one after a long call finds a hot GPU: not always the same one
-            for name in names[shift:] + names[:shift]:
-                before = self._retries()
-                times[name].append(self.time(implementations[name], counts[name]))
+            for name in random.Random(index).sample(in_turns, len(in_turns)):  # the same on all ranks
+                before, count = self._retries(), counts[name]
+                times[name].append(self.time(implementations[name], count, ahead=count))
                 retries[name] += self._retries() - before
         return {
-            name: (statistics.median(found), rounds, counts[name], (min(found), max(found), retries[name]))
+            name: (statistics.median(found), len(found), counts[name], (min(found), max(found), retries[name]))
             for name, found in times.items()
         }
 
