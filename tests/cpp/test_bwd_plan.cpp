@@ -116,6 +116,19 @@ void check_table() {
   check::that(plan_of(dense(1, 512, 8, 192), tiny).stages == 0, "head dim 192 does not fit 48 KB");
 }
 
+void check_order_of_long_sequences() {
+  const int64_t rows = flash::plan::kOrderedSteps * 64;
+  const auto is_ordered = [](const BwdProblem& problem) { return plan_of(problem, kH100).semaphore_words() > 0; };
+  check::that(is_ordered(dense(1, rows, 2, 128)) && !is_ordered(dense(1, rows - 64, 2, 128)), "long sequences");
+  check::that(is_ordered(dense(2, rows, 2, 64)) && !is_ordered(dense(1, rows, 2, 256)), "a pass of its own for dQ");
+  BwdProblem problem = dense(1, rows / 4, 8, 128);
+  check::that(!is_ordered(problem), "short sequences");
+  problem.heads_k = 2;
+  check::that(is_ordered(problem), "heads in groups");
+  problem.window = {4096, 0};
+  check::that(!is_ordered(problem), "few rows see a key");
+}
+
 void check_memory() {
   BwdProblem problem = dense(2, 1000, 4, 128);
   const int64_t tiles = 2 * 4 * 16, accum = tiles * 64 * 128;
@@ -286,6 +299,7 @@ void check_explained() {
 
 int main() {
   check_table();
+  check_order_of_long_sequences();
   check_memory();
   check_stages();
   check_dq_pass();

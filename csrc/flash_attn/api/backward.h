@@ -54,8 +54,8 @@ inline plan::BwdPlan plan_call(const BwdCall& call, Flash_bwd_params& params, co
   return plan::plan_bwd(problem, device_of(params.device, call.sm_margin), forced_family());
 }
 
-// fp32 accumulators of dQ, one tile for each m_block, in deterministic mode a dq_semaphore for each of them, where dQ
-// has no pass of its own; and a tile_count_semaphore for each pass.
+// fp32 accumulators of dQ, one tile for each m_block, where n_blocks are ordered a dq_semaphore for each of them; and a
+// tile_count_semaphore for each pass.
 inline at::Tensor allocate_bwd_workspace(Flash_bwd_params& params, const plan::BwdPlan& plan, const at::Tensor& q) {
   if (plan.workspace_vectors() == 0) return at::Tensor();
   constexpr int64_t kWordsOfVector = 4;
@@ -82,7 +82,7 @@ inline at::Tensor set_params_dq_sum(Flash_bwd_params& params, const plan::BwdPla
   params.workspace_vectors = plan.accum_words() / 4;
   if (!plan.runs(plan::BwdStage::kAdd)) return at::Tensor();
   at::Tensor counters = new_zeros(dq_sum, {plan.semaphore_words() + 1}, at::kInt);
-  params.dq_semaphore_ptr = plan.deterministic ? counters.mutable_data_ptr<int>() : nullptr;
+  params.dq_semaphore_ptr = plan.has_dq_semaphores() ? counters.mutable_data_ptr<int>() : nullptr;
   params.tile_count_semaphore = counters.mutable_data_ptr<int>() + plan.semaphore_words();
   return counters;
 }

@@ -158,7 +158,7 @@ struct Flash_bwd_params : Flash_fwd_params {
   int64_t d_rows = 0;                            // rows of one head, see softmax_d_rows()
   float* __restrict__ dsinks_ptr = nullptr;      // sums per CTA of the softmax_d pass; zeroed; null: none
   float* __restrict__ dq_accum_ptr = nullptr;    // fp32 dQ in tiles in accumulator order, where the plan has tiles
-  int* __restrict__ dq_semaphore_ptr = nullptr;  // deterministic: contributions to each tile so far
+  int* __restrict__ dq_semaphore_ptr = nullptr;  // ordered: contributions to each tile so far
   float4* workspace_ptr = nullptr;  // dq_accum, dq_semaphore, tile_count_semaphore; run_softmax_d() clears it
   int64_t workspace_vectors = 0;
 };

@@ -34,6 +34,7 @@ struct BwdPlan {
   bool dq_in_smem = false;           // CTAs take whole heads and accumulate dQ in shared memory, not in global
   bool dq_pass = false;              // dQ is computed by a pass of its own, not accumulated
   bool deterministic = false;
+  bool is_ordered = false;  // n_blocks add to a tile of dQ one after the other, the lowest first
   BwdStage stage = BwdStage::kAll;
 
   int block_m = 0, block_n = 0;  // rows of a step, keys of a CTA
@@ -61,10 +62,10 @@ struct BwdPlan {
   // A tile's floats have the order of the family's accumulators: in the wgmma family each warp has its own.
   constexpr int dq_tile_parts() const { return family == Family::kWgmma ? dq_threads / 32 : 1; }
   constexpr int64_t accum_words() const { return dq_tiles * dq_tile_floats; }
-  constexpr bool has_dq_semaphores() const { return deterministic && !dq_in_smem && !dq_pass; }
+  constexpr bool has_dq_semaphores() const { return is_ordered && !dq_in_smem && !dq_pass; }
   constexpr int64_t semaphore_words() const { return has_dq_semaphores() ? dq_tiles : 0; }
-  // dq_accum, in deterministic mode a dq_semaphore for each of its tiles, and the tile_count_semaphore of each pass:
-  // cleared together, 16 bytes at a time.
+  // dq_accum, where n_blocks are ordered a dq_semaphore for each of its tiles, and the tile_count_semaphore of each
+  // pass: cleared together, 16 bytes at a time.
   constexpr int64_t workspace_vectors() const {
     return dq_in_smem ? 0 : (accum_words() + semaphore_words() + (dq_pass ? 2 : 1) + 3) / 4;
   }
@@ -100,6 +101,7 @@ inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device
   }
   plan.threads = 32 * tile.warps;
   plan.smem_bytes = bwd_smem_bytes(tile, plan.stages, problem.dtype);
+  plan.is_ordered = problem.deterministic;
   plan.running_n_blocks = kRunningNBlocks;
   const int64_t resident =
       static_cast<int64_t>(device.multiprocessors) * bwd_blocks_per_sm(tile, plan.variant != BwdVariant::kPlain);
@@ -158,9 +160,10 @@ inline BwdPlan plan_bwd_wgmma(const BwdProblem& problem, const Device& device) {
     return plan;
   }
   const int64_t rows = problem.is_varlen && problem.batch > 0 ? problem.seqlen_q / problem.batch : problem.seqlen_q;
-  const bool is_ordered = problem.deterministic && !has_dq_pass(tile);
-  plan.running_n_blocks =
-      running_n_blocks(is_ordered, problem.window.may_mask_right(), rows / tile.block_m, problem.group(), tile.block_n);
+  const int64_t steps = product(problem.window.max_keys(rows) / tile.block_m, problem.group());
+  plan.is_ordered = !has_dq_pass(tile) && (problem.deterministic || steps >= kOrderedSteps);
+  plan.running_n_blocks = running_n_blocks(plan.is_ordered, problem.window.may_mask_right(), rows / tile.block_m,
+                                           problem.group(), tile.block_n);
   plan.order = n_block_grid(problem, tile.block_n, device.multiprocessors, plan.running_n_blocks);
   plan.grid = persistent_grid(plan.order.blocks, device, plan.is_dynamic);
   if (has_dq_pass(tile)) {

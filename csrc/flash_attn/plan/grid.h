@@ -70,19 +70,24 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
   return is_varlen ? heads_k : batch * heads_k;
 }
 
-// How many n_blocks of a head run at a time: they read the same rows, and in deterministic mode each adds to dQ after
+// How many n_blocks of a head run at a time: they read the same rows, and where they are ordered each adds to dQ after
 // the ones before it, so that the last of them starts late by about one step for each (docs/tuning/bwd_sm90.md). A head
 // of few steps under a causal mask is better off with few of them. With too few, the rows of all heads of a band leave
 // the L2 cache: earlier with 64 keys, whose heads are wide, and with groups of heads, which all have rows of their own;
-// half of the rows where a causal mask hides the others. Without the deterministic order nothing waits: the more
+// half of the rows where a causal mask hides the others. Without an order nothing waits: the more
 // n_blocks read the same rows at a time, the less power the L2 cache takes (measured with 128 keys). m_blocks: of one
 // head; group: heads of q for one of K and V; block_n: keys of a CTA.
 constexpr int kRunningNBlocks = 16;
 constexpr int kUnorderedNBlocks = 32;
 
-constexpr int running_n_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int64_t group, int block_n) {
+// Steps of an n_block (m_blocks of all heads of q for one of K and V) from which on n_blocks are ordered outside of
+// deterministic mode too: without an order those of a head drift apart, until none finds in the L2 cache what another
+// has read.
+constexpr int64_t kOrderedSteps = 8192;
+
+constexpr int running_n_blocks(bool is_ordered, bool is_causal, int64_t m_blocks, int64_t group, int block_n) {
   const bool is_wide = block_n <= 64;
-  if (!is_deterministic) return is_wide ? kRunningNBlocks : kUnorderedNBlocks;
+  if (!is_ordered) return is_wide ? kRunningNBlocks : kUnorderedNBlocks;
   const int fewest = is_causal ? 3 : 8, most = is_wide || group > 1 ? kRunningNBlocks : 8;
   const int64_t wanted = product(m_blocks, group) / (is_wide ? 4 : 8);
   return wanted > most ? most : wanted < fewest ? fewest : static_cast<int>(wanted);
