@@ -93,13 +93,16 @@ void check_running() {
   check::that(running_n_blocks(true, true, 16, 1, 128) == 3, "half of few rows");
   check::that(running_n_blocks(true, true, 32, 1, 128) == 4, "half of the rows");
   check::that(running_n_blocks(true, true, 48, 1, 128) == 6, "more m_blocks");
-  check::that(running_n_blocks(true, true, 1 << 20, 1, 128) == 8, "long sequences");
+  check::that(running_n_blocks(true, true, 256, 1, 128) == 8, "many m_blocks");
+  check::that(running_n_blocks(true, false, 512, 1, 128) == 16, "long sequences");
+  check::that(running_n_blocks(true, true, 1 << 20, 1, 128) == 32, "longer ones");
   check::that(running_n_blocks(true, true, 8, 4, 128) == 4, "few m_blocks of four heads");
   check::that(running_n_blocks(true, true, 128, 4, 128) == 16, "long sequences of four heads");
   check::that(running_n_blocks(true, false, 8, 1, 64) == 8, "wide heads");
   check::that(running_n_blocks(true, true, 8, 1, 64) == 3, "wide heads, half of the rows");
   check::that(running_n_blocks(true, true, 32, 1, 64) == 8, "many m_blocks");
-  check::that(running_n_blocks(true, false, 1 << 20, 1, 64) == 16, "wide heads, long sequences");
+  check::that(running_n_blocks(true, false, 256, 1, 64) == 16, "wide heads, more m_blocks");
+  check::that(running_n_blocks(true, false, 1 << 20, 1, 64) == 32, "wide heads, long sequences");
 }
 
 void check_order() {
