@@ -127,7 +127,7 @@ def count_text(problems):
     told += "; the slowest rank's"
     counts = {found["calls"] for found in modes if "calls" in found}
     if counts:
-        told += f". A time is that of one of {between(counts)} calls that follow others, as those of layers do"
+        told += f". A time is that of one of {between(counts)} calls that follow each other behind as many others"
     return told + "."
 
 
