@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -27,10 +28,11 @@ def pytest_addoption(parser, pluginmanager):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One process where a GPU is used, whose memory some tests fill; else one a core, in about 1 GiB each."""
+    """One process a core, in about 1 GiB each; where a GPU is used, with 8 GiB of its memory each."""
+    workers = min(len(os.sched_getaffinity(0)), 8)
     if config.getoption("--device") != "cpu" and torch.cuda.is_available():
-        return 0
-    return min(len(os.sched_getaffinity(0)), 8)
+        workers = min(workers, torch.cuda.get_device_properties(0).total_memory // (8 << 30))
+    return max(workers, 1)
 
 
 class FailureNames:
@@ -124,14 +126,23 @@ def hopper(device):
 
 
 @pytest.fixture(autouse=True)
+def _one_big_test_at_a_time(request, tmp_path_factory):
+    """Of all processes of a run."""
+    if request.node.get_closest_marker("big") is None:
+        yield
+        return
+    with open(tmp_path_factory.getbasetemp().parent / "big.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        yield
+        free_gpu_memory()
+
+
+@pytest.fixture(autouse=True)
 def _seed_everything(request):
     """Every test has its own stream, so that its inputs depend neither on the order nor on the worker."""
     seed = (request.config.attn_seed * 0x9E3779B1 + zlib.crc32(request.node.nodeid.encode())) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
-    yield
-    if request.node.get_closest_marker("big"):
-        free_gpu_memory()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -65,7 +65,7 @@ stage_install() {
 stage_tests() {
     local log=$out/tests.log
     : >"$log"
-    limited tests "${TESTS_LIMIT:-170}" "$log" \
+    limited tests "${TESTS_LIMIT:-260}" "$log" \
         "$python" -P -m pytest "$root/tests" --ignore "$root/tests/build/test_build.py" -n "${TEST_WORKERS:-$(nproc)}" --dist worksteal -q -rf \
         --durations 30 --device cuda --junitxml "$out/tests.xml" -p no:cacheprovider
     record tests "$(last_lines "$log" 1)" "$log"

@@ -109,11 +109,16 @@ def test_make_test_runs_without_parallel_tests():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("chosen,gpu,parallel", (("all", True, False), ("cpu", True, True), ("all", False, True)))
-def test_tests_are_parallel_where_no_gpu_is_used(monkeypatch, chosen, gpu, parallel):
+@pytest.mark.parametrize(
+    "chosen, gpu_gib, expected",
+    [("all", None, 8), ("cpu", 24, 8), ("all", 80, 8), ("all", 24, 3), ("cuda", 4, 1)],
+)
+def test_processes_of_tests_share_the_memory_of_a_gpu(monkeypatch, chosen, gpu_gib, expected):
     import conftest
 
-    monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: gpu)
+    gpu = SimpleNamespace(total_memory=(gpu_gib or 0) << 30)
+    monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: gpu_gib is not None)
+    monkeypatch.setattr(conftest.torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(conftest.os, "sched_getaffinity", lambda process: range(16))
     config = SimpleNamespace(getoption={"--device": chosen}.get)
-    cores = min(len(os.sched_getaffinity(0)), 8)
-    assert conftest.pytest_xdist_auto_num_workers(config) == (cores if parallel else 0)
+    assert conftest.pytest_xdist_auto_num_workers(config) == expected
