@@ -26,19 +26,16 @@ import torch.distributed as dist
 from context_parallel import HIGH_PRIORITY, Problem, Ranks, calls, surroundings, write
 from torch.multiprocessing import get_context
 
-from flash_attn.context_parallel import CpPlan, flash_attn_cp_func, schedule
+from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
 
-# method, options of the plan, multiprocessors left to messages, NCCL's thread blocks at most (None: its choice), rows
-# that begin with their own keys
+# method, options of the plan, multiprocessors left to messages, NCCL's thread blocks at most (None: its choice)
 VARIANTS = {
-    "messages": ("all_gather", {}, 0, None, 0),
-    "margin_16": ("all_gather", {}, 16, None, 0),
-    "margin_32": ("all_gather", {}, 32, None, 0),
-    "capped_16": ("all_gather", {}, 16, 16, 0),
-    "head_start": ("all_gather", {}, 32, None, 1024),
-    "ring": ("ring", {}, 0, None, 0),
-    "copies": ("all_gather", {"copies": True}, 0, None, 0),
-    "copies_head_start": ("all_gather", {"copies": True}, 0, None, 1024),
+    "messages": ("all_gather", {}, 0, None),
+    "margin_16": ("all_gather", {}, 16, None),
+    "margin_32": ("all_gather", {}, 32, None),
+    "capped_16": ("all_gather", {}, 16, 16),
+    "ring": ("ring", {}, 0, None),
+    "copies": ("all_gather", {"copies": True}, 0, None),
 }
 MODES = ("forward", "both")
 PROFILED_CALLS = 4
@@ -214,7 +211,7 @@ class Variants:
         return dist.new_group(backend="nccl", pg_options=nccl)
 
     def plan(self, name: str, tokens: int) -> CpPlan:
-        method, given, multiprocessors, blocks, _ = VARIANTS[name]
+        method, given, multiprocessors, blocks = VARIANTS[name]
         plan = CpPlan.dense(tokens, group=self.groups[blocks], method=method, check="plan", **given)
         plan.transport.multiprocessors = multiprocessors
         return plan
@@ -231,7 +228,6 @@ class Variants:
                 return flash_attn_cp_func(q, k, v, plan=plan, causal=True)
 
             made[name] = calls(function, *(plan.shard(x, 1) for x in problem.whole))
-            schedule.HEAD_START_ROWS = VARIANTS[name][4]  # of the tables that the plan makes in its first calls
             for _ in range(3):  # buffers are used again
                 found = made[name]["forward"](), *made[name]["both"]()
             pairs = [(ours, plan.shard(theirs, 1)) for ours, theirs in zip(found, expected)]

@@ -104,8 +104,7 @@ class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not. combined: rows [start, stop) that may have several. begins_whole:
-    whether the calls of slot 0 have keys for every row.
+    results the rows have, gaps counted or not. begins_whole: whether the calls of slot 0 have keys for every row.
     begins_short: whether the calls ahead of the last step, which run beside messages, are a small part of the work.
     dq_rows: of a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
@@ -114,7 +113,6 @@ class PassTables(NamedTuple):
     late: tuple[PlacedCall, ...]
     slots: int
     depth: int
-    combined: tuple[int, int]
     begins_whole: bool
     begins_short: bool
     dq_rows: DqRows | None
@@ -134,15 +132,13 @@ def pass_tables(
     *made, late = [tuple(next(placed) for _ in calls) for calls in found]
     all_calls = [call for calls in (*made, late) for call in calls]
     seen = sum(q1 - q0 for call, (pairs, _) in zip(all_calls, every) if not call.slot for _, q0, q1, *_ in pairs)
-    begins_whole = seen == batch * own_rows
     return PassTables(
         tuple(
             _step_tables(step, calls, own_rows, batch, pushed)
             for step, calls, pushed in zip(steps, made, pushes or (None,) * len(steps))
         ),
         late,
-        max((call.slot + 1 for call in all_calls), default=0), depth,
-        _combined(all_calls, begins_whole, batch * own_rows), begins_whole,
+        max((call.slot + 1 for call in all_calls), default=0), depth, seen == batch * own_rows,
         _begins_short(steps, found), dq_rows,
     )  # fmt: skip
 
@@ -228,14 +224,6 @@ def _early(calls) -> int:
     while count < len(calls) and 3 * sum(work[:count]) < sum(work):
         count += 1
     return count
-
-
-def _combined(calls, begins_whole: bool, rows: int) -> tuple[int, int]:
-    """All rows where some have no result in slot 0."""
-    if not begins_whole:
-        return 0, rows
-    others = [call.table for call in calls if call.slot]
-    return min((table.q0 for table in others), default=0), max((table.q1 for table in others), default=0)
 
 
 def _begins_short(steps: tuple[Step, ...], found) -> bool:
