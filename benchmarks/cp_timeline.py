@@ -3,10 +3,11 @@
     python benchmarks/cp_timeline.py --out result.json                # all GPUs that torch sees
     python benchmarks/cp_timeline.py --device cpu --ranks 2 --toy     # gloo, to see that it runs
 
-Causal, zigzag. A variant is a method and how its keys come; each has a time in each round, as in context_parallel.py.
-Then torch.profiler records a few calls that follow each other on every rank: each kernel and copy with its stream,
-begin and end on a clock that ranks share, and how long before its begin the host had launched it. The tables say how
-much of a call attention takes, alone and beside messages, and what the stream of attention waits for in the rest.
+Causal, zigzag. A variant is options of the plan and of the call; each has a time in each round, as in
+context_parallel.py. Then torch.profiler records a few calls that follow each other on every rank: each kernel and copy
+with its stream, begin and end on a clock that ranks share, and how long before its begin the host had launched it. The
+tables say how much of a call attention takes, alone and beside messages, and what the stream of attention waits for in
+the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
@@ -26,19 +28,13 @@ import torch.distributed as dist
 from context_parallel import HIGH_PRIORITY, Problem, Ranks, calls, surroundings, write
 from torch.multiprocessing import get_context
 
-from flash_attn.context_parallel import CpPlan, flash_attn_cp_func, schedule
+from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
 
-# method, options of the plan, multiprocessors left to messages, NCCL's thread blocks at most (None: its choice), rows
-# that begin with their own keys
-VARIANTS = {
-    "messages": ("all_gather", {}, 0, None, 0),
-    "margin_16": ("all_gather", {}, 16, None, 0),
-    "margin_32": ("all_gather", {}, 32, None, 0),
-    "capped_16": ("all_gather", {}, 16, 16, 0),
-    "head_start": ("all_gather", {}, 32, None, 1024),
-    "ring": ("ring", {}, 0, None, 0),
-    "copies": ("all_gather", {"copies": True}, 0, None, 0),
-    "copies_head_start": ("all_gather", {"copies": True}, 0, None, 1024),
+VARIANTS = {  # options of the plan and of the call
+    "messages": ({"method": "all_gather"}, {}),
+    "margin_16": ({"method": "all_gather"}, {"sm_margin": 16}),
+    "ring": ({"method": "ring"}, {}),
+    "copies": ({"method": "all_gather", "copies": True}, {}),
 }
 MODES = ("forward", "both")
 PROFILED_CALLS = 4
@@ -59,7 +55,7 @@ def parse(arguments=None):
     parser.add_argument("--toy", action="store_true", help="tiny sizes")
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens over all ranks")
     parser.add_argument("--timeline-sizes", type=int, nargs="*", help="of those that are profiled too")
-    by_messages = [name for name, variant in VARIANTS.items() if not variant[1]]
+    by_messages = [name for name, (given, _) in VARIANTS.items() if "copies" not in given]
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=by_messages)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--row-seconds", type=float, default=6.0, help="of a size's rounds in one mode")
@@ -196,55 +192,29 @@ def profiled(call, device) -> list[dict]:
 # ---- measuring ----
 
 
-class Variants:
-    """Calls of all variants of one problem; groups of NCCL with fewer thread blocks are made once."""
-
-    def __init__(self, options):
-        self.options, self.groups = options, {None: dist.group.WORLD}
-        for name in options.variants:
-            blocks = VARIANTS[name][3]
-            if blocks not in self.groups:
-                self.groups[blocks] = self._group(blocks)
-
-    def _group(self, blocks: int):
-        if self.options.device == "cpu":
-            return dist.new_group(backend="gloo")
-        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        nccl.config.max_ctas = blocks
-        return dist.new_group(backend="nccl", pg_options=nccl)
-
-    def plan(self, name: str, tokens: int) -> CpPlan:
-        method, given, multiprocessors, blocks, _ = VARIANTS[name]
-        plan = CpPlan.dense(tokens, group=self.groups[blocks], method=method, check="plan", **given)
-        plan.transport.multiprocessors = multiprocessors
-        return plan
-
-    def of(self, problem: Problem) -> dict:
-        """{name: {mode: call}}, and the error of each one's results over the largest of one GPU's."""
-        made, errors, ranks = {}, {}, Ranks(problem.whole[0].device, 1)
-        one = calls(problem.one_gpu, *problem.whole)
-        expected = one["forward"](), *one["both"]()
-        for name in self.options.variants:
-            plan = self.plan(name, problem.tokens)
-
-            def function(q, k, v, plan=plan):
-                return flash_attn_cp_func(q, k, v, plan=plan, causal=True)
-
-            made[name] = calls(function, *(plan.shard(x, 1) for x in problem.whole))
-            schedule.HEAD_START_ROWS = VARIANTS[name][4]  # of the tables that the plan makes in its first calls
-            for _ in range(3):  # buffers are used again
-                found = made[name]["forward"](), *made[name]["both"]()
-            pairs = [(ours, plan.shard(theirs, 1)) for ours, theirs in zip(found, expected)]
-            error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-            errors[name] = ranks.largest(error)
-            if not errors[name] < 0.05:
-                raise RuntimeError(f"{name}: expected one GPU's results, got an error of {errors[name]}")
-        return made, errors
+def calls_of_variants(problem: Problem, names) -> tuple[dict, dict]:
+    """{name: {mode: call}}, and the error of each one's results over the largest of one GPU's."""
+    made, errors, ranks = {}, {}, Ranks(problem.whole[0].device, 1)
+    one = calls(problem.one_gpu, *problem.whole)
+    expected = one["forward"](), *one["both"]()
+    for name in names:
+        of_plan, of_call = VARIANTS[name]
+        plan = CpPlan.dense(problem.tokens, check="plan", **of_plan)
+        function = partial(flash_attn_cp_func, plan=plan, causal=True, **of_call)
+        made[name] = calls(function, *(plan.shard(x, 1) for x in problem.whole))
+        for _ in range(3):  # buffers are used again
+            found = made[name]["forward"](), *made[name]["both"]()
+        pairs = [(ours, plan.shard(theirs, 1)) for ours, theirs in zip(found, expected)]
+        error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+        errors[name] = ranks.largest(error)
+        if not errors[name] < 0.05:
+            raise RuntimeError(f"{name}: expected one GPU's results, got an error of {errors[name]}")
+    return made, errors
 
 
-def measure_size(tokens: int, options, variants: Variants, ranks: Ranks) -> dict:
+def measure_size(tokens: int, options, ranks: Ranks) -> dict:
     problem = Problem("causal", tokens, options, ranks.device)
-    made, errors = variants.of(problem)
+    made, errors = calls_of_variants(problem, options.variants)
     one, row = calls(problem.one_gpu, *problem.whole), {"tokens": tokens, "errors": errors, "timelines": {}}
     for mode in MODES:
         found = ranks.medians({"one_gpu": one[mode], **{name: each[mode] for name, each in made.items()}})
@@ -326,10 +296,10 @@ def _measure(rank: int, options, store: str):
     os.environ.setdefault(HIGH_PRIORITY, "1")
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    ranks, variants = Ranks(device, options.rounds, options.row_seconds), Variants(options)
+    ranks = Ranks(device, options.rounds, options.row_seconds)
     found = {**surroundings(options, device), "kind": "cp_timeline", "rows": []}
     for tokens in options.sizes:
-        found["rows"].append(measure_size(tokens, options, variants, ranks))
+        found["rows"].append(measure_size(tokens, options, ranks))
         if is_cuda:
             torch.cuda.empty_cache()
         if rank == 0:

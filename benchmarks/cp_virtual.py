@@ -42,7 +42,6 @@ class PresentRank:
     """A rank of a group whose messages have arrived before they are asked for: random rows."""
 
     checks_on_host = True
-    multiprocessors = 0
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._held = rank, size, {}

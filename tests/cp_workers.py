@@ -191,7 +191,6 @@ def copies(device: str) -> None:
         for given in ({"copies": True}, {}):
             kind = {"method": "all_gather", "check": "plan", **given}
             plan = CpPlan.varlen(cu, **kind) if len(lengths) > 1 else CpPlan.dense(cu[-1], **kind)
-            plan.transport.multiprocessors = 0
             *own, dout = (plan.shard(x, axis).requires_grad_() for x in whole)
             results, q = [], own[0]
             for _ in range(6):

@@ -137,8 +137,7 @@ class NanParts(compute._Parts):
 
     def __init__(self, *given):
         super().__init__(*given)
-        for part in self._parts:
-            part.fill_(float("nan"))
+        self._out.fill_(float("nan"))
 
 
 def nan_output(q, v, given=None):

@@ -181,39 +181,22 @@ class _Parts:
 
     def __init__(self, tables: PassTables, q: Tensor, v: Tensor, sinks):
         self._sinks = sinks  # one more key of every row: of slot 0, which then has all rows
-        self._start, self._stop = tables.combined
-        self._dtype, dtype, exact = q.dtype, _part_dtype(q), sum_dtype(q.dtype)
-        rows, heads, others, combined = *q.shape[:2], tables.slots - 1, self._stop - self._start
-        shape = heads, v.shape[2]
-        if combined == rows:
-            self._out = torch.empty((1 + others, rows, *shape), dtype=dtype, device=q.device)
-            self._parts = self._out.unbind(0)
-        else:
-            self._out = None
-            self._parts = (
-                torch.empty((rows, *shape), dtype=dtype, device=q.device),
-                *torch.empty((others, combined, *shape), dtype=dtype, device=q.device),
-            )
-        self._lse = torch.full((tables.slots, heads, rows), -math.inf, dtype=exact, device=q.device)
+        self._dtype, exact = q.dtype, sum_dtype(q.dtype)
+        shape = (tables.slots, *q.shape[:2], v.shape[2])
+        self._out = torch.empty(shape, dtype=_part_dtype(q), device=q.device)
+        self._lse = torch.full((tables.slots, q.shape[1], q.shape[0]), -math.inf, dtype=exact, device=q.device)
 
     def compute(self, call: PlacedCall, q, k, v, options: Options) -> None:
-        table, first = call.table, self._start if call.slot else 0
-        own = _rows(self._parts[call.slot], table.q0 - first, table.q1 - first)
+        table = call.table
+        own = _rows(self._out[call.slot], table.q0, table.q1)
         sinks = None if call.slot else self._sinks
         _, lse = forward_call(table, q, k, v, options, sinks, is_partial=True, out=own)
         self._lse[call.slot, :, table.q0 : table.q1] = lse
 
     def result(self):
-        parts, rows = self._out, slice(self._start, self._stop)
-        if parts is None:
-            out = self._parts[0].to(self._dtype)
-            parts = torch.stack([self._parts[0][rows], *self._parts[1:]])
-        else:
-            out = torch.empty(parts.shape[1:], dtype=self._dtype, device=parts.device)
-        given = parts.unsqueeze(1), self._lse[:, :, rows].transpose(1, 2).unsqueeze(1), out[rows].unsqueeze(0)
-        _, lse = backends.of(out).combine(*given)
-        self._lse[0, :, rows] = lse[0].t()
-        return out, self._lse[0].contiguous()
+        out = torch.empty((1, *self._out.shape[1:]), dtype=self._dtype, device=self._out.device)
+        _, lse = backends.of(out).combine(self._out.unsqueeze(1), self._lse.transpose(1, 2).unsqueeze(1), out)
+        return out[0], lse[0].t().contiguous()
 
 
 class PartialSums:

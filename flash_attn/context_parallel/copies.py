@@ -27,7 +27,6 @@ class CopyTransport(GroupTransport):
     to all, also those that have no rows for them.
     """
 
-    multiprocessors = 0
     _of_groups = weakref.WeakKeyDictionary()  # memory that lasts for all batches, as a communicator's
 
     @classmethod

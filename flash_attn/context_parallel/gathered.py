@@ -25,20 +25,11 @@ def forward(plan, method, batch, q, k, v, sinks, options: Options):
     """out and LSE (heads, rows) of this rank's queries."""
     tables = plan.tables(method, options.window, options.has_exact_positions, batch, q.device)
     sums = result_sums(tables, q, v, sinks)
-    beside = _beside_messages(plan, tables, options)
     for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
         for call in step.calls:
-            sums.compute(call, q, step_k, step_v, options if step is tables.steps[-1] else beside)
+            sums.compute(call, q, step_k, step_v, options)
         del step_k, step_v  # before the keys after the next are asked for: two buffers, not three
     return sums.result()
-
-
-def _beside_messages(plan, tables: PassTables, options: Options) -> Options:
-    """Of the calls ahead of the last step: they leave multiprocessors to the messages, for which other ranks wait,
-    where that costs less than a message takes."""
-    if not tables.begins_short:
-        return options
-    return options._replace(sm_margin=max(options.sm_margin, plan.transport.multiprocessors))
 
 
 def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Options):

@@ -88,7 +88,6 @@ class LocalRank:
     """One rank of a LocalGroup."""
 
     checks_on_host = True
-    multiprocessors = 0
 
     def __init__(self, links: _Links, rank: int):
         self._links, self.rank, self.size = links, rank, len(links.ended)

@@ -28,8 +28,6 @@ METHODS = ("all_gather", "ring", "ulysses")
 _ROWS = 128  # a segment is divided at a multiple of it
 _LEAST_WORK = 1 / 16  # of a rank's, to be computed while keys are under way
 _WORTH_COMBINING = 0.5  # more tokens to come than this part of one's own take longer than combining two parts of out
-HEAD_START_ROWS = 0  # with their own keys ahead of the others': what they gain has not been measured
-_HEAD_START = 1 / 8  # of a rank's rows at most
 _MORE_CALLS = 2  # of a backward in two steps than in one
 
 
@@ -104,10 +102,10 @@ def steps(
     """all_gather: a step while keys are under way and one with all of them. ring: one step for each distance, one's own
     keys first.
 
-    In the forward of all_gather the first step has the rows that see no keys of other ranks. Where there are none, it
-    has one's own keys, whose results have to be combined with the others': for all rows where much is to come, else for
-    HEAD_START_ROWS of the last rows. In the backward it has one's own keys where that costs few calls. divides_rows:
-    whether rows of a call may be divided for the sake of that, which several entries of a batch make costly.
+    In the forward of all_gather the first step has the rows that see no keys of other ranks or, where there are none
+    and much is to come, one's own keys, whose results have to be combined with the others'; in the backward one's own
+    keys where that costs few calls. divides_rows: whether rows of a call may be divided for the sake of that, which
+    several entries of a batch make costly.
     exact_positions: each pair is a contiguous part of one document, as dropout and ALiBi need it, whose keys begin at a
     multiple of MASK_COLUMNS, or where those of a rank do; otherwise a pair may join keys or rows that stand apart,
     where no mask falls between them.
@@ -127,21 +125,7 @@ def steps(
     first, others = maker.alone(own) if divides_rows and not backward else ((), own)
     if not first and not backward and divides_keys and maker.missing() > _WORTH_COMBINING * layout.tokens_of(rank):
         return maker.step([0], own), maker.step(everyone[1:], own)
-    if not first and divides_rows and not backward and divides_keys and maker.missing():
-        others, ahead = _without_last(own)
-        return maker.step([0], ahead), maker.step(everyone, others, ahead)
     return maker.step([0], first), maker.step(everyone, others)
-
-
-def _without_last(own: list[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """The last rows apart, which see the most of a rank's own keys."""
-    rows = sum(segment.stop - segment.start for segment in own)
-    count = int(min(HEAD_START_ROWS, rows * _HEAD_START)) // _ROWS * _ROWS
-    last = own[-1]
-    if not count or last.stop - last.start <= count:
-        return own, []
-    cut, count = last.stop - count, last.stop - last.start - count
-    return [*own[:-1], last._replace(stop=cut)], [last._replace(row=last.row + count, start=cut)]
 
 
 def _halves(own: list[Segment]) -> list[Segment]:
@@ -164,10 +148,9 @@ class _Maker:
         self.layout, self.rank, self.window, self.multiple = layout, rank, window, multiple
         self.required = [required_keys(spans, layout.cu, window, multiple) for spans in layout.spans]
 
-    def step(self, distances, queries, ahead=()) -> Step:
-        """With keys from these distances, of the queries of some segments; ahead: of those that have been computed with
-        the rank's own keys."""
-        return _step(self, distances, queries, ahead)
+    def step(self, distances, queries) -> Step:
+        """With keys from these distances, of the queries of some segments."""
+        return _step(self, distances, queries)
 
     def missing(self) -> int:
         """How many tokens' keys come from other ranks."""
@@ -205,11 +188,11 @@ class _Maker:
         return sum(b - a for a, b in spans) - sum(b - a for a, b in held)
 
 
-def _step(maker: _Maker, distances, queries, ahead) -> Step:
+def _step(maker: _Maker, distances, queries) -> Step:
     layout, rank, window, multiple, ranks = maker.layout, maker.rank, maker.window, maker.multiple, maker.layout.ranks
     required = maker.required
     sources = [(rank - d) % ranks for d in distances]
-    seen = joined(sorted(visible_keys(segment, layout.cu, window, multiple) for segment in (*queries, *ahead)))
+    seen = joined(sorted(visible_keys(segment, layout.cu, window, multiple) for segment in queries))
     wanted = {source: intersection(seen, layout.spans[source]) for source in sources}
     others = [d for d in distances if d != 0]
     is_local = all(not wanted[(rank - d) % ranks] for d in others)
@@ -231,9 +214,7 @@ def _step(maker: _Maker, distances, queries, ahead) -> Step:
     own = () if is_local else tuple(
         (own_rows.of(span)[0], key_rows.of(span)[0], span[1] - span[0]) for span in wanted.get(rank, ())
     )  # fmt: skip
-    pairs = _pairs(layout, queries, key_rows, key_rows.spans, window, multiple)
-    others_keys = joined(sorted(span for source, spans in wanted.items() if source != rank for span in spans))
-    pairs += _pairs(layout, ahead, key_rows, others_keys, window, multiple)
+    pairs = _pairs(layout, queries, key_rows, window, multiple)
     if multiple == 1:
         pairs = _joined(pairs)
     return Step(key_rows.count, is_local, tuple(sends), tuple(receives), own, tuple(rounds), tuple(pairs))
@@ -256,12 +237,11 @@ class _Rows:
         raise AssertionError(f"{span} is not in {self.spans}")
 
 
-def _pairs(layout: Layout, queries, key_rows: _Rows, spans, window: Window, multiple: int) -> list[Pair]:
-    """spans: of the keys that count, all of which lie in the buffer."""
+def _pairs(layout: Layout, queries, key_rows: _Rows, window: Window, multiple: int) -> list[Pair]:
     pairs = []
     for segment in queries:
         first_visible, _ = visible_keys(segment, layout.cu, window)
-        for span in intersection([visible_keys(segment, layout.cu, window, multiple)], spans):
+        for span in intersection([visible_keys(segment, layout.cu, window, multiple)], key_rows.spans):
             if span[1] <= first_visible:
                 continue
             pairs.append(_pair(segment, span, layout.cu[segment.document], key_rows, window, multiple))

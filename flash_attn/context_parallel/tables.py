@@ -15,7 +15,6 @@ from torch import Tensor
 from flash_attn.context_parallel.layouts import intersection, joined
 from flash_attn.context_parallel.schedule import Pair, Step, groups
 
-_SHORT = 1 / 4  # of the work: an eighth of the multiprocessors less for it is 3 % of the whole
 DQ_TILE = 64  # rows: where calls with one sum of dq may begin
 
 
@@ -104,9 +103,7 @@ class PassTables(NamedTuple):
     """A forward or a backward.
 
     late: calls of the first step that wait until the gradients of all others are on their way. slots, depth: how many
-    results the rows have, gaps counted or not. combined: rows [start, stop) that may have several. begins_whole:
-    whether the calls of slot 0 have keys for every row.
-    begins_short: whether the calls ahead of the last step, which run beside messages, are a small part of the work.
+    results the rows have, gaps counted or not. begins_whole: whether the calls of slot 0 have keys for every row.
     dq_rows: of a backward whose calls are over all rows; None: over those alone that they have keys for.
     """
 
@@ -114,9 +111,7 @@ class PassTables(NamedTuple):
     late: tuple[PlacedCall, ...]
     slots: int
     depth: int
-    combined: tuple[int, int]
     begins_whole: bool
-    begins_short: bool
     dq_rows: DqRows | None
 
 
@@ -134,16 +129,13 @@ def pass_tables(
     *made, late = [tuple(next(placed) for _ in calls) for calls in found]
     all_calls = [call for calls in (*made, late) for call in calls]
     seen = sum(q1 - q0 for call, (pairs, _) in zip(all_calls, every) if not call.slot for _, q0, q1, *_ in pairs)
-    begins_whole = seen == batch * own_rows
     return PassTables(
         tuple(
             _step_tables(step, calls, own_rows, batch, pushed)
             for step, calls, pushed in zip(steps, made, pushes or (None,) * len(steps))
         ),
         late,
-        max((call.slot + 1 for call in all_calls), default=0), depth,
-        _combined(all_calls, begins_whole, batch * own_rows), begins_whole,
-        _begins_short(steps, found), dq_rows,
+        max((call.slot + 1 for call in all_calls), default=0), depth, seen == batch * own_rows, dq_rows,
     )  # fmt: skip
 
 
@@ -223,29 +215,11 @@ def _ranges(spans, rows: int, batch: int) -> Ranges:
 
 def _early(calls) -> int:
     """How many of the calls are a third of the work, one at least: keys take half as long as gradients."""
-    work = [_work([call]) for call in calls]
+    work = [sum((pair.q1 - pair.q0) * (pair.k1 - pair.k0) for pair in pairs) for pairs, _ in calls]
     count = min(1, len(calls))
     while count < len(calls) and 3 * sum(work[:count]) < sum(work):
         count += 1
     return count
-
-
-def _combined(calls, begins_whole: bool, rows: int) -> tuple[int, int]:
-    """All rows where some have no result in slot 0."""
-    if not begins_whole:
-        return 0, rows
-    others = [call.table for call in calls if call.slot]
-    return min((table.q0 for table in others), default=0), max((table.q1 for table in others), default=0)
-
-
-def _begins_short(steps: tuple[Step, ...], found) -> bool:
-    """Without messages nothing is gained, however short."""
-    work = [_work(calls) for calls in found]
-    return any(step.sends or step.receives for step in steps) and sum(work[: len(steps) - 1]) <= _SHORT * sum(work)
-
-
-def _work(calls) -> int:
-    return sum((pair.q1 - pair.q0) * (pair.k1 - pair.k0) for pairs, _ in calls for pair in pairs)
 
 
 def _dq_rows(calls, rows: int, device) -> DqRows | None:

@@ -1,8 +1,7 @@
 """How ranks reach each other: point-to-point messages and a small all-gather of a process group.
 
 No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
-`checks_on_host`, `multiprocessors`, which its messages take, `connect`, `buffer`, `exchange` and `all_gather_ints`;
-`local_group` has another one, of threads.
+`checks_on_host`, `connect`, `buffer`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ class Pending:
 
 class GroupTransport:
     """A process group of torch.distributed."""
-
-    multiprocessors = 0  # left to messages by short calls beside them; what NCCL's 16 would gain is not measured
 
     def __init__(self, group):
         self.group = group

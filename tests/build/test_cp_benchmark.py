@@ -99,14 +99,14 @@ def test_turns_of_variants_run(tmp_path):
     paths = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(ROOT / "benchmarks" / "cp_timeline.py"), "--device", "cpu", "--ranks", "2", "--toy"]
-    command += ["--rounds", "2", "--variants", "messages", "capped_16", "--out", str(out)]
+    command += ["--rounds", "2", "--variants", "messages", "margin_16", "--out", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
-    assert list(row["both"]) == ["one_gpu", "messages", "capped_16"] and max(row["errors"].values()) < 1e-5
+    assert list(row["both"]) == ["one_gpu", "messages", "margin_16"] and max(row["errors"].values()) < 1e-5
     assert all(x["fastest"] <= x["seconds"] <= x["slowest"] for x in row["forward"].values())
     shown = subprocess.run([*command[:2], "--show", str(out)], env=environment, capture_output=True, text=True)
-    assert "| capped_16 | " in done.stdout and done.stdout.strip() in shown.stdout
+    assert "| margin_16 | " in done.stdout and done.stdout.strip() in shown.stdout
 
 
 @pytest.mark.parametrize("method", list(cp_model.METHODS))

@@ -8,7 +8,7 @@ from cases import DTYPES, Case, pairwise
 from cp_harness import call_options, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, schedule
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function
 from flash_attn.context_parallel.schedule import METHODS
 
 FEATURES = {
@@ -64,15 +64,6 @@ def test_parts_rounded_once_stay_within_the_criterion_too(device, method, sinks,
     problem, weights = self_attention(case, device)
     for ranks in (2, 8):
         check_result(problem, weights, run_local(problem, weights, ranks, method=method))
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_a_head_start_stays_within_the_criterion_too(device, sinks, monkeypatch):
-    """Of two ranks the last combines the last of its rows, and those alone."""
-    monkeypatch.setattr(schedule, "HEAD_START_ROWS", 256)
-    case = Case(1, 4100, 4100, 2, 1, 32, "bfloat16", causal=True, sinks=sinks)
-    problem, weights = self_attention(case, device)
-    check_result(problem, weights, run_local(problem, weights, 2, method="all_gather"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,4 @@
-"""Keys that ranks write into each other's buffers: ranks are threads with a slot protocol like that of GPUs; and the
-kernels' multiprocessors while messages are under way."""
+"""Keys that ranks write into each other's buffers: ranks are threads with a slot protocol like that of GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from cases import Case
 from cp_harness import check_result, run_rank, self_attention
 
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, gathered
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
 from flash_attn.context_parallel.copies import Arriving
 from flash_attn.context_parallel.layouts import LAYOUTS, layout_spans
 from flash_attn.context_parallel.local_group import LocalRank
@@ -136,32 +135,3 @@ def test_rows_arrive_where_their_reader_has_them():
                     ]
                     expected.update(zip(arrive, ((peer, row) for row in sent[peer])))
                 assert rows == expected
-
-
-class Greedy(LocalRank):
-    multiprocessors = 16
-
-
-@pytest.mark.devices("cpu")
-def test_short_calls_leave_multiprocessors_to_messages(device, monkeypatch):
-    """Of two ranks the first computes an eighth of its work beside messages, in all_gather; half of it in a ring."""
-    margins = {}
-
-    def call(table, q, k, v, options, *args, **named):
-        margins.setdefault(threading.get_ident(), []).append(options.sm_margin)
-        return forward_call(table, q, k, v, options, *args, **named)
-
-    forward_call = gathered.result_sums.__globals__["forward_call"]
-    monkeypatch.setitem(gathered.result_sums.__globals__, "forward_call", call)
-
-    def run(rank, method, sm_margin):
-        plan = CpPlan.dense(64, group=Greedy(rank._links, rank.rank), method=method)
-        q = torch.randn(1, plan.num_tokens, 2, 8)
-        flash_attn_cp_func(q, q, q, plan=plan, causal=True, sm_margin=sm_margin)
-        return margins.pop(threading.get_ident())
-
-    def found(method, sm_margin=0):
-        return LocalGroup(2).run(lambda rank: run(rank, method, sm_margin))
-
-    assert found("all_gather") == [[16, 0], [0]] and found("all_gather", 20) == [[20, 20], [20]]
-    assert found("ring") == [[0, 0], [0, 0]]

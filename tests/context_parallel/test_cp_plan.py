@@ -165,10 +165,8 @@ def keys_of(layout, rank, step):
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("exact_positions", [False, True])
 @pytest.mark.parametrize("backward, divides_rows", [(False, True), (True, True), (False, False), (True, False)])
-@pytest.mark.parametrize("head_start", [0, 3])
-def test_every_visible_pair_is_computed_once(method, exact_positions, backward, divides_rows, head_start, monkeypatch):
-    monkeypatch.setattr(schedule, "_ROWS", 1 if head_start else 128)
-    monkeypatch.setattr(schedule, "HEAD_START_ROWS", head_start)
+def test_every_visible_pair_is_computed_once(method, exact_positions, backward, divides_rows, monkeypatch):
+    monkeypatch.setattr(schedule, "_ROWS", 1)  # short segments are divided too
     for layout, window in random_problems(40):
         given = method, window, exact_positions, backward, divides_rows
         every = [steps(layout, rank, *given) for rank in range(layout.ranks)]
@@ -293,10 +291,9 @@ def test_a_causal_zigzag_ring_has_one_call_per_step():
         assert len(groups(own.pairs, False)) == 1 and len(groups(own.pairs, True)) <= 2
 
 
-def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way(monkeypatch):
+def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way():
     """Of all_gather: the first rank has rows that need no other keys, the last has none; all divide their own keys'
     backward, a quarter before the others' keys and the rest after them."""
-    monkeypatch.setattr(schedule, "HEAD_START_ROWS", 0)
     layout = Layout(layout_spans("zigzag", (0, 4096), 2, 128, (None, 0)), (0, 4096))
     first, second = (steps(layout, rank, "all_gather", (None, 0), False) for rank in range(2))
     assert [(step.is_local, len(step.pairs)) for step in first] == [(True, 1), (False, 1)]
@@ -314,25 +311,9 @@ def test_a_causal_zigzag_has_work_while_keys_and_gradients_are_under_way(monkeyp
         assert list(middle.parts) == [*first_half, (1024, 1024, True)] and late.parts == ((1024, 1024, False),)
 
 
-def test_a_rank_without_rows_of_its_own_has_a_head_start(monkeypatch):
-    """Where asked for: the last rows with their own keys, then all others, and these rows with the other's keys."""
-    monkeypatch.setattr(schedule, "HEAD_START_ROWS", 1024)
-    layout = Layout(layout_spans("zigzag", (0, 32768), 2, 128, (None, 0)), (0, 32768))
-    found = steps(layout, 1, "all_gather", (None, 0), False)
-    tables = pass_tables(found, False, 16384, 1, torch.device("cpu"))
-    ahead, (others, late) = tables.steps[0].calls, tables.steps[1].calls
-    calls = [(call.table.q0, call.table.q1, call.table.k0, call.table.k1, call.slot) for call in (*ahead, others, late)]
-    assert calls == [(15360, 16384, 0, 16384, 0), (0, 15360, 0, 23552, 0), (15360, 16384, 0, 8192, 1)]
-    assert tables.combined == (15360, 16384) and tables.begins_whole and tables.begins_short
-    first = pass_tables(steps(layout, 0, "all_gather", (None, 0), False), False, 16384, 1, torch.device("cpu"))
-    assert first.slots == 1 and first.combined == (0, 0)
-
-
-@pytest.mark.parametrize("head_start", [0, 3])
-def test_rows_know_how_many_results_they_have(head_start, monkeypatch):
+def test_rows_know_how_many_results_they_have(monkeypatch):
     """Slots never overlap, and each row is written once before anything is added to it."""
-    monkeypatch.setattr(schedule, "_ROWS", 1 if head_start else 128)
-    monkeypatch.setattr(schedule, "HEAD_START_ROWS", head_start)
+    monkeypatch.setattr(schedule, "_ROWS", 1)  # short segments are divided too
     for layout, window in random_problems(60):
         for rank, backward in ((r, b) for r in range(layout.ranks) for b in (False, True)):
             rows = layout.tokens_of(rank)
@@ -354,9 +335,6 @@ def test_rows_know_how_many_results_they_have(head_start, monkeypatch):
                 assert set().union(*slots) == set(results)
                 if slots and tables.begins_whole:
                     assert slots[0] == set(results)
-                    assert set().union(*slots[1:]) <= set(range(*tables.combined))
-                else:
-                    assert tables.combined == (0, batch * rows)
 
 
 def test_a_window_sends_only_what_it_needs():
