@@ -45,9 +45,11 @@ def self_attention(case: Case, device: str, lengths=(40, 1, 23, 0)) -> tuple[Pro
 
 
 def make_plan(problem: Problem, group, **options) -> CpPlan:
+    """group: or a mesh."""
+    options["mesh" if hasattr(group, "get_group") else "group"] = group
     if problem.layout is None:
-        return CpPlan.dense(problem.q.shape[1], group=group, **options)
-    return CpPlan.varlen(problem.cu_seqlens_q.cpu(), group=group, **options)
+        return CpPlan.dense(problem.q.shape[1], **options)
+    return CpPlan.varlen(problem.cu_seqlens_q.cpu(), **options)
 
 
 def call_options(problem: Problem) -> dict:
@@ -75,9 +77,13 @@ def run_rank(problem: Problem, weights: Weights, group, deterministic=False, **p
     return Result(whole[0], plan.unshard(lse.detach(), -1), [*whole[1:], *grads[3:]], rng_state)
 
 
-def run_local(problem: Problem, weights: Weights, ranks: int, **options) -> Result:
-    """All ranks as threads. They agree on every result."""
-    results = LocalGroup(ranks).run(lambda rank: run_rank(problem, weights, rank, **options))
+def run_local(problem: Problem, weights: Weights, ranks: int | tuple[int, int], **options) -> Result:
+    """All ranks as threads, of a pair in a mesh. They agree on every result."""
+
+    def run(rank):
+        return run_rank(problem, weights, rank if isinstance(ranks, int) else rank.mesh(*ranks), **options)
+
+    results = LocalGroup(ranks if isinstance(ranks, int) else ranks[0] * ranks[1]).run(run)
     first = results[0]
     for other in results[1:]:
         for a, b in zip((first.out, first.lse, *first.grads[:3]), (other.out, other.lse, *other.grads[:3])):

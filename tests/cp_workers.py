@@ -107,6 +107,43 @@ def cache(device: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-10 if device == "cpu" else 2e-2, rtol=0)
 
 
+def rows_and_columns(device: str) -> None:
+    """A DeviceMesh of two dimensions: attention of every method, and what one rank does otherwise."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("ring", "ulysses"))
+    dtype = "float64" if device == "cpu" else "bfloat16"
+    cases = [
+        Case(2, 37, 37, 4, 2, 16, dtype, causal=True, sinks=True),
+        Case(4, 0, 0, 3, 1, 8, dtype, causal=True, window=(9, 0), softcap=15.0, kind="packed"),
+        Case(1, 48, 48, 2, 2, 8, dtype, alibi="heads", dropout=0.2, causal=True),
+    ]
+    for seed, case in enumerate(cases):
+        torch.manual_seed(seed)
+        for method in ("all_gather", "ring"):
+            problem, weights = self_attention(case, device)
+            result = run_rank(problem, weights, mesh, method=method)
+            for dsinks in result.grads[3:]:
+                dist.all_reduce(dsinks)
+            check_result(problem, weights, result)
+    with pytest.raises(RuntimeError, match="CpPlan: expected valid arguments on every rank" if rank else "layout: "):
+        CpPlan.dense(10, mesh=mesh, layout="zigzag" if rank else "stripe")
+    with pytest.raises(RuntimeError, match=r"CpPlan: expected the same on every rank, got others on ranks \[1\]"):
+        CpPlan.dense(10 + (rank == 1), mesh=mesh)
+    with pytest.raises(RuntimeError, match="mesh: expected ranks that ascend along both dimensions"):
+        CpPlan.dense(10, mesh=DeviceMesh(device, torch.arange(size).flip(0).view(size // 2, 2)))
+    cube = init_device_mesh(device, (2, 1, size // 2), mesh_dim_names=("data", "ring", "ulysses"))
+    tokens = 10 + cube.get_local_rank("data")  # of a batch of its own, which the other ranks know nothing of
+    plan = CpPlan.dense(tokens, mesh=cube["ring", "ulysses"])
+    x = torch.arange(tokens, device=device)
+    assert plan.size == size // 2 and torch.equal(plan.unshard(plan.shard(x, 0), 0), x)
+    with pytest.raises(NotImplementedError, match="mesh: expected a DeviceMesh of one dimension or two"):
+        CpPlan.dense(10, mesh=cube)
+    with pytest.raises(NotImplementedError, match="mesh: expected a DeviceMesh of one dimension, got"):
+        CpCache(mesh=mesh)
+
+
 def meshes(device: str) -> None:
     """A DeviceMesh, and a group that is not all ranks."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -10,6 +10,7 @@ from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel import gathered, ulysses
 from flash_attn.context_parallel.compute import Options, sink_gradient, sum_dtype
 from flash_attn.context_parallel.plan import CpPlan, normal_window
+from flash_attn.context_parallel.ulysses import Heads
 from flash_attn.cpu import checks
 from flash_attn.ops import arguments, context
 from flash_attn.ops.lse import check_convention, converted
@@ -121,6 +122,7 @@ class _Call:
     def __init__(self, plan: CpPlan, method: str, batch: int, options: Options, padded_from: int):
         self.plan, self.method, self.batch, self.options = plan, method, batch, options
         self.padded_from = padded_from  # v's head dim before padding, or 0
+        self.moves_heads = method == "ulysses" or plan.has_two_dimensions
 
     def text(self, inputs) -> str:
         """All that ranks must agree on, contents of tensors excepted."""
@@ -239,11 +241,14 @@ def _method(plan: CpPlan, batch: int, q, k, v, options: Options) -> str:
     if plan.method != "auto":
         return plan.method if can_ring or plan.method != "ring" else "all_gather"
     tokens, ranks, heads, heads_k = plan.cu_seqlens[-1] * batch, plan.size, q.shape[-2], k.shape[-2]
+    if plan.has_two_dimensions:  # each rank gathers K and V of its own heads
+        owned = Heads.divide(heads, heads_k, plan.head_ranks.transport.size).key
+        heads_k = max(b - a for a, b in owned)
     dims = q.shape[-1] + v.shape[-1]
     gathered_bytes = tokens * heads_k * dims * q.element_size()
     is_windowed = options.window[0] is not None
-    is_even = heads % ranks == 0 and heads_k % ranks == 0
-    if is_even and not is_windowed and (heads + heads_k) < heads_k * ranks:
+    can_move_heads = not plan.has_two_dimensions and heads % ranks == 0 and heads_k % ranks == 0
+    if can_move_heads and not is_windowed and (heads + heads_k) < heads_k * ranks:
         return "ulysses"
     return "ring" if gathered_bytes > _MOST_GATHERED_BYTES and not is_windowed and can_ring else "all_gather"
 
@@ -253,10 +258,10 @@ class _CpAttention(torch.autograd.Function):
     def forward(ctx, call: _Call, q, k, v, sinks):
         rows = [call.rows(x) for x in (q, k, v)]
         kept = ()
-        if call.method == "ulysses":
-            out, lse, kept = ulysses.forward(call.plan, call.batch, *rows, sinks, call.options)
+        if call.moves_heads:
+            out, lse, kept = ulysses.forward(call.plan.head_ranks, call.method, call.batch, *rows, sinks, call.options)
         else:
-            out, lse = gathered.forward(call.plan, call.method, call.batch, *rows, sinks, call.options)
+            out, lse = gathered.forward(call.plan.passes, call.method, call.batch, *rows, sinks, call.options)
         ctx.call, ctx.has_sinks = call, sinks is not None
         ctx.save_for_backward(q, k, v, out, lse, *kept, *((sinks,) if sinks is not None else ()))
         ctx.set_materialize_grads(False)
@@ -280,12 +285,13 @@ class _CpAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else call.rows(dout)
         if dlse is not None:
             dlse = call.head_rows(dlse).to(lse.dtype)
-        elif call.method == "ulysses":
+        elif call.moves_heads:
             dlse = torch.zeros_like(lse)
-        if call.method == "ulysses":
-            grads = ulysses.backward(call.plan, call.batch, dout, *rows, dlse, kept, call.options)
+        shared = call.method, call.batch, dout, *rows
+        if call.moves_heads:
+            grads = ulysses.backward(call.plan.head_ranks, *shared, dlse, kept, call.options)
         else:
-            grads = gathered.backward(call.plan, call.method, call.batch, dout, *rows, out, lse, dlse, call.options)
+            grads = gathered.backward(call.plan.passes, *shared, out, lse, dlse, call.options)
         grads = [call.tokens(grad) for grad in grads]
         return grads if sinks is None else [*grads, sink_gradient(sinks, dout, out, lse, dlse)]
 

@@ -21,26 +21,26 @@ from flash_attn.context_parallel.moves import Fetched, Returned
 from flash_attn.context_parallel.tables import PassTables
 
 
-def forward(plan, method, batch, q, k, v, sinks, options: Options):
+def forward(passes, method, batch, q, k, v, sinks, options: Options):
     """out and LSE (heads, rows) of this rank's queries."""
-    tables = plan.tables(method, options.window, options.has_exact_positions, batch, q.device)
+    tables = passes.tables(method, options.window, options.has_exact_positions, batch, q.device)
     sums = result_sums(tables, q, v, sinks)
-    for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
+    for step, (step_k, step_v) in _overlapped(passes, tables, (k, v)):
         for call in step.calls:
             sums.compute(call, q, step_k, step_v, options)
         del step_k, step_v  # before the keys after the next are asked for: two buffers, not three
     return sums.result()
 
 
-def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Options):
-    """dq, dk and dv of this rank's tokens."""
+def backward(passes, method, batch, dout, q, k, v, out, lse, dlse, options: Options, keeps_sums=False):
+    """dq, dk and dv of this rank's tokens. keeps_sums: dk and dv in the dtype of sums, for more to be added."""
     own = (dout, q, k, v, out, lse, dlse, options)
     kind = method, options.window, options.has_exact_positions, batch, q.device, True
-    tables = plan.tables(*kind, keeps_dq=True)
+    tables = passes.tables(*kind, keeps_dq=True)
     keeps_dq = has_dq_sum(tables, *own)
     if tables.dq_rows is not None and not keeps_dq:
-        tables = plan.tables(*kind)
-    only = _only_call(tables)
+        tables = passes.tables(*kind)
+    only = None if keeps_sums else _only_call(tables)
     if only is not None:
         grads = backward_call(only.table, *own)
         return [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))]
@@ -51,19 +51,19 @@ def backward(plan, method, batch, dout, q, k, v, out, lse, dlse, options: Option
         dq.add(call, lambda own, **stage: backward_call(call.table, *given, sums=grads, dq=own, **stage)[0])
 
     returning = None
-    for step, (step_k, step_v) in _overlapped(plan, tables, (k, v)):
+    for step, (step_k, step_v) in _overlapped(passes, tables, (k, v)):
         grads = (dk, dv) if step.is_local else new_sums(step_k, step_v)
         for call in step.calls:
             compute(call, step_k, step_v, grads)
         del step_k, step_v
         if returning is not None:
             returning.finish()
-        returning = Returned(plan, step, grads, (dk, dv))
+        returning = Returned(passes, step, grads, (dk, dv))
         del grads
     for call in tables.late:
         compute(call, k, v, (dk, dv))
     returning.finish()
-    return dq.result(), dk.to(k.dtype), dv.to(v.dtype)
+    return (dq.result(), dk, dv) if keeps_sums else (dq.result(), dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _only_call(tables: PassTables):
@@ -76,13 +76,13 @@ def _only_call(tables: PassTables):
     return calls[0] if len(calls) == 1 and not moves and not tables.late else None
 
 
-def _overlapped(plan, tables: PassTables, tensors):
+def _overlapped(passes, tables: PassTables, tensors):
     """(step, its keys and values), those of the next step requested before."""
-    sent = [fetched := Fetched(plan, tables.steps[0], tensors)]
+    sent = [fetched := Fetched(passes, tables.steps[0], tensors)]
     for step, following in zip(tables.steps, (*tables.steps[1:], None)):
         current = fetched.wait()
         if following is not None:
-            sent.append(fetched := Fetched(plan, following, tensors))
+            sent.append(fetched := Fetched(passes, following, tensors))
         yield step, current
         del current
     for fetched in sent:

@@ -53,6 +53,21 @@ def layout_spans(layout: str, cu: Sequence[int], ranks: int, tile: int, window: 
     return best
 
 
+def divided(count: int, parts: int, tile: int) -> tuple[tuple[Span, ...], ...]:
+    """Rows [0, count) as nearly equal spans, at most one for each part."""
+    return _contiguous(count, parts, tile)
+
+
+def tokens_of_rows(spans, rows) -> tuple[Span, ...]:
+    """The tokens of some rows of those that lie in `spans`; both ascending."""
+    result, first = [], 0
+    for start, stop in spans:
+        own = intersection(rows, [(first, first + stop - start)])
+        result += [(start + a - first, start + b - first) for a, b in own]
+        first += stop - start
+    return tuple(result)
+
+
 def imbalance(spans, cu: Sequence[int], window: Window) -> float:
     """The largest number of visible (query, key) pairs of a rank over the mean; 1 without any."""
     areas = [sum(visible_pairs(start, stop, cu, window) for start, stop in own) for own in spans]

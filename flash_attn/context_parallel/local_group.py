@@ -28,7 +28,8 @@ class LocalGroup:
         self.size = size
 
     def run(self, function) -> list:
-        """[function(rank) for every rank], each called with its LocalRank, which serves as `group`.
+        """[function(rank) for every rank], each called with its LocalRank, which serves as `group`; its
+        `mesh(outer, inner)` as `mesh`.
 
         The first exception of a rank is raised, after all have ended: those that wait for it give up.
         """
@@ -84,13 +85,39 @@ class _Links:
                     raise RuntimeError(f"rank {source} of the LocalGroup has ended before it sent {kind}") from None
 
 
+class LocalMesh:
+    """Ranks of a LocalGroup in rows, as a DeviceMesh of two dimensions is seen by one of them."""
+
+    ndim = 2
+
+    def __init__(self, mesh: torch.Tensor, groups):
+        self.mesh, self._groups = mesh, groups
+
+    def get_group(self, dim: int) -> LocalRank:
+        return self._groups[dim]
+
+
 class LocalRank:
-    """One rank of a LocalGroup."""
+    """One rank of a LocalGroup, or of those of its ranks that `members` names."""
 
     checks_on_host = True
 
-    def __init__(self, links: _Links, rank: int):
-        self._links, self.rank, self.size = links, rank, len(links.ended)
+    def __init__(self, links: _Links, rank: int, members=None):
+        self._links, self.rank = links, rank
+        self._members = range(len(links.ended)) if members is None else members
+        self.size = len(self._members)
+
+    def mesh(self, outer: int, inner: int) -> LocalMesh:
+        """This rank in `outer` rows of `inner` ranks, for a plan's `mesh`; every rank of the group asks for the same.
+
+        Raises RuntimeError where that is not the number of ranks.
+        """
+        if outer * inner != self.size:
+            raise RuntimeError(f"outer * inner: expected {self.size} ranks, got {outer} * {inner}")
+        ranks = torch.arange(self.size).view(outer, inner)
+        row, column = divmod(self.rank, inner)
+        columns = LocalRank(self._links, row, ranks[:, column].tolist())
+        return LocalMesh(ranks, (columns, LocalRank(self._links, column, ranks[row].tolist())))
 
     def connect(self, device) -> None:
         """Nothing to do: memory is shared."""
@@ -100,13 +127,18 @@ class LocalRank:
 
     def exchange(self, sends, receives) -> Pending:
         for peer, tensor in sends:
-            self._links.put("tensors", self.rank, peer, tensor.clone())
-        return Pending([_Receipt(self._links, peer, self.rank, x) for peer, x in receives], receives)
+            self._links.put("tensors", self._index, self._members[peer], tensor.clone())
+        return Pending([_Receipt(self._links, self._members[peer], self._index, x) for peer, x in receives], receives)
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        for peer in range(self.size):
-            self._links.put("ints", self.rank, peer, list(values))
-        return [self._links.get("ints", peer, self.rank) for peer in range(self.size)]
+        for peer in self._members:
+            self._links.put("ints", self._index, peer, list(values))
+        return [self._links.get("ints", peer, self._index) for peer in self._members]
+
+    @property
+    def _index(self) -> int:
+        """In the whole LocalGroup."""
+        return self._members[self.rank]
 
 
 class _Receipt:

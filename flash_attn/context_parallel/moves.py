@@ -32,33 +32,33 @@ def _divided(x: Tensor, ranges: Ranges):
 class Fetched:
     """The keys and values of a step, under way."""
 
-    def __init__(self, plan, step: StepTables, tensors):
+    def __init__(self, passes, step: StepTables, tensors):
         self._buffers, self._pending, self._pushed, self._targets, self._sources = tensors, None, None, [], []
         if step.pushes is not None:
-            self._pushed = plan.transport.push(tensors, step.key_rows, step.pushes.most_rows, step.pushes.parts)
+            self._pushed = passes.transport.push(tensors, step.key_rows, step.pushes.most_rows, step.pushes.parts)
             if not step.is_local:
                 self._buffers = self._pushed.buffers
         else:
-            self._exchange(plan, step, tensors)
+            self._exchange(passes, step, tensors)
         rows, keys = step.own
         if rows:
             targets = [view for x in self._buffers for view in _views(x, keys)]
             torch._foreach_copy_(targets, [view for x in tensors for view in _views(x, rows)])
 
-    def _exchange(self, plan, step: StepTables, tensors):
+    def _exchange(self, passes, step: StepTables, tensors):
         if not step.is_local:
-            self._buffers = [plan.transport.buffer(x, (step.key_rows, *x.shape[1:])) for x in tensors]
+            self._buffers = [passes.transport.buffer(x, (step.key_rows, *x.shape[1:])) for x in tensors]
         sends = [(peer, _packed(x, ranges)) for peer, ranges in step.keys.sends for x in tensors]
         arriving = [(peer, x, ranges) for peer, ranges in step.keys.receives for x in self._buffers]
-        receives = [(peer, self._arrival(x, ranges, plan)) for peer, x, ranges in arriving]
+        receives = [(peer, self._arrival(x, ranges, passes)) for peer, x, ranges in arriving]
         if sends or receives:
-            self._pending = plan.transport.exchange(sends, receives)
+            self._pending = passes.transport.exchange(sends, receives)
 
-    def _arrival(self, buffer: Tensor, ranges: Ranges, plan) -> Tensor:
+    def _arrival(self, buffer: Tensor, ranges: Ranges, passes) -> Tensor:
         """Where a message arrives: in its place, where that is one."""
         if len(ranges) == 1:
             return buffer.narrow(0, *ranges[0])
-        arrived = _room(buffer, ranges, plan.transport)
+        arrived = _room(buffer, ranges, passes.transport)
         self._targets += _views(buffer, ranges)
         self._sources += _divided(arrived, ranges)
         return arrived
@@ -83,8 +83,8 @@ class Fetched:
 class Returned:
     """The gradients of a step's keys on the way to their owners; one distance between ranks at a time."""
 
-    def __init__(self, plan, step: StepTables, grads, targets):
-        self._transport, self._grads, self._targets = plan.transport, grads, targets
+    def __init__(self, passes, step: StepTables, grads, targets):
+        self._transport, self._grads, self._targets = passes.transport, grads, targets
         rows, keys = step.own
         if rows:
             own = [view for x in targets for view in _views(x, rows)]

@@ -15,13 +15,15 @@ from flash_attn.context_parallel.layouts import (
     LAYOUTS,
     Window,
     begin_at_multiples,
+    divided,
     imbalance,
     layout_spans,
     segments,
+    tokens_of_rows,
 )
+from flash_attn.context_parallel.passes import HeadRanks, Passes, WholePasses
 from flash_attn.context_parallel.schedule import METHODS, Layout
-from flash_attn.context_parallel.tables import CallTable, PassTables, pass_tables, pushes_of, whole_table
-from flash_attn.context_parallel.transport import transport_of
+from flash_attn.context_parallel.transport import MeshTransport, transport_of
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
@@ -46,21 +48,22 @@ class CpPlan:
         num_tokens: of this rank; of a dense plan in each entry of the batch.
         is_packed: whether made by `varlen`.
         method: "all_gather", "ring", "ulysses" or "auto".
+        has_two_dimensions: whether made of such a mesh; rank i of row r of it is then rank r * (ranks of a row) + i.
     """
 
     def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check, copies):
         """Use `dense` or `varlen`."""
-        self.transport = transport_of(mesh, group, arguments.flag("copies", copies))
+        self.transport = transport_of(mesh, group, arguments.flag("copies", copies), (1, 2))
         self.rank, self.size = self.transport.rank, self.transport.size
+        self.has_two_dimensions = isinstance(self.transport, MeshTransport)
         self.is_packed, self.method = is_packed, method
         text, error = "", None
         try:
             self._make(cu_seqlens, layout, causal, window_size, tile)
-            text = repr((is_packed, method, copies, self.cu_seqlens, self.spans))
+            text = repr((is_packed, method, copies, self.cu_seqlens, self.passes.layout.ranks, self.spans))
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
-        self._tables: dict[tuple, tuple] = {}
         self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
 
     @classmethod
@@ -82,11 +85,13 @@ class CpPlan:
 
         Arguments:
             seqlen: tokens of each sequence, over all ranks.
-            mesh: a DeviceMesh of one dimension. group: instead of it, a ProcessGroup or a rank of a LocalGroup.
-                Default: all ranks of torch.distributed.
+            mesh: a DeviceMesh of one dimension, or of two, whose ranks ascend along both: heads move along the second,
+                K and V along the first. group: instead of it, a ProcessGroup or a rank of a LocalGroup. Default: all
+                ranks of torch.distributed.
             layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
                 "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even).
-            method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
+            method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory. Of a
+                mesh of two dimensions "all_gather", "ring" or "auto": along the first.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
             check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
@@ -123,7 +128,8 @@ class CpPlan:
         return cls(cu_seqlens, True, mesh, group, layout, method, causal, window_size, tile, check, copies)
 
     def _make(self, cu_seqlens, layout, causal, window_size, tile):
-        for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS))):
+        methods = ("auto", *(name for name in METHODS if name != "ulysses" or not self.has_two_dimensions))
+        for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, methods)):
             if value not in known:
                 raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")
         tile = arguments.integer("tile", tile, least=1)
@@ -131,9 +137,26 @@ class CpPlan:
             "seqlen", cu_seqlens, least=0
         ))  # fmt: skip
         self.window = normal_window(arguments.flag("causal", causal), window_size, self.cu_seqlens[-1])
-        self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
-        self._layout = Layout(self.spans, self.cu_seqlens)
-        self.num_tokens = self._layout.tokens_of(self.rank)
+        if self.has_two_dimensions:
+            self._make_rows(layout, tile)
+        else:
+            self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
+            own = Layout(self.spans, self.cu_seqlens)
+            self.passes = Passes(own, self.transport)
+            self.head_ranks = HeadRanks(self.transport, own, WholePasses(self.cu_seqlens))
+            self._stages = ((own, self.transport),)
+        self.num_tokens = sum(stop - start for start, stop in self.spans[self.rank])
+
+    def _make_rows(self, layout: str, tile: int):
+        """A row of the mesh has what a rank of one dimension would have, so that rows are even; its ranks share it."""
+        outer, inner = self.transport.outer, self.transport.inner
+        of_rows = Layout(layout_spans(layout, self.cu_seqlens, outer.size, tile, self.window), self.cu_seqlens)
+        parts = [divided(of_rows.tokens_of(row), inner.size, tile) for row in range(outer.size)]
+        self.spans = tuple(tokens_of_rows(spans, own) for spans, ranks in zip(of_rows.spans, parts) for own in ranks)
+        in_row = Layout(parts[outer.rank], (0, of_rows.tokens_of(outer.rank)))
+        self.passes = Passes(of_rows, outer)
+        self.head_ranks = HeadRanks(inner, in_row, self.passes)
+        self._stages = ((in_row, inner), (of_rows, outer))
 
     def __repr__(self) -> str:
         kind = f"{len(self.cu_seqlens) - 1} documents" if self.is_packed else "dense"
@@ -163,7 +186,7 @@ class CpPlan:
             error = raised
         self.compare("unshard", request, error, None)
         self.transport.connect(y.device)
-        return unshard(y, dim, self._layout, self.transport)
+        return unshard(y, dim, self._stages)
 
     def positions(self, device=None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
@@ -179,45 +202,23 @@ class CpPlan:
     # ---- what there is to do ----
 
     def imbalance(self, causal: bool = True, window_size: WindowSize = (-1, -1)) -> float:
-        """The work of the busiest rank over the mean, counted in visible (query, key) pairs."""
-        return imbalance(self.spans, self.cu_seqlens, normal_window(causal, window_size, self.cu_seqlens[-1]))
+        """The work of the busiest rank over the mean, counted in visible (query, key) pairs. Of a mesh of two
+        dimensions that of its rows: a row's ranks have the same pairs, of other heads."""
+        window = normal_window(causal, window_size, self.cu_seqlens[-1])
+        return imbalance(self.passes.layout.spans, self.cu_seqlens, window)
 
     def received_tokens(self, causal: bool = True, window_size: WindowSize = (-1, -1)) -> int:
-        """How many tokens' K and V this rank receives in a forward of all_gather or ring."""
+        """How many tokens' K and V this rank receives in a forward of all_gather or ring; of a mesh of two dimensions
+        along the first, of a rank's own heads."""
         window = normal_window(causal, window_size, self.cu_seqlens[-1])
-        steps = schedule.steps(self._layout, self.rank, "all_gather", window, False)
+        steps = schedule.steps(self.passes.layout, self.passes.rank, "all_gather", window, False)
         return sum(m.stop - m.start for step in steps for m in step.receives)
-
-    def tables(
-        self, method: str, window: Window, exact_positions: bool, batch: int, device: torch.device, backward=False,
-        keeps_dq=False,
-    ) -> PassTables:  # fmt: skip
-        """A forward or backward of all_gather or ring with the index tensors of its kernels, made once."""
-        key = (method, window, exact_positions, batch, device, backward, keeps_dq)
-        found = self._tables.get(key)
-        if found is None:
-            kind = method, window, exact_positions, backward, batch == 1
-            steps, pushes = schedule.steps(self._layout, self.rank, *kind), None
-            if method == "all_gather" and hasattr(self.transport, "push"):
-                all_steps = [schedule.steps(self._layout, rank, *kind) for rank in range(self.size)]
-                most_rows = batch * self.cu_seqlens[-1]
-                pushes = pushes_of(self.rank, all_steps, self.num_tokens, batch, most_rows)
-            found = pass_tables(steps, backward, self.num_tokens, batch, device, keeps_dq, pushes)
-            self._tables[key] = found
-        return found
-
-    def whole_tables(self, window: Window, batch: int, device: torch.device) -> tuple[CallTable, ...]:
-        """All documents with all keys, as ulysses computes some heads of them; made once."""
-        key = (window, batch, device)
-        if key not in self._tables:
-            self._tables[key] = whole_table(self.cu_seqlens, batch, window, device)
-        return self._tables[key]
 
     @property
     def begins_at_mask_columns(self) -> bool:
         """Whether every chunk begins at a multiple of MASK_COLUMNS in its document, as CUDA kernels need it for the
         dropout mask of its keys."""
-        return begin_at_multiples(self.spans, self.cu_seqlens, MASK_COLUMNS)
+        return begin_at_multiples(self.passes.layout.spans, self.cu_seqlens, MASK_COLUMNS)
 
     def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
         """Agree with all ranks on a call: see `Agreement.compare`."""

@@ -287,12 +287,15 @@ def _depth(found) -> int:
     return most
 
 
-def whole_table(cu, batch: int, window, device) -> tuple[CallTable, ...]:
+def whole_pass(cu, batch: int, window, device) -> PassTables:
     """All documents with all keys, in one call."""
     left, right = (-1 if side is None else side for side in window)
     pairs = [Pair(i, a, b, a, b, left, right, 0, 0) for i, (a, b) in enumerate(zip(cu, cu[1:])) if a < b]
     pairs = _repeated(pairs, cu[-1], cu[-1], batch)
-    return (_table(pairs, True, device),) if pairs else ()
+    rows = batch * cu[-1]
+    calls = (PlacedCall(_table(pairs, True, device), 0, ((0, rows, True),)),) if pairs else ()
+    step = StepTables(rows, True, Moves((), ()), ((), ()), calls, (), None)
+    return PassTables((step,), (), len(calls), len(calls), True, None)
 
 
 def _repeated(pairs, own_rows: int, key_rows: int, batch: int) -> list[Pair]:

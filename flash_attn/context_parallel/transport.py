@@ -1,7 +1,8 @@
 """How ranks reach each other: point-to-point messages and a small all-gather of a process group.
 
 No reduction is ever left to the group, so that sums have an order of their own. A communicator has `rank`, `size`,
-`checks_on_host`, `connect`, `buffer`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads.
+`checks_on_host`, `connect`, `buffer`, `exchange` and `all_gather_ints`; `local_group` has another one, of threads. That
+of a mesh of two dimensions is two of them.
 """
 
 from __future__ import annotations
@@ -69,17 +70,45 @@ class GroupTransport:
         return torch.stack(all_values).tolist()
 
 
-def transport_of(mesh, group, copies: bool = False):
-    """The communicator of a one-dimensional DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks.
+class MeshTransport:
+    """Ranks in rows: K and V move along `outer`, heads along `inner`; no message goes between other ranks.
 
-    copies: one that reaches the other ranks' memory; a group has one for all plans.
+    It has `rank`, `size`, `checks_on_host`, `connect` and `all_gather_ints` of all of them, without a group of its own.
+    """
+
+    def __init__(self, outer, inner):
+        self.outer, self.inner = outer, inner
+        self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
+        self.checks_on_host = outer.checks_on_host and inner.checks_on_host
+
+    def connect(self, device: torch.device) -> None:
+        self.inner.connect(device)
+        self.outer.connect(device)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        row = [value for own in self.inner.all_gather_ints(values) for value in own]
+        every = [value for own in self.outer.all_gather_ints(row) for value in own]
+        return [every[i : i + len(values)] for i in range(0, len(every), len(values))]
+
+
+def transport_of(mesh, group, copies: bool = False, dimensions: tuple[int, ...] = (1,)):
+    """The communicator of a DeviceMesh, a ProcessGroup, a rank of a LocalGroup, or of all ranks.
+
+    copies: one that reaches the other ranks' memory; a group has one for all plans. dimensions: those that the mesh may
+    have; two make a MeshTransport.
     """
     if mesh is not None and group is not None:
         raise TypeError("group: expected None, for mesh is given, got both")
     if mesh is not None:
-        if getattr(mesh, "ndim", None) != 1:
-            raise NotImplementedError(f"mesh: expected a DeviceMesh of one dimension, got {mesh!r}")
-        return _of_group(mesh.get_group(), copies)
+        if getattr(mesh, "ndim", None) not in dimensions:
+            numbers = {(1,): "one dimension", (1, 2): "one dimension or two"}[dimensions]
+            raise NotImplementedError(f"mesh: expected a DeviceMesh of {numbers}, got {mesh!r}")
+        if mesh.ndim == 1:
+            return _of_group(mesh.get_group(), copies)
+        ranks = mesh.mesh
+        if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):  # groups count ranks in this order, rows would not
+            raise RuntimeError(f"mesh: expected ranks that ascend along both dimensions, got {ranks.tolist()}")
+        return MeshTransport(_of_group(mesh.get_group(0), copies), _of_group(mesh.get_group(1), False))
     if hasattr(group, "all_gather_ints"):
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -92,6 +121,8 @@ def transport_of(mesh, group, copies: bool = False):
 
 
 def _of_group(group, copies: bool):
+    if hasattr(group, "all_gather_ints"):
+        return group
     if not copies:
         return GroupTransport(group)
     from flash_attn.context_parallel.copies import CopyTransport

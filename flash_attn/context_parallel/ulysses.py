@@ -1,4 +1,7 @@
-"""Method ulysses: every rank gets all tokens of some heads, computes them as one GPU would, and sends them back.
+"""Heads that move: every rank gets the tokens of all ranks for some heads, computes with them, and sends them back.
+
+Method ulysses computes them as one GPU would. In a mesh of two dimensions the ranks are those of a row, and K and V of
+the heads that a rank then has come from the other rows, by all_gather or ring.
 
 Query heads are divided evenly, whatever their number; a K/V head whose query heads are on several ranks goes to all of
 them, and its gradients are added by the owners of the tokens in the order of ranks.
@@ -10,8 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn.context_parallel.compute import Options, backward_call, forward_call, sum_dtype
+from flash_attn.context_parallel import gathered
+from flash_attn.context_parallel.compute import Options, sum_dtype
 from flash_attn.context_parallel.layouts import Span
+from flash_attn.context_parallel.passes import HeadRanks
 from flash_attn.context_parallel.unshard import rows_of
 
 
@@ -55,11 +60,11 @@ class Heads(NamedTuple):
 class _AllToAll:
     """Between own tokens of all heads and all tokens of own heads."""
 
-    def __init__(self, plan, batch: int):
-        self._transport, self._batch, self._spans = plan.transport, batch, plan.spans
-        self._own = plan.num_tokens
-        self._counts = [sum(stop - start for start, stop in spans) for spans in plan.spans]
-        self._total = plan.cu_seqlens[-1]
+    def __init__(self, ranks: HeadRanks, batch: int):
+        layout = ranks.layout
+        self._transport, self._batch, self._spans, self._total = ranks.transport, batch, layout.spans, layout.cu[-1]
+        self._counts = [layout.tokens_of(rank) for rank in range(layout.ranks)]
+        self._own = self._counts[ranks.transport.rank]
 
     def to_heads(self, x, heads):
         """(batch * own tokens, all heads, d) -> (batch * all tokens, own heads, d)."""
@@ -98,52 +103,46 @@ class _AllToAll:
         self._transport.exchange(outgoing, incoming).wait()
 
 
-def forward(plan, batch, q, k, v, sinks, options: Options):
-    """(out, LSE (heads, rows) of this rank's tokens, what `backward` needs)."""
-    heads = Heads.divide(q.shape[1], k.shape[1], plan.size)
-    exchange = _AllToAll(plan, batch)
+def forward(ranks: HeadRanks, method, batch, q, k, v, sinks, options: Options):
+    """(out, LSE (heads, rows) of this rank's tokens, what `backward` needs). method: by which K and V move, if any."""
+    heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
     full = [exchange.to_heads(x, owned) for x, owned in ((q, heads.query), (k, heads.key), (v, heads.key))]
     full_q, full_k, full_v = full
-    full_out = full_q.new_zeros((*full_q.shape[:2], v.shape[2]))
-    full_lse = torch.full(full_q.shape[:2], float("inf"), dtype=sum_dtype(q.dtype), device=q.device)
-    first = heads.query[plan.rank][0]
-    for table in plan.whole_tables(options.window, batch, q.device):
-        for call in heads.calls(plan.rank):
-            own = slice(call.q0, call.q1)
-            part = (full_q[:, own], full_k[:, call.k0 : call.k1], full_v[:, call.k0 : call.k1])
-            own_sinks = None if sinks is None else sinks[first + call.q0 : first + call.q1]
-            out, lse = forward_call(table, *part, _options_of(options, first, call), own_sinks)
-            full_out[table.q0 : table.q1, own], full_lse[table.q0 : table.q1, own] = out, lse.t()
+    full_out = full_q.new_empty((*full_q.shape[:2], v.shape[2]))
+    full_lse = torch.empty(full_q.shape[:2], dtype=sum_dtype(q.dtype), device=q.device)
+    first = heads.query[ranks.transport.rank][0]
+    for call in heads.calls(ranks.transport.rank):
+        own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        part = (full_q[:, own], full_k[:, keys].contiguous(), full_v[:, keys].contiguous())
+        own_sinks = None if sinks is None else sinks[first + call.q0 : first + call.q1]
+        own_options = _options_of(options, first, call)
+        out, lse = gathered.forward(ranks.passes, method, batch, *part, own_sinks, own_options)
+        full_out[:, own], full_lse[:, own] = out, lse.t()
     out = exchange.to_tokens(full_out, heads.query, q.new_zeros((*q.shape[:2], v.shape[2])))
     lse = exchange.to_tokens(full_lse.unsqueeze(-1), heads.query, full_lse.new_zeros((*q.shape[:2], 1)))
     return out, lse.squeeze(-1).t().contiguous(), (full_q, full_k, full_v, full_out, full_lse)
 
 
-def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
+def backward(ranks: HeadRanks, method, batch, dout, q, k, v, dlse, saved, options: Options):
     """dq, dk and dv of this rank's tokens."""
     full_q, full_k, full_v, full_out, full_lse = saved
-    heads = Heads.divide(q.shape[1], k.shape[1], plan.size)
-    exchange = _AllToAll(plan, batch)
+    heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
     full_dout = exchange.to_heads(dout, heads.query)
     full_dlse = exchange.to_heads(dlse.t().unsqueeze(-1), heads.query).squeeze(-1)
     shared = sum(b - a for a, b in heads.key) > k.shape[1]  # K/V heads on several ranks: their gradients are sums
-    dq = torch.zeros_like(full_q)
+    dq = torch.empty_like(full_q)
     dk, dv = (
-        torch.zeros(x.shape, dtype=sum_dtype(x.dtype) if shared else x.dtype, device=x.device)
+        torch.empty(x.shape, dtype=sum_dtype(x.dtype) if shared else x.dtype, device=x.device)
         for x in (full_k, full_v)
     )  # fmt: skip
-    first = heads.query[plan.rank][0]
-    for table in plan.whole_tables(options.window, batch, q.device):
-        for call in heads.calls(plan.rank):
-            own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
-            dq_part, dk_part, dv_part, *_ = backward_call(
-                table, full_dout[:, own], full_q[:, own], full_k[:, keys], full_v[:, keys], full_out[:, own],
-                full_lse[:, own].t(), full_dlse[:, own].t(), _options_of(options, first, call),
-                (dk[:, keys], dv[:, keys]) if shared else None,
-            )  # fmt: skip
-            dq[table.q0 : table.q1, own] = dq_part
-            for grad, part in () if shared else ((dk, dk_part), (dv, dv_part)):
-                grad[table.k0 : table.k1, keys] = part
+    first = heads.query[ranks.transport.rank][0]
+    for call in heads.calls(ranks.transport.rank):
+        own, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        dq[:, own], dk[:, keys], dv[:, keys] = gathered.backward(
+            ranks.passes, method, batch, full_dout[:, own], full_q[:, own], full_k[:, keys].contiguous(),
+            full_v[:, keys].contiguous(), full_out[:, own], full_lse[:, own].t(), full_dlse[:, own].t(),
+            _options_of(options, first, call), keeps_sums=shared,
+        )  # fmt: skip
     dq = exchange.to_tokens(dq, heads.query, torch.zeros_like(q))
     dk, dv = (
         exchange.to_tokens(grad, heads.key, torch.zeros(x.shape, dtype=grad.dtype, device=x.device)).to(x.dtype)

@@ -7,8 +7,9 @@ import torch
 from flash_attn.context_parallel.layouts import Span
 
 
-def unshard(y: torch.Tensor, dim: int, layout, transport) -> torch.Tensor:
-    return _Unshard.apply(y, dim, layout, transport)
+def unshard(y: torch.Tensor, dim: int, stages) -> torch.Tensor:
+    """stages: (layout, communicator) of the ranks that exchange rows, each over the rows of the stage before."""
+    return _Unshard.apply(y, dim, stages)
 
 
 def gather_rows(y: torch.Tensor, layout, transport) -> torch.Tensor:
@@ -39,26 +40,35 @@ def _scatter(target: torch.Tensor, part: torch.Tensor, spans: tuple[Span, ...]) 
         row += stop - start
 
 
+def sum_rows(rows: torch.Tensor, dtype: torch.dtype, layout, transport) -> torch.Tensor:
+    """(all tokens, ...) of every rank -> (own tokens, ...), the sum of what all have for them in the order of ranks."""
+    own = rows_of(rows, layout.spans[transport.rank]).contiguous()
+    others = [r for r in range(layout.ranks) if r != transport.rank]
+    sends = [(r, rows_of(rows, layout.spans[r]).contiguous()) for r in others]
+    parts = [own if r == transport.rank else torch.empty_like(own) for r in range(layout.ranks)]
+    receives = [(r, parts[r]) for r in others if own.numel()]
+    transport.exchange([(r, x) for r, x in sends if x.numel()], receives).wait()
+    total = torch.zeros(own.shape, dtype=dtype, device=own.device)
+    for part in parts:
+        total += part
+    return total
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, dim, layout, transport):
-        ctx.dim, ctx.layout, ctx.transport = dim, layout, transport
-        return gather_rows(y.movedim(dim, 0), layout, transport).movedim(0, dim)
+    def forward(ctx, y, dim, stages):
+        ctx.dim, ctx.stages = dim, stages
+        rows = y.movedim(dim, 0)
+        for layout, transport in stages:
+            rows = gather_rows(rows, layout, transport)
+        return rows.movedim(0, dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        """The sum over ranks of what each has for this one's rows, in the order of ranks."""
-        layout, transport = ctx.layout, ctx.transport
-        rows = grad.movedim(ctx.dim, 0)
-        own = rows_of(rows, layout.spans[transport.rank]).contiguous()
-        others = [r for r in range(layout.ranks) if r != transport.rank]
-        sends = [(r, rows_of(rows, layout.spans[r]).contiguous()) for r in others]
-        parts = [own if r == transport.rank else torch.empty_like(own) for r in range(layout.ranks)]
-        receives = [(r, parts[r]) for r in others if own.numel()]
-        transport.exchange([(r, x) for r, x in sends if x.numel()], receives).wait()
+        """The sum over ranks of what each has for this one's rows, rounded once."""
         exact = torch.promote_types(grad.dtype, torch.float32) if grad.is_floating_point() else grad.dtype
-        total = torch.zeros(own.shape, dtype=exact, device=own.device)
-        for part in parts:
-            total += part
-        return total.to(grad.dtype).movedim(0, ctx.dim), None, None, None
+        rows = grad.movedim(ctx.dim, 0)
+        for layout, transport in reversed(ctx.stages):
+            rows = sum_rows(rows, exact, layout, transport)
+        return rows.to(grad.dtype).movedim(0, ctx.dim), None, None

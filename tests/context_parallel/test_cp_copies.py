@@ -13,7 +13,7 @@ from cp_harness import check_result, run_rank, self_attention
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
 from flash_attn.context_parallel.copies import Arriving
 from flash_attn.context_parallel.layouts import LAYOUTS, layout_spans
-from flash_attn.context_parallel.local_group import LocalRank
+from flash_attn.context_parallel.local_group import LocalMesh, LocalRank
 from flash_attn.context_parallel.schedule import Layout, steps
 from flash_attn.context_parallel.tables import pushes_of
 
@@ -36,7 +36,7 @@ class Shared:
 
 class PushingRank(LocalRank):
     def __init__(self, rank: LocalRank, shared: Shared):
-        super().__init__(rank._links, rank.rank)
+        super().__init__(rank._links, rank.rank, rank._members)
         self.shared, self.passes, self.unfinished = shared, 0, 0
 
     def push(self, tensors, key_rows, most_rows, parts):
@@ -101,6 +101,24 @@ def test_packed_documents(device, dropout):
     problem, weights = self_attention(case, device)
     results = with_copies(3, lambda rank: run_rank(problem, weights, rank, method="all_gather"))
     check_result(problem, weights, results[0])
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+def test_along_the_first_dimension_of_a_mesh(device, heads):
+    """Also where a rank's heads are several calls, each of which writes into the others' buffers."""
+    problem, weights = self_attention(Case(2, 60, 60, *heads, 16, "float64", causal=True), device)
+    shared = [Shared() for _ in range(2)]
+
+    def run(rank):
+        mesh = rank.mesh(3, 2)
+        columns, row = mesh.get_group(0), mesh.get_group(1)
+        pushing = PushingRank(columns, shared[row.rank])
+        result = run_rank(problem, weights, LocalMesh(mesh.mesh, (pushing, row)), method="all_gather")
+        assert pushing.passes >= 2 and pushing.unfinished == 0
+        return result
+
+    check_result(problem, weights, LocalGroup(6).run(run)[0])
 
 
 def test_rows_arrive_where_their_reader_has_them():

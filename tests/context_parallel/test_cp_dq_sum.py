@@ -127,7 +127,7 @@ def test_calls_of_all_rows_have_the_pairs_of_the_others(lengths, window, method,
     def tables(rank):
         plan = CpPlan.varlen(cu, group=rank, method=method, layout="zigzag", check="none")
         kind = method, window, exact, 1, torch.device("cpu"), True
-        return plan.num_tokens, plan.tables(*kind), plan.tables(*kind, keeps_dq=True)
+        return plan.num_tokens, plan.passes.tables(*kind), plan.passes.tables(*kind, keeps_dq=True)
 
     for num_tokens, plain, whole in LocalGroup(3).run(tables):
         calls = [[*(call for step in found.steps for call in step.calls), *found.late] for found in (plain, whole)]

@@ -235,7 +235,7 @@ def test_tables_are_made_once(device):
     def run(rank):
         plan = make_plan(problem, rank)
         args = ("ring", (None, 0), False, 1, device)
-        return plan.tables(*args) is plan.tables(*args)
+        return plan.passes.tables(*args) is plan.passes.tables(*args)
 
     assert LocalGroup(2).run(run) == [True] * 2
 
