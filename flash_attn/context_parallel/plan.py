@@ -19,6 +19,7 @@ from flash_attn.context_parallel.layouts import (
     layout_spans,
     segments,
 )
+from flash_attn.context_parallel.operators import handle_of
 from flash_attn.context_parallel.schedule import METHODS, Layout
 from flash_attn.context_parallel.tables import CallTable, PassTables, pass_tables, pushes_of, whole_table
 from flash_attn.context_parallel.transport import transport_of
@@ -62,6 +63,7 @@ class CpPlan:
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
         self._tables: dict[tuple, tuple] = {}
         self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
+        self.handle = handle_of(self)  # by which compiled code names it
 
     @classmethod
     def dense(

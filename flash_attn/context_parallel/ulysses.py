@@ -119,8 +119,17 @@ def forward(plan, batch, q, k, v, sinks, options: Options):
     return out, lse.squeeze(-1).t().contiguous(), (full_q, full_k, full_v, full_out, full_lse)
 
 
+def kept(plan, batch, q, k, v, out, lse):
+    """What `forward` keeps, sent once more."""
+    heads = Heads.divide(q.shape[1], k.shape[1], plan.size)
+    exchange = _AllToAll(plan, batch)
+    full = [exchange.to_heads(x, own) for x, own in ((q, heads.query), (k, heads.key), (v, heads.key))]
+    full_lse = exchange.to_heads(lse.t().unsqueeze(-1), heads.query).squeeze(-1)
+    return (*full, exchange.to_heads(out, heads.query), full_lse)
+
+
 def backward(plan, batch, dout, q, k, v, dlse, saved, options: Options):
-    """dq, dk and dv of this rank's tokens."""
+    """dq, dk and dv of this rank's tokens. saved: what `forward` keeps."""
     full_q, full_k, full_v, full_out, full_lse = saved
     heads = Heads.divide(q.shape[1], k.shape[1], plan.size)
     exchange = _AllToAll(plan, batch)
