@@ -153,7 +153,5 @@ _register(
     f"{_OPTIONS}) -> Tensor[]",
     _backward, _backward_fake,
 )  # fmt: skip
-torch.library.register_autograd(
-    f"{_NAMESPACE}::cp_fwd", _autograd_backward, setup_context=_setup_context, lib=_library
-)
+torch.library.register_autograd(f"{_NAMESPACE}::cp_fwd", _autograd_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd(f"{_NAMESPACE}::cp_bwd", _reject_double_backward, lib=_library)
