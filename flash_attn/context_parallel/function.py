@@ -265,11 +265,11 @@ class _CpAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         call: _Call = ctx.call
-        inputs = ctx.saved_tensors[:3]
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
         with torch.no_grad():
-            grads = _CpAttention._gradients(call, ctx.has_sinks, dout, dlse, *ctx.saved_tensors)
+            grads = _CpAttention._gradients(call, ctx.has_sinks, dout, dlse, *saved)
         if torch.is_grad_enabled():  # under create_graph
-            grads = _OnceDifferentiable.apply(len(grads), *grads, *inputs, dout, dlse)
+            grads = _OnceDifferentiable.apply(len(grads), *grads, *saved[:3], dout, dlse)
         return (None, *grads, *(None,) * (4 - len(grads)))
 
     @staticmethod
