@@ -303,13 +303,13 @@ class _CpAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         call: _Call = ctx.call
-        inputs = ctx.saved_tensors[:3]
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
         with torch.no_grad():
-            q, k, v, out, lse, *kept = ctx.saved_tensors
+            q, k, v, out, lse, *kept = saved
             kept, sinks = (kept[:-1], kept[-1]) if ctx.has_sinks else (kept, None)
             grads = gradients(call, dout, dlse, q, k, v, out, lse, kept, sinks)
         if torch.is_grad_enabled():  # under create_graph
-            grads = _OnceDifferentiable.apply(len(grads), *grads, *inputs, dout, dlse)
+            grads = _OnceDifferentiable.apply(len(grads), *grads, *saved[:3], dout, dlse)
         return (None, *grads, *(None,) * (4 - len(grads)))
 
 

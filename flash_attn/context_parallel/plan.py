@@ -169,9 +169,13 @@ class CpPlan:
 
     def positions(self, device=None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
-        own = segments(self.spans[self.rank], self.cu_seqlens)
-        parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
-        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        key = ("positions", device)
+        if key not in self._tables:  # a copy from the host, which every layer may ask for
+            own = segments(self.spans[self.rank], self.cu_seqlens)
+            with torch.inference_mode(False):  # later calls may save it for a backward
+                parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
+                self._tables[key] = (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        return self._tables[key].clone()
 
     def token_indices(self, device=None) -> Tensor:
         """int64 (num_tokens,): the index of each token of this rank among all tokens."""
