@@ -90,6 +90,59 @@ def equal_bits(device: str) -> None:
             assert torch.equal(a, b), method
 
 
+def compiled(device: str) -> None:
+    """Compiled code without a break in its graph, for two batches, has the results and gradients of other code."""
+    torch.manual_seed(2)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+
+    def layer(q, k, v, plan):
+        return flash_attn_cp_func(q * 2, k, v, plan=plan, causal=True, deterministic=True)
+
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for method in ("all_gather", "ring", "ulysses"):
+        for bounds in ([0, 40, 64], [0, 11, 50]):
+            plan = CpPlan.varlen(bounds, method=method)
+            tensors = [torch.randn(bounds[-1], heads, 16, device=device, dtype=dtype) for heads in (4, 2, 2, 4)]
+            *own, dout = (plan.shard(x, 0) for x in tensors)
+            results = []
+            for function in (traced, layer):
+                leaves = [x.detach().requires_grad_() for x in own]
+                out = function(*leaves, plan)
+                results.append((out, *torch.autograd.grad(out, leaves, dout)))
+            for a, b in zip(*results):
+                torch.testing.assert_close(a, b, atol=1e-10 if device == "cpu" else 1e-2, rtol=0)
+
+
+def graphs(device: str) -> None:
+    """A captured forward and backward, replayed on other contents."""
+    torch.manual_seed(3)
+    for method in ("all_gather", "ring", "ulysses"):
+        plan = CpPlan.dense(512, method=method, check="plan")
+        inputs = [torch.randn(1, plan.num_tokens, h, 64, device=device, dtype=torch.bfloat16) for h in (4, 2, 2)]
+        leaves, dout = [x.requires_grad_() for x in inputs], torch.randn_like(inputs[0])
+
+        def step(leaves=leaves, dout=dout, plan=plan):
+            out = flash_attn_cp_func(*leaves, plan=plan, causal=True, deterministic=True)
+            return (out, *torch.autograd.grad(out, leaves, dout))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+        for _ in range(20):
+            with torch.no_grad():
+                for x in (*leaves, dout):
+                    x.normal_()
+            graph.replay()
+            for ours, expected in zip(captured, step()):
+                assert torch.equal(ours, expected), method
+
+
 def cache(device: str) -> None:
     """Decoding over a cache of which every rank has its rows, beside the whole."""
     torch.manual_seed(1)

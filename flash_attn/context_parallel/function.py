@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn._types import TensorOrTuple, WindowSize
-from flash_attn.context_parallel import gathered, ulysses
+from flash_attn.context_parallel import gathered, operators, ulysses
 from flash_attn.context_parallel.compute import Options, sink_gradient, sum_dtype
 from flash_attn.context_parallel.plan import CpPlan, normal_window
 from flash_attn.context_parallel.ulysses import Heads
@@ -20,7 +20,6 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_GATHERED_BYTES = 4 << 30  # of K and V of all ranks in one buffer; above, "auto" takes ring
 
 
-@torch.compiler.disable
 def flash_attn_cp_func(
     q: Tensor,
     k: Tensor,
@@ -62,6 +61,11 @@ def flash_attn_cp_func(
     Raises RuntimeError, TypeError or ValueError; as far as the plan checks calls, on every rank if
     on one.
     """
+    if torch.compiler.is_compiling() and isinstance(plan, CpPlan):
+        return _traced(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, plan, sinks, lse_convention, sm_margin,
+        )  # fmt: skip
     kind = None
     if alibi_slopes is None and sinks is None and not return_attn_probs:
         numbers = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, lse_convention, sm_margin)
@@ -70,10 +74,44 @@ def flash_attn_cp_func(
             call, text = plan.known_calls[kind]
             plan.compare("flash_attn_cp_func", text, None, None)
             return _CpAttention.apply(call, q, k, v, None)[0]
+    call, inputs = agreed_call(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
+        sm_margin, lse_convention=lse_convention, kind=kind, wants_state=return_attn_probs,
+    )  # fmt: skip
+    out, lse = _CpAttention.apply(call, *inputs)
+    if call.padded_from:
+        out = out[..., : call.padded_from].contiguous()
+    return (out, converted(lse, lse_convention), call.options.rng_state) if return_attn_probs else out
+
+
+def _traced(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    plan, sinks, lse_convention, sm_margin,
+):  # fmt: skip
+    """The call as one operator, in which the ranks agree when it runs."""
+    check_convention(lse_convention)
+    q, k, v = arguments.attention_inputs(("q", "k", "v"), (q, k, v))
+    scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
+    left, right = arguments.window(window_size)
+    args = operators.CpArgs(
+        q, k, v, None if sinks is None else arguments.sinks(sinks), alibi_slopes, plan.handle,
+        arguments.number("dropout_p", dropout_p), scale, arguments.flag("causal", causal), left, right,
+        arguments.number("softcap", softcap), arguments.flag("deterministic", deterministic),
+        arguments.sm_margin(sm_margin),
+    )  # fmt: skip
+    out, lse, rng_state = operators.attention(args)
+    return (out, converted(lse, lse_convention), rng_state) if return_attn_probs else out
+
+
+def agreed_call(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
+    sm_margin, *, lse_convention="fa2", kind=None, wants_state=False,
+):  # fmt: skip
+    """(call, inputs) that all ranks have agreed on, as far as the plan compares calls."""
     call, inputs, error, seed = None, (q, k, v, sinks), None, None
     try:
         check_convention(lse_convention)
-        call, inputs = _request(
+        call, inputs = request(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
             sm_margin,
         )  # fmt: skip
@@ -88,13 +126,10 @@ def flash_attn_cp_func(
     plan.transport.connect(inputs[0].device)
     if kind is not None and seed is None and not call.padded_from:
         plan.known_calls[kind] = call, text
-    if seed is not None or return_attn_probs:  # a copy from the host that other calls do without
+    if seed is not None or wants_state:  # a copy from the host that other calls do without
         state = torch.tensor([seed or 0, 0], dtype=torch.int64).to(inputs[0].device)
         call.options = call.options._replace(rng_state=state)
-    out, lse = _CpAttention.apply(call, *inputs)
-    if call.padded_from:
-        out = out[..., : call.padded_from].contiguous()
-    return (out, converted(lse, lse_convention), call.options.rng_state) if return_attn_probs else out
+    return call, inputs
 
 
 def _kind(inputs, numbers):
@@ -149,7 +184,7 @@ class _Call:
         return x.view(x.shape[0], self.batch, self.plan.num_tokens).transpose(0, 1).contiguous()
 
 
-def _request(
+def request(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, plan, sinks,
     sm_margin,
 ):  # fmt: skip
@@ -253,15 +288,18 @@ def _method(plan: CpPlan, batch: int, q, k, v, options: Options) -> str:
     return "ring" if gathered_bytes > _MOST_GATHERED_BYTES and not is_windowed and can_ring else "all_gather"
 
 
+def forward_rows(call: _Call, q, k, v, sinks):
+    """(out, LSE (heads, rows), what the backward of heads that move needs)."""
+    given = call.method, call.batch, *(call.rows(x) for x in (q, k, v)), sinks, call.options
+    if call.moves_heads:
+        return ulysses.forward(call.plan.head_ranks, *given)
+    return (*gathered.forward(call.plan.passes, *given), ())
+
+
 class _CpAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, q, k, v, sinks):
-        rows = [call.rows(x) for x in (q, k, v)]
-        kept = ()
-        if call.moves_heads:
-            out, lse, kept = ulysses.forward(call.plan.head_ranks, call.method, call.batch, *rows, sinks, call.options)
-        else:
-            out, lse = gathered.forward(call.plan.passes, call.method, call.batch, *rows, sinks, call.options)
+        out, lse, kept = forward_rows(call, q, k, v, sinks)
         ctx.call, ctx.has_sinks = call, sinks is not None
         ctx.save_for_backward(q, k, v, out, lse, *kept, *((sinks,) if sinks is not None else ()))
         ctx.set_materialize_grads(False)
@@ -270,30 +308,32 @@ class _CpAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         call: _Call = ctx.call
-        inputs = ctx.saved_tensors[:3]
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
         with torch.no_grad():
-            grads = _CpAttention._gradients(call, ctx.has_sinks, dout, dlse, *ctx.saved_tensors)
+            q, k, v, out, lse, *kept = saved
+            kept, sinks = (kept[:-1], kept[-1]) if ctx.has_sinks else (kept, None)
+            grads = gradients(call, dout, dlse, q, k, v, out, lse, kept, sinks)
         if torch.is_grad_enabled():  # under create_graph
-            grads = _OnceDifferentiable.apply(len(grads), *grads, *inputs, dout, dlse)
+            grads = _OnceDifferentiable.apply(len(grads), *grads, *saved[:3], dout, dlse)
         return (None, *grads, *(None,) * (4 - len(grads)))
 
-    @staticmethod
-    def _gradients(call: _Call, has_sinks: bool, dout, dlse, q, k, v, out, lse, *kept):
-        kept, sinks = (kept[:-1], kept[-1]) if has_sinks else (kept, None)
-        rows = [call.rows(x) for x in (q, k, v)]
-        # other ranks may have a gradient where this one has none, and wait for its part
-        dout = torch.zeros_like(out) if dout is None else call.rows(dout)
-        if dlse is not None:
-            dlse = call.head_rows(dlse).to(lse.dtype)
-        elif call.moves_heads:
-            dlse = torch.zeros_like(lse)
-        shared = call.method, call.batch, dout, *rows
-        if call.moves_heads:
-            grads = ulysses.backward(call.plan.head_ranks, *shared, dlse, kept, call.options)
-        else:
-            grads = gathered.backward(call.plan.passes, *shared, out, lse, dlse, call.options)
-        grads = [call.tokens(grad) for grad in grads]
-        return grads if sinks is None else [*grads, sink_gradient(sinks, dout, out, lse, dlse)]
+
+def gradients(call: _Call, dout, dlse, q, k, v, out, lse, kept, sinks):
+    """[dq, dk, dv] and, with sinks, theirs. out, lse, kept: of forward_rows()."""
+    rows = [call.rows(x) for x in (q, k, v)]
+    # other ranks may have a gradient where this one has none, and wait for its part
+    dout = torch.zeros_like(out) if dout is None else call.rows(dout)
+    if dlse is not None:
+        dlse = call.head_rows(dlse).to(lse.dtype)
+    elif call.moves_heads:
+        dlse = torch.zeros_like(lse)
+    given = call.method, call.batch, dout, *rows
+    if call.moves_heads:
+        grads = ulysses.backward(call.plan.head_ranks, *given, dlse, kept, call.options)
+    else:
+        grads = gathered.backward(call.plan.passes, *given, out, lse, dlse, call.options)
+    grads = [call.tokens(grad) for grad in grads]
+    return grads if sinks is None else [*grads, sink_gradient(sinks, dout, out, lse, dlse)]
 
 
 class _OnceDifferentiable(torch.autograd.Function):

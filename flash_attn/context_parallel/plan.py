@@ -21,6 +21,7 @@ from flash_attn.context_parallel.layouts import (
     segments,
     tokens_of_rows,
 )
+from flash_attn.context_parallel.operators import handle_of
 from flash_attn.context_parallel.passes import HeadRanks, Passes, WholePasses
 from flash_attn.context_parallel.schedule import METHODS, Layout
 from flash_attn.context_parallel.transport import MeshTransport, transport_of
@@ -64,7 +65,9 @@ class CpPlan:
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
         self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
+        self._positions: dict = {}  # by devices
         self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
+        self.handle = handle_of(self)  # by which compiled code names it
 
     @classmethod
     def dense(
@@ -190,9 +193,12 @@ class CpPlan:
 
     def positions(self, device=None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
-        own = segments(self.spans[self.rank], self.cu_seqlens)
-        parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
-        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        if device not in self._positions:  # a copy from the host, which every layer may ask for
+            own = segments(self.spans[self.rank], self.cu_seqlens)
+            with torch.inference_mode(False):  # later calls may save it for a backward
+                parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
+                self._positions[device] = (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        return self._positions[device].clone()
 
     def token_indices(self, device=None) -> Tensor:
         """int64 (num_tokens,): the index of each token of this rank among all tokens."""

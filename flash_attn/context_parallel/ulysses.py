@@ -123,8 +123,16 @@ def forward(ranks: HeadRanks, method, batch, q, k, v, sinks, options: Options):
     return out, lse.squeeze(-1).t().contiguous(), (full_q, full_k, full_v, full_out, full_lse)
 
 
+def kept(ranks: HeadRanks, batch, q, k, v, out, lse):
+    """What `forward` keeps, sent once more."""
+    heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
+    full = [exchange.to_heads(x, own) for x, own in ((q, heads.query), (k, heads.key), (v, heads.key))]
+    full_lse = exchange.to_heads(lse.t().unsqueeze(-1), heads.query).squeeze(-1)
+    return (*full, exchange.to_heads(out, heads.query), full_lse)
+
+
 def backward(ranks: HeadRanks, method, batch, dout, q, k, v, dlse, saved, options: Options):
-    """dq, dk and dv of this rank's tokens."""
+    """dq, dk and dv of this rank's tokens. saved: what `forward` keeps."""
     full_q, full_k, full_v, full_out, full_lse = saved
     heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
     full_dout = exchange.to_heads(dout, heads.query)

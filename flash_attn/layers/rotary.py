@@ -269,18 +269,22 @@ class RotaryEmbedding(torch.nn.Module):
             return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        tables = self._tables(positions, seqlen, dtype)
+        self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
+
+    def _tables(self, positions, seqlen, dtype):
+        """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
+        device, positions = positions.device, positions.to(torch.float32)
         # A module cast to half precision has rounded inv_freq too far for large positions.
         exact = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)
         angles = torch.outer(positions, inv_freq)
         cos, sin = angles.cos(), angles.sin()
         if self.scale is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
+            return cos.to(dtype), sin.to(dtype), None, None
         power = (positions - seqlen // 2) / self.scale_base
         scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+        return tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
 
     def forward(
         self,

@@ -1,5 +1,5 @@
 """Multi-head attention with its projections (Vaswani et al., 2017, arXiv:1706.03762): self- and cross-attention,
-grouped queries, rotary embedding, and generation with a KV cache."""
+grouped queries, rotary embedding, generation with a KV cache, and context parallelism."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn._types import WindowSize
+from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel.transport import transport_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -18,7 +20,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
 from flash_attn.modules.inner_attention import (
     CrossAttention,
     FlashCrossAttention,
@@ -26,6 +28,7 @@ from flash_attn.modules.inner_attention import (
     SelfAttention,
     get_alibi_slopes,
 )
+from flash_attn.ops import arguments
 from flash_attn.utils.generation import InferenceParams
 
 __all__ = [
@@ -164,6 +167,31 @@ class MHA(nn.Module):
         self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common)
         self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common)
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
+        self._cp_group = self._cp_plan = None
+        self._cp_options: dict[str, str] = {}
+
+    def set_context_parallel_group(self, group: Any, layout: str = "zigzag", method: str = "auto") -> None:
+        """Let forward attend over the tokens of all ranks of a group: x is then this rank's equal part of them.
+
+        The module makes a `CpPlan.dense` of (tokens of x) * ranks, which compares that number across ranks, and keeps
+        it until x has another length. Where ranks have unequal parts, documents are packed, or layers shall share one
+        plan, give forward a plan instead, as `cp_plan`, which needs no group.
+
+        Arguments:
+            group: a ProcessGroup or a rank of a LocalGroup; None: attention over x alone again.
+            layout, method: as in `CpPlan.dense`, which says what tokens x has to hold: `plan.shard(x, 1)`, with
+                "zigzag" of 2R equal chunks the r-th and the r-th from the end.
+
+        Raises RuntimeError with cross_attn, without use_flash_attn, and for a group without this rank.
+        """
+        if group is not None:
+            self._require_context_parallel("group")
+        self._cp_group = None if group is None else transport_of(None, group)
+        self._cp_options, self._cp_plan = {"layout": layout, "method": method}, None
+
+    def _require_context_parallel(self, name):
+        _require(not self.cross_attn, name, "None with cross_attn", "a value")
+        _require(self.use_flash_attn, name, "None without use_flash_attn", "a value")
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, head_dim), for `key_value_memory_dict`."""
@@ -193,15 +221,19 @@ class MHA(nn.Module):
             mixer_subset: index or slice of the positions of x that are queries; with cross_attn alone.
             inference_params: `flash_attn.utils.generation.InferenceParams`. The keys and values of x are appended to
                 this layer's cache, which is made if it does not exist, and x attends to all of them.
-            kwargs: passed on to the inner attention.
+            kwargs: passed on to the inner attention. cp_plan, a `flash_attn.context_parallel.CpPlan`: x holds this
+                rank's tokens of the plan, (batch, num_tokens, embed_dim), or (num_tokens, embed_dim) of a packed one,
+                and attends to those of all ranks; rotary embedding goes by their positions. Self-attention with
+                use_flash_attn alone, without cu_seqlens and inference_params. `set_context_parallel_group` makes one.
 
         Returns out, like x; with return_residual (out, x).
         """
         self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
-        if self.use_flash_attn:
-            kwargs = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **kwargs}
-        else:
-            kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
+        plan = self._plan(x, kwargs.pop("cp_plan", None), cu_seqlens, inference_params)
+        if plan is None:
+            padding = {"key_padding_mask": key_padding_mask}
+            sequences = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            kwargs = {**(sequences if self.use_flash_attn else padding), **kwargs}
         if self.cross_attn:
             q, kv, x = self._project_cross(x, x_kv, mixer_subset)
             context = self._run(self.inner_cross_attn, q, kv, **kwargs)
@@ -209,7 +241,9 @@ class MHA(nn.Module):
             projected = self.Wqkv(x)
             projected, x = projected if self.return_residual else (projected, x)
             heads = projected.unflatten(-1, (-1, self.head_dim))  # q, k and v heads, one after the other
-            if inference_params is None:
+            if plan is not None:
+                context = self._attend_over_ranks(heads, plan, **kwargs)
+            elif inference_params is None:
                 context = self._attend(heads, kwargs)
             else:
                 context = self._attend_with_cache(heads, inference_params)
@@ -261,6 +295,37 @@ class MHA(nn.Module):
         if kwargs.get("cu_seqlens") is not None:
             kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
         return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)
+
+    def _plan(self, x, given, cu_seqlens, inference_params):
+        """The plan of a call, or None: x has all tokens."""
+        if given is None and self._cp_group is None:
+            return None
+        self._require_context_parallel("cp_plan")
+        _require(inference_params is None, "inference_params", "None with context parallelism", "a value")
+        expected = "None with context parallelism, whose documents are those of cp_plan"
+        _require(cu_seqlens is None, "cu_seqlens", expected, "a tensor")
+        if given is not None:
+            if not isinstance(given, CpPlan):
+                raise TypeError(f"cp_plan: expected a CpPlan, got {arguments.shown(given)}")
+            return given
+        _require(x.dim() == 3, "x", "(batch, tokens, embed_dim) with a context parallel group", list(x.shape))
+        tokens = x.shape[1] * self._cp_group.size
+        if self._cp_plan is None or self._cp_plan.cu_seqlens[-1] != tokens:
+            self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, **self._cp_options)
+        return self._cp_plan
+
+    def _attend_over_ranks(self, heads, plan, causal=None):
+        if heads.dim() != (3 if plan.is_packed else 4) or heads.shape[-3] != plan.num_tokens:
+            shape = "(num_tokens, embed_dim)" if plan.is_packed else "(batch, num_tokens, embed_dim)"
+            text = f"x: expected {shape} with the {plan.num_tokens} tokens of rank {plan.rank}, got {list(heads.shape)}"
+            plan.compare("MHA", "", RuntimeError(text), None)  # the other ranks wait to be told
+        if self.rotary_emb_dim > 0:
+            tables = self.rotary_emb._tables(plan.positions(heads.device), plan.cu_seqlens[-1], heads.dtype)
+            rows = heads.unsqueeze(0) if plan.is_packed else heads
+            rows = apply_rotary_emb_qkv_(rows, *tables, self.rotary_emb.interleaved, num_heads_q=self.num_heads)
+            heads = rows.squeeze(0) if plan.is_packed else rows
+        q, k, v = heads.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), -2)
+        return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal))
 
     def _attend_with_cache(self, heads, params):
         prefill = params.seqlen_offset == 0

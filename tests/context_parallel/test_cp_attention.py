@@ -1,6 +1,7 @@
 """Context-parallel attention against the reference: features x layouts x methods, ranks as threads of one process."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from cases import DTYPES, Case, pairwise
 from cp_harness import call_options, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function
+from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, operators
 from flash_attn.context_parallel.schedule import METHODS
 
 FEATURES = {
@@ -175,19 +176,96 @@ def test_under_autocast_float32_is_cast(device):
     assert LocalGroup(2).run(run) == [torch.bfloat16] * 2
 
 
-def test_compiled_code_breaks_its_graph_at_the_call(device):
-    q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16)
+def compiled_and_plain(*positional, backend="aot_eager", **options):
+    def layer(q, k, v, plan, sinks=None):
+        return flash_attn_cp_func(q * 2, k, v, *positional, plan=plan, causal=True, sinks=sinks, **options)
+
+    return torch.compile(layer, backend=backend, fullgraph=True), layer
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_code_has_the_call_in_its_graph(device, method, packed):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    shape = (24,) if packed else (2, 24)
+    q, dout = (torch.randn(*shape, 4, 16, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(*shape, 2, 16, device=device, dtype=dtype) for _ in "kv")
+    sinks = torch.randn(4, device=device)
+    both = compiled_and_plain(window_size=(9, 0), softcap=20.0, deterministic=True)
 
     def run(rank):
-        plan = CpPlan.dense(16, group=rank)
+        made = CpPlan.varlen([0, 15, 24], group=rank, method=method) if packed else None
+        plan = made or CpPlan.dense(24, group=rank, method=method)
+        results = []
+        for layer in both:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+            out = layer(*leaves[:3], plan, leaves[3])
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        for traced, eager in zip(*results):
+            torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
 
-        @torch.compile(backend="eager")
-        def layer(x):
-            return flash_attn_cp_func(x * 2, x, x, plan=plan, causal=True) + 1
+    LocalGroup(1).run(run)
 
-        return torch.equal(layer(q), flash_attn_cp_func(q * 2, q, q, plan=plan, causal=True) + 1)
 
-    assert LocalGroup(1).run(run) == [True]
+@pytest.mark.parametrize("method", METHODS)
+def test_operators_keep_the_rules_of_operators(device, method):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    q, k, v = (torch.randn(1, 24, heads, 16, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+
+    def run(rank):
+        plan = CpPlan.dense(24, group=rank, method=method)
+        args = operators.CpArgs(q, k, v, None, None, plan.handle, 0.0, 0.25, True, -1, -1, 0.0, True, 0)
+        out, lse, state = operators.attention(args)
+        torch.library.opcheck(torch.ops.flash_attn_core.cp_fwd.default, args)
+        saved = [x.detach() for x in (out, lse, state, q, k, v)]
+        torch.library.opcheck(torch.ops.flash_attn_core.cp_bwd.default, (saved[0], saved[1], *saved, *args[3:]))
+
+    LocalGroup(1).run(run)
+
+
+def test_another_plan_is_no_other_code(device):
+    q = torch.randn(32, 2, 16, device=device, dtype=torch.bfloat16)
+    counts = torch._dynamo.testing.CompileCounter()
+    compiled, plain = compiled_and_plain(backend=counts)
+
+    def run(rank):
+        for lengths in ([0, 32], [0, 11, 32], [0, 31, 32]):
+            plan = CpPlan.varlen(lengths, group=rank)
+            assert torch.equal(compiled(q, q, q, plan), plain(q, q, q, plan))
+
+    LocalGroup(1).run(run)
+    assert counts.frame_count == 1
+
+
+def test_compiled_dropout_has_the_mask_of_its_state(device):
+    q = torch.randn(1, 32, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    both = compiled_and_plain(0.3, return_attn_probs=True)
+
+    def run(rank):
+        plan = CpPlan.dense(32, group=rank)
+        results = []
+        for layer in both:
+            torch.manual_seed(5)
+            out, lse, state = layer(q, q, q, plan)
+            results.append((out, lse, state, *torch.autograd.grad(out.sum() + lse.sum(), (q,))))
+        for traced, eager in zip(*results):
+            torch.testing.assert_close(traced, eager, rtol=1e-2, atol=1e-2)
+
+    LocalGroup(1).run(run)
+
+
+def test_a_plan_that_is_gone_is_an_error(device):
+    q = torch.randn(1, 16, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    compiled, _ = compiled_and_plain()
+
+    def run(rank):
+        out = compiled(q, q, q, CpPlan.dense(16, group=rank))
+        gc.collect()
+        with pytest.raises(RuntimeError, match="plan: expected one that lasts until the backward"):
+            out.sum().backward()
+
+    LocalGroup(1).run(run)
 
 
 @pytest.mark.parametrize("heads, method", [((8, 8), "ulysses"), ((8, 2), "all_gather"), ((7, 7), "all_gather")])

@@ -10,7 +10,7 @@ from cases import DTYPES, Case
 from cp_harness import call_options, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
-from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, function
+from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, function, operators
 from flash_attn.context_parallel.compute import Options
 from flash_attn.context_parallel.layouts import LAYOUTS, imbalance, layout_spans
 
@@ -80,6 +80,25 @@ def test_dropout_has_the_mask_of_one_rank(device):
     for method in ("all_gather", "ring"):
         for out in LocalGroup(6).run(lambda rank, method=method: seeded(rank.mesh(2, 3), method)):
             torch.testing.assert_close(out, expected, atol=limit, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_the_operators_of_compiled_code(device, method):
+    """Their backward sends once more what other code keeps."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    whole = [torch.randn(2, 40, heads, 16, device=device, dtype=dtype) for heads in (3, 1, 1, 3)]
+
+    def run(rank):
+        plan = CpPlan.dense(40, mesh=rank.mesh(2, 2), method=method)
+        *own, dout = (plan.shard(x, 1).requires_grad_() for x in whole)
+        args = operators.CpArgs(*own, None, None, plan.handle, 0.0, 0.25, True, -1, -1, 0.0, True, 0)
+        eager = flash_attn_cp_func(*own, plan=plan, causal=True, deterministic=True)
+        for out in (operators.attention(args)[0], eager):
+            yield out, *torch.autograd.grad(out, own, dout.detach())
+
+    for ours, theirs in LocalGroup(4).run(lambda rank: list(run(rank))):
+        for a, b in zip(ours, theirs):
+            assert torch.equal(a, b)
 
 
 def test_gradients_of_some_ranks_alone(device):

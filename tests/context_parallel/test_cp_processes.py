@@ -34,6 +34,15 @@ def test_meshes_bits_and_caches(device, size):
     run(device, size, *work, on_both=True)
 
 
+def test_compiled_code(device):
+    run(device, 2, (cp_workers.compiled,), on_both=True)
+
+
+@pytest.mark.devices("cuda")
+def test_captured_in_a_cuda_graph(device):
+    run(device, 2, (cp_workers.graphs,))
+
+
 @pytest.mark.devices("cuda")
 def test_copies_have_the_bits_of_messages(device):
     run(device, 2, (cp_workers.copies,), on_both=True)
