@@ -208,8 +208,8 @@ def test_a_ring_holds_two_ranks_keys(device, ranks, monkeypatch):
 def test_a_known_call_is_not_checked_again_and_others_are(device, monkeypatch):
     """What follows a call that was accepted: the same one, others, bad ones, another one on one of the ranks."""
     requests = []
-    request = function._request
-    monkeypatch.setattr(function, "_request", lambda *given: requests.append(given) or request(*given))
+    request = function.request
+    monkeypatch.setattr(function, "request", lambda *given: requests.append(given) or request(*given))
 
     def run(rank):
         plan = CpPlan.dense(20, group=rank, check="calls")
