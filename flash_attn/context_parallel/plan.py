@@ -13,9 +13,11 @@ from flash_attn.context_parallel import schedule
 from flash_attn.context_parallel.agreement import Agreement
 from flash_attn.context_parallel.layouts import (
     LAYOUTS,
+    Span,
     Window,
     begin_at_multiples,
     imbalance,
+    joined,
     layout_spans,
     segments,
 )
@@ -70,7 +72,7 @@ class CpPlan:
         *,
         mesh=None,
         group=None,
-        layout: str = "zigzag",
+        layout: str | Sequence[Sequence[Span]] = "zigzag",
         method: str = "auto",
         causal: bool = True,
         window_size: WindowSize = (-1, -1),
@@ -85,7 +87,8 @@ class CpPlan:
             mesh: a DeviceMesh of one dimension. group: instead of it, a ProcessGroup or a rank of a LocalGroup.
                 Default: all ranks of torch.distributed.
             layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
-                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even).
+                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even);
+                or any other, given as what `spans` shall be: for each rank its ascending (start, stop).
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
@@ -106,7 +109,7 @@ class CpPlan:
         *,
         mesh=None,
         group=None,
-        layout: str = "balanced",
+        layout: str | Sequence[Sequence[Span]] = "balanced",
         method: str = "auto",
         causal: bool = True,
         window_size: WindowSize = (-1, -1),
@@ -124,14 +127,17 @@ class CpPlan:
 
     def _make(self, cu_seqlens, layout, causal, window_size, tile):
         for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, ("auto", *METHODS))):
-            if value not in known:
+            if value not in known and (name == "method" or isinstance(value, str)):
                 raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")
         tile = arguments.integer("tile", tile, least=1)
         self.cu_seqlens = _document_bounds(cu_seqlens) if self.is_packed else (0, arguments.integer(
             "seqlen", cu_seqlens, least=0
         ))  # fmt: skip
         self.window = normal_window(arguments.flag("causal", causal), window_size, self.cu_seqlens[-1])
-        self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
+        if isinstance(layout, str):
+            self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
+        else:
+            self.spans = _given_spans(layout, self.cu_seqlens[-1], self.size)
         self._layout = Layout(self.spans, self.cu_seqlens)
         self.num_tokens = self._layout.tokens_of(self.rank)
 
@@ -243,3 +249,19 @@ def _document_bounds(cu_seqlens) -> tuple[int, ...]:
     if not bounds or bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:])):
         raise RuntimeError(f"cu_seqlens: expected {expected}, got {arguments.shown(bounds)}")
     return bounds
+
+
+def _given_spans(layout, tokens: int, ranks: int) -> tuple[tuple[Span, ...], ...]:
+    expected = (
+        f"one of {', '.join(LAYOUTS)} or, for each of {ranks} ranks, ascending (start, stop), which together are the "
+        f"tokens 0 to {tokens}"
+    )
+    try:
+        spans = [[(operator.index(start), operator.index(stop)) for start, stop in own] for own in layout]
+    except (TypeError, ValueError):
+        raise TypeError(f"layout: expected {expected}, got {arguments.shown(layout)}") from None
+    every = sorted((start, stop) for own in spans for start, stop in own if start != stop)
+    follow_each_other = [0, *(stop for _, stop in every)] == [*(start for start, _ in every), tokens]
+    if len(spans) != ranks or not follow_each_other or any(own != sorted(own) for own in spans):
+        raise RuntimeError(f"layout: expected {expected}, got {arguments.shown(spans)}")
+    return tuple(joined(own) for own in spans)
