@@ -21,6 +21,7 @@ from flash_attn.context_parallel.compat import ring_flash_attn as compat
 
 HEADS, HEADS_K, DIM = 4, 2, 8
 MASKS = ({"causal": True}, {"causal": False}, {"causal": True, "window_size": (7, 0)}, {"causal": True, "alibi": True})
+NO_ADAPTERS = "ring_flash_attn.adapters", MagicMock()  # which know older versions of transformers
 
 
 def run(size, function):
@@ -174,9 +175,8 @@ def errors_come_on_all_ranks(device):
 def plans_end_with_their_group(device):
     group = dist.new_group()
     q, k, v, _ = tensors(1, 40)
-    for _ in range(2):
-        for seqlen in range(1, 40):
-            out = compat.ring_flash_attn_func(*(x[:, :seqlen].requires_grad_() for x in (q, k, v)), group=group)
+    for seqlen in range(1, compat._MOST_PLANS + 3):
+        out = compat.ring_flash_attn_func(*(x[:, :seqlen].requires_grad_() for x in (q, k, v)), group=group)
     assert len(compat._groups[group].plans) == compat._MOST_PLANS
     out.sum().backward()
     alive = weakref.ref(group), weakref.ref(compat._groups[group].transport)
@@ -203,11 +203,8 @@ def test_ring_flash_attn(device, size):
 
 @pytest.fixture
 def package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ring_flash_attn.adapters", MagicMock())  # knows older versions of transformers
-    try:
-        return importlib.import_module("ring_flash_attn")
-    except ImportError as error:
-        pytest.skip(f"no ring-flash-attention: {error}")
+    monkeypatch.setitem(sys.modules, *NO_ADAPTERS)
+    return pytest.importorskip("ring_flash_attn")
 
 
 @pytest.mark.devices("cpu")
@@ -216,6 +213,40 @@ def test_ring_flash_attn_has_the_signatures(device, package):
         assert plain_signature(getattr(compat, name)) == plain_signature(getattr(package, name)), name
     theirs = {name for name in vars(package) if name.endswith(("_func", "_cu_seqlens"))}
     assert theirs - set(compat.__all__) == {f"stripe_flash_attn_{form}func" for form in ("", "kvpacked_", "qkvpacked_")}
+
+
+def both_packages(device):
+    """Shapes, dtypes and values of the two, with the package's own functions on these kernels."""
+    sys.modules.update([NO_ADAPTERS])
+    package = importlib.import_module("ring_flash_attn")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    local, stream = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 4, 10, 16], [0, 5, 20, 16 * ranks]))
+    for name in sorted(set(compat.__all__) - {"llama3_flash_attn_prepare_cu_seqlens"}):
+        rows = (16,) if "varlen" in name else (2, 16)
+        q, k, v = (torch.randn(*rows, 2, DIM, dtype=torch.bfloat16) for _ in range(3))
+        inputs = [q, k, v]
+        if "qkvpacked" in name:
+            inputs = [torch.stack(inputs, len(rows))]
+        elif "kvpacked" in name:
+            inputs = [q, torch.stack([k, v], len(rows))]
+        results = []
+        for module in (compat, package):
+            lengths, options = (local, 6) if "varlen" in name else (), {}
+            if name.startswith("llama3"):
+                *lengths, part = module.llama3_flash_attn_prepare_cu_seqlens(stream, True, rank, ranks)
+                options = {"heads_k_stride": 1, "local_k_slice": part}
+            own = [x.clone().requires_grad_() for x in inputs]
+            out, lse, nothing = getattr(module, name)(*own, *lengths, causal=True, return_attn_probs=True, **options)
+            assert nothing is None
+            results.append([out, lse, *torch.autograd.grad(out, own, torch.ones_like(out))])
+        for ours, theirs in zip(*results):
+            assert ours.is_contiguous() == theirs.is_contiguous(), name
+            torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.devices("cpu")
+def test_ring_flash_attn_has_the_results_of_the_package(device, package):
+    run(2, both_packages)
 
 
 @pytest.mark.devices("cpu")
@@ -275,3 +306,21 @@ def test_spans_of_any_layout(device):
     with pytest.raises(RuntimeError, match="CpPlan: expected the same on every rank"):
         halves = [[(0, 6)], [(6, 12)]]
         LocalGroup(2).run(lambda rank: CpPlan.dense(12, group=rank, layout=halves if rank.rank else halves[::-1]))
+
+
+@pytest.mark.devices("cpu")
+def test_lengths_are_known_until_a_tensor_is_written_to(device):
+    known, x = compat._OfTensors(), torch.tensor([0, 3])
+    known.put(x, (0, 3))
+    assert known.get(x) == (0, 3) and known.get(x.clone()) is None
+    x[1] = 4
+    assert known.get(x) is None
+    with torch.inference_mode():  # which counts no writes
+        y = torch.tensor([0, 3])
+        known.put(y, (0, 3))
+        assert known.get(y) is None
+        prepared = compat.llama3_flash_attn_prepare_cu_seqlens(y + 0, True, 0, 1)[0]
+        assert compat._prepared.get(prepared) == (0, 3)
+    del x, y
+    gc.collect()
+    assert not len(known._found)

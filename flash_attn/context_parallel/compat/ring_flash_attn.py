@@ -9,15 +9,16 @@ Same signatures, layouts and results. What they have in common:
   CPU tensors too.
 - Results: out, like q; with return_attn_probs (out, softmax_lse, None), softmax_lse (batch, nheads, seqlen) or
   (nheads, tokens), float32 (float64 of float64).
-- dropout_p, window_size and alibi_slopes work, with positions in the whole document, and zigzag without causal=True.
-  alibi_slopes: float32 (nheads,) or (batch, nheads); packed (nheads,) or, but for llama3, (documents, nheads).
+- More works than there: dropout_p, window_size and alibi_slopes, by positions in the whole document, and zigzag with
+  causal=False. alibi_slopes: float32 (nheads,) or (batch, nheads); packed (nheads,) or (documents, nheads), of llama3
+  the former alone.
 - K and V move as method="auto" of a plan has it, whatever a function's name says: the name is that of a layout.
 - Plans are made when lengths are new, where all ranks compare them, and kept as long as the group: the last
-  _MOST_PLANS. cu_seqlens on a GPU is read once for each tensor, and again after it is written to.
+  16. cu_seqlens on a GPU is read once for each tensor, and again after it is written to.
 - Raise RuntimeError, TypeError or ValueError, on every rank where the group has a CPU backend.
 
 Left out: `stripe_flash_attn_func` and its packed forms (a span of one token each: calls of as many sequences), and the
-adapter to transformers, which patches it.
+adapter to transformers, which replaces functions there.
 """
 
 from __future__ import annotations
@@ -60,13 +61,6 @@ __all__ = [
 _MOST_PLANS = 16  # of a group
 
 
-class _Group(NamedTuple):
-    """What is kept for a process group; of plans the oldest goes first, in the same order on all ranks."""
-
-    transport: GroupTransport
-    plans: dict[tuple, CpPlan]
-
-
 class _OfTensors:
     """Ints found for tensors, until these end or are written to."""
 
@@ -82,9 +76,20 @@ class _OfTensors:
             self._found[x] = x._version, values
 
 
+class _Group(NamedTuple):
+    """What is kept for a process group; of plans the oldest goes first, in the same order on all ranks.
+
+    documents: bounds of all ranks' documents by a cu_seqlens_q of this one's, as the ranks told each other.
+    """
+
+    transport: GroupTransport
+    plans: dict[tuple, CpPlan]
+    documents: _OfTensors
+
+
 _groups = weakref.WeakKeyDictionary()  # a ProcessGroup has no attributes
 _on_host = _OfTensors()  # cu_seqlens of GPUs
-_whole_documents = _OfTensors()  # bounds of all ranks' documents by the cu_seqlens_q of this one's
+_prepared = _OfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made of them
 
 
 # ---- dense ----
@@ -300,7 +305,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     of_keys = [min(bound, end) - own[0] for bound in own]
     with torch.inference_mode(False):  # whose tensors count no versions: ranks would ask each other in every call
         cu_seqlens_q, cu_seqlens_k = (cu_seqlens.new_tensor(values) for values in (of_queries, of_keys))
-    _whole_documents.put(cu_seqlens_q, bounds)
+    _prepared.put(cu_seqlens_q, bounds)
     return cu_seqlens_q, cu_seqlens_k, _longest(of_queries), _longest(of_keys), slice(own[0], end)
 
 
@@ -399,7 +404,7 @@ def _llama3(inputs, cu_seqlens_q, local_k_slice, group, return_attn_probs, *opti
         if isinstance(slopes, Tensor) and slopes.dim() != 1:  # a rank does not know the number of all documents
             raise RuntimeError(f"alibi_slopes: expected shape (nheads,), got {list(slopes.shape)}")
         arguments.check_tensors(("cu_seqlens_q",), (cu_seqlens_q,))
-        documents = _whole_documents.get(cu_seqlens_q)
+        documents = _prepared.get(cu_seqlens_q) or found.documents.get(cu_seqlens_q)
         if documents is None:
             starts = _document_starts(cu_seqlens_q, local_k_slice, found.transport.rank, tokens)
     except Exception as raised:
@@ -407,7 +412,7 @@ def _llama3(inputs, cu_seqlens_q, local_k_slice, group, return_attn_probs, *opti
     _raise_on_all_ranks(found, error)
     if documents is None:
         documents = _gathered_documents(found.transport, starts, tokens)
-        _whole_documents.put(cu_seqlens_q, documents)
+        found.documents.put(cu_seqlens_q, documents)
     return _attend(found, inputs, True, "stream", documents, return_attn_probs, options)
 
 
@@ -449,7 +454,7 @@ def _group(group) -> _Group:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup that this rank belongs to, got {arguments.shown(group)}")
     if group not in _groups:
-        _groups[group] = _Group(transport_of(None, group), {})
+        _groups[group] = _Group(transport_of(None, group), {}, _OfTensors())
     return _groups[group]
 
 
