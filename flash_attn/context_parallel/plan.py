@@ -13,10 +13,12 @@ from flash_attn.context_parallel import schedule
 from flash_attn.context_parallel.agreement import Agreement
 from flash_attn.context_parallel.layouts import (
     LAYOUTS,
+    Span,
     Window,
     begin_at_multiples,
     divided,
     imbalance,
+    joined,
     layout_spans,
     segments,
     tokens_of_rows,
@@ -76,7 +78,7 @@ class CpPlan:
         *,
         mesh=None,
         group=None,
-        layout: str = "zigzag",
+        layout: str | Sequence[Sequence[Span]] = "zigzag",
         method: str = "auto",
         causal: bool = True,
         window_size: WindowSize = (-1, -1),
@@ -92,7 +94,8 @@ class CpPlan:
                 K and V along the first. group: instead of it, a ProcessGroup or a rank of a LocalGroup. Default: all
                 ranks of torch.distributed.
             layout: "zigzag" (even work under a causal mask), "contiguous" (the fewest keys to send under a window) or
-                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even).
+                "balanced" (the first of these, of whole documents, or of chunks shared out by their work that is even);
+                or any other, given as ascending (start, stop) for each rank, or for each row of two dimensions.
             method: how K and V, or heads, move; see docs/context_parallel.md. "auto" chooses by bytes and memory. Of a
                 mesh of two dimensions "all_gather", "ring" or "auto": along the first.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
@@ -114,7 +117,7 @@ class CpPlan:
         *,
         mesh=None,
         group=None,
-        layout: str = "balanced",
+        layout: str | Sequence[Sequence[Span]] = "balanced",
         method: str = "auto",
         causal: bool = True,
         window_size: WindowSize = (-1, -1),
@@ -133,7 +136,7 @@ class CpPlan:
     def _make(self, cu_seqlens, layout, causal, window_size, tile):
         methods = ("auto", *(name for name in METHODS if name != "ulysses" or not self.has_two_dimensions))
         for name, value, known in (("layout", layout, LAYOUTS), ("method", self.method, methods)):
-            if value not in known:
+            if value not in known and (name == "method" or isinstance(value, str)):
                 raise RuntimeError(f"{name}: expected one of {', '.join(known)}, got {arguments.shown(value)}")
         tile = arguments.integer("tile", tile, least=1)
         self.cu_seqlens = _document_bounds(cu_seqlens) if self.is_packed else (0, arguments.integer(
@@ -143,23 +146,28 @@ class CpPlan:
         if self.has_two_dimensions:
             self._make_rows(layout, tile)
         else:
-            self.spans = layout_spans(layout, self.cu_seqlens, self.size, tile, self.window)
+            self.spans = self._spans_of(layout, self.size, tile)
             own = Layout(self.spans, self.cu_seqlens)
             self.passes = Passes(own, self.transport)
             self.head_ranks = HeadRanks(self.transport, own, WholePasses(self.cu_seqlens))
             self._stages = ((own, self.transport),)
         self.num_tokens = sum(stop - start for start, stop in self.spans[self.rank])
 
-    def _make_rows(self, layout: str, tile: int):
+    def _make_rows(self, layout, tile: int):
         """A row of the mesh has what a rank of one dimension would have, so that rows are even; its ranks share it."""
         outer, inner = self.transport.outer, self.transport.inner
-        of_rows = Layout(layout_spans(layout, self.cu_seqlens, outer.size, tile, self.window), self.cu_seqlens)
+        of_rows = Layout(self._spans_of(layout, outer.size, tile), self.cu_seqlens)
         parts = [divided(of_rows.tokens_of(row), inner.size, tile) for row in range(outer.size)]
         self.spans = tuple(tokens_of_rows(spans, own) for spans, ranks in zip(of_rows.spans, parts) for own in ranks)
         in_row = Layout(parts[outer.rank], (0, of_rows.tokens_of(outer.rank)))
         self.passes = Passes(of_rows, outer)
         self.head_ranks = HeadRanks(inner, in_row, self.passes)
         self._stages = ((in_row, inner), (of_rows, outer))
+
+    def _spans_of(self, layout, ranks: int, tile: int) -> tuple[tuple[Span, ...], ...]:
+        if isinstance(layout, str):
+            return layout_spans(layout, self.cu_seqlens, ranks, tile, self.window)
+        return _given_spans(layout, self.cu_seqlens[-1], ranks)
 
     def __repr__(self) -> str:
         kind = f"{len(self.cu_seqlens) - 1} documents" if self.is_packed else "dense"
@@ -250,3 +258,19 @@ def _document_bounds(cu_seqlens) -> tuple[int, ...]:
     if not bounds or bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:])):
         raise RuntimeError(f"cu_seqlens: expected {expected}, got {arguments.shown(bounds)}")
     return bounds
+
+
+def _given_spans(layout, tokens: int, ranks: int) -> tuple[tuple[Span, ...], ...]:
+    expected = (
+        f"one of {', '.join(LAYOUTS)} or, for each of {ranks} ranks, ascending (start, stop), which together are the "
+        f"tokens 0 to {tokens}"
+    )
+    try:
+        spans = [[(operator.index(start), operator.index(stop)) for start, stop in own] for own in layout]
+    except (TypeError, ValueError):
+        raise TypeError(f"layout: expected {expected}, got {arguments.shown(layout)}") from None
+    every = sorted((start, stop) for own in spans for start, stop in own if start != stop)
+    follow_each_other = [0, *(stop for _, stop in every)] == [*(start for start, _ in every), tokens]
+    if len(spans) != ranks or not follow_each_other or any(own != sorted(own) for own in spans):
+        raise RuntimeError(f"layout: expected {expected}, got {arguments.shown(spans)}")
+    return tuple(joined(own) for own in spans)

@@ -7,6 +7,8 @@ of a mesh of two dimensions is two of them.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -28,12 +30,19 @@ class GroupTransport:
     """A process group of torch.distributed."""
 
     def __init__(self, group):
-        self.group = group
+        self._group = weakref.ref(group)  # torch.distributed keeps it: what is kept for a group must not keep the group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
         self.checks_on_host = backends.get("cpu") is not None  # an all-gather there waits for no GPU
         self._device = "cpu" if self.checks_on_host else torch.device("cuda", torch.cuda.current_device())
         self._is_connected = False
+
+    @property
+    def group(self):
+        group = self._group()
+        if group is None:  # which torch.distributed would take for all ranks
+            raise RuntimeError("group: expected a process group that exists, got one that has been destroyed")
+        return group
 
     def connect(self, device: torch.device) -> None:
         """All ranks call it before the first exchange of tensors of a device.

@@ -21,6 +21,7 @@ PUBLIC_MODULES = (
     "flash_attn.backends",
     "flash_attn.batch_invariance",
     "flash_attn.bert_padding",
+    "flash_attn.context_parallel.compat.ring_flash_attn",
     "flash_attn.dropout",
     "flash_attn.flash_attn_interface",
     "flash_attn.inference",
