@@ -8,11 +8,12 @@ Beyond "flash_attention_2": sinks of gpt-oss, which transformers sends to anothe
 in it; V of another head dim (MLA) without padding; one wait for the GPU in a forward instead of one in each layer;
 padding in inference without copies; packed rows of a batch. docs/integrations.md says what holds.
 
-`register_context_parallel()` makes another one, "fa_cp", of sequences whose tokens lie on several ranks.
+transformers_cp.py has another one, for sequences whose tokens lie on several ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +21,12 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn.bert_padding import index_first_axis, pad_input
-from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.token_layout import PaddingLayout
-from flash_attn.ops import arguments
 from flash_attn.ops.rows import equal_steps
 
 NAME = "fa_native"
-CONTEXT_PARALLEL_NAME = "fa_cp"
 _UNSUPPORTED = ("position_bias", "head_mask", "output_attentions")
-# What says in another way which tokens belong together, or where keys lie.
-_OF_ONE_RANK = ("cu_seq_lens_q", "cu_seq_lens_k", "k_cache", "v_cache", "block_table", "cache_seqlens")
-_IGNORED_LABEL = -100  # of transformers' losses
 # Parts of transformers' mask functions that are no window, by the beginnings of their names.
 _OTHER_MASKS = ("or_masks", "chunked_overlay", "blockwise_overlay")
 
@@ -48,27 +43,11 @@ def register(name: str = NAME) -> None:
 
     Raises ImportError without transformers or these interfaces, ValueError for a name that means something else there.
     """
-    _register(name, attention, padding_mask)
+    register_functions(name, attention, padding_mask)
 
 
-def register_context_parallel(name: str = CONTEXT_PARALLEL_NAME) -> None:
-    """Make `flash_attn_cp_func` an attention implementation of transformers, by a name for `attn_implementation`.
-
-    The plan of a batch is a keyword argument of the model, `cp_plan`, which hands it to its layers:
-
-        model(input_ids=plan.shard(input_ids, 1), position_ids=plan.positions(device)[None], cp_plan=plan)
-
-    or `model(**context_parallel_inputs(plan, input_ids, labels))`. Nothing is kept but the name.
-
-    Arguments:
-        name: str. As in `register`.
-
-    Raises what `register` does.
-    """
-    _register(name, context_parallel_attention, context_parallel_mask)
-
-
-def _register(name, attention_function, mask_function):
+def register_functions(name: str, attention_function: Callable, mask_function: Callable) -> None:
+    """Entries of both interfaces of transformers; raises as `register` does."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for part in ("flash", "sdpa", "flex_attention", "eager", "|", "/"):
@@ -100,7 +79,7 @@ def padding_mask(
 
     Raises NotImplementedError for masks that are no windows (chunks, blocks, functions of the model's).
     """
-    _reject_other_masks(mask_function, use_vmap)
+    reject_other_masks(mask_function, use_vmap)
     columns = kv_length
     if "allow_is_bidirectional_skip" not in options:  # causal: columns behind the last query hold no tokens yet
         columns = q_offset + q_length - kv_offset
@@ -125,7 +104,8 @@ def padding_mask(
     return torch.nn.functional.pad(attention_mask, (0, missing)) & filled
 
 
-def _reject_other_masks(mask_function, use_vmap):
+def reject_other_masks(mask_function: Any, use_vmap: bool) -> None:
+    """Raises NotImplementedError for masks that are no windows."""
     if use_vmap:
         raise NotImplementedError(
             "mask_function: expected a causal mask or a window, got one with an or_mask_function or and_mask_function"
@@ -195,7 +175,7 @@ def attention(
 
     Raises NotImplementedError, by name, for position_bias, head_mask, output_attentions and masks per query.
     """
-    (q, k, v), score, training = _arguments(
+    (q, k, v), score, training = read_arguments(
         module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
     )  # fmt: skip
     if k_cache is not None:
@@ -211,7 +191,19 @@ def attention(
     return flash_attn.flash_attn_varlen_func(*rows, *lengths, **score, **training).unflatten(0, q.shape[:2]), None
 
 
-def _arguments(module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options):
+def read_arguments(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    is_causal: bool | None,
+    s_aux: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
     """((q, k, v), score, training) for the functions of flash_attn, of what a model gives; q (batch, tokens, ...)."""
     for name in _UNSUPPORTED:
         given = options.get(name)
@@ -326,150 +318,3 @@ def _over_pages(q, k_cache, v_cache, k, v, lengths, cu_seqlens_k, table, sinks, 
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, sinks=sinks, **score
     )  # fmt: skip
     return out.reshape(*shape[:3], v.shape[-1])
-
-
-# ---- context parallelism ----
-
-
-def context_parallel_inputs(plan: CpPlan, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-    """This rank's keyword arguments for a causal model under `register_context_parallel`.
-
-    Arguments:
-        plan: CpPlan of the batch.
-        input_ids: integers (batch, tokens) of all ranks; batch 1 with a packed plan.
-        labels: int64 like input_ids, -100 where ignored, or None. As transformers has them, before the shift by one,
-            which is made here: a token's label may lie on another rank. A document's last token gets none.
-
-    Returns input_ids, position_ids, cp_plan and use_cache=False; with labels also labels and shift_labels, both
-    shifted, and num_items_in_batch, the count of all ranks: their losses' sum is the loss of the whole.
-
-    Raises RuntimeError or TypeError naming the argument that does not fit.
-    """
-    if not isinstance(plan, CpPlan):
-        raise TypeError(f"plan: expected a CpPlan, got {arguments.shown(plan)}")
-    positions = plan.positions(input_ids.device)[None]
-    positions._flash_attn_cp_plan = plan  # equal by construction: nothing to compare, which waits for the GPU
-    inputs = {"input_ids": plan.shard(input_ids, 1), "position_ids": positions, "cp_plan": plan, "use_cache": False}
-    if labels is not None:
-        if labels.shape != input_ids.shape:
-            raise RuntimeError(f"labels: expected shape {list(input_ids.shape)}, got {list(labels.shape)}")
-        shifted = labels.roll(-1, 1)
-        for start, stop in zip(plan.cu_seqlens, plan.cu_seqlens[1:]):
-            if stop > start:
-                shifted[:, stop - 1] = _IGNORED_LABEL
-        inputs["labels"] = inputs["shift_labels"] = plan.shard(shifted, 1)
-        inputs["num_items_in_batch"] = (shifted != _IGNORED_LABEL).sum()
-    return inputs
-
-
-def context_parallel_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    **options: Any,
-) -> None:
-    """None, for the plan says which tokens there are. An entry of `AttentionMaskInterface`.
-
-    Raises NotImplementedError for padding (a mask of ones passes, and waits for the GPU), cached keys, and masks that
-    are no windows; on this rank alone, for the plan is not known here.
-    """
-    _reject_other_masks(mask_function, use_vmap)
-    if attention_mask is not None and (attention_mask.shape[-1] != q_length or not attention_mask.all()):
-        raise NotImplementedError(
-            "attention_mask: expected None with context parallelism, got one that is not all ones for this rank's "
-            f"{q_length} tokens (shape {list(attention_mask.shape)}): CpPlan.varlen takes documents without padding"
-        )
-    is_first = isinstance(q_offset, int) and q_offset == 0
-    if not is_first or kv_length != q_length:
-        raise NotImplementedError(_no_cache(kv_length, q_length))
-
-
-def _no_cache(keys, tokens):
-    return (
-        f"past_key_values: expected None or an empty one that grows, with context parallelism, got {keys} keys for "
-        f"{tokens} tokens"
-    )
-
-
-def context_parallel_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cp_plan: CpPlan | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention over the tokens of all ranks of a plan, an entry of `AttentionInterface`; every rank calls it.
-
-    Arguments:
-        query: (batch, heads, num_tokens, head_dim): this rank's tokens, as `cp_plan.shard` gives them. Batch 1 with a
-            packed plan.
-        key: (batch, heads_k, num_tokens, head_dim)
-        value: (batch, heads_k, num_tokens, head_dim_v)
-        attention_mask: None.
-        position_ids: (batch or 1, num_tokens), which have to be the plan's positions where a model hands them to its
-            layers. Compared once a forward, which waits for the GPU, unless they come from `context_parallel_inputs`.
-        cp_plan: CpPlan of the batch, a keyword argument of the model.
-        The others as in `attention`.
-
-    Returns (out (batch, num_tokens, heads, head_dim_v), None).
-
-    Raises TypeError without a plan; NotImplementedError, by name, for masks, cached keys, documents given otherwise
-    than by the plan and what `attention` does not support; RuntimeError for positions and shapes that are not the
-    plan's. As far as the plan checks calls, on every rank if on one, but for a missing plan.
-    """
-    if not isinstance(cp_plan, CpPlan):
-        raise TypeError(
-            "cp_plan: expected a CpPlan among the keyword arguments of the model, which it hands to its layers, got "
-            f"{arguments.shown(cp_plan)}"
-        )
-    try:
-        (q, k, v), score, training = _arguments(
-            module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
-        )  # fmt: skip
-        _check_tokens_of_plan(cp_plan, q, k, attention_mask, position_ids, options)
-    except Exception as raised:  # of any kind: the other ranks wait to be told
-        cp_plan.compare("context_parallel_attention", "", raised, None)
-        raise  # never reached: what compare is given, it raises
-    if cp_plan.is_packed:
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-    out = flash_attn_cp_func(q, k, v, plan=cp_plan, **score, **training)
-    return out.unsqueeze(0) if cp_plan.is_packed else out, None
-
-
-@torch.compiler.disable
-def _check_tokens_of_plan(plan, q, k, attention_mask, position_ids, options):
-    for name in _OF_ONE_RANK:
-        if options.get(name) is not None:
-            raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan says it")
-    if attention_mask is not None:
-        raise NotImplementedError(
-            f"attention_mask: expected None with context parallelism, got shape {list(attention_mask.shape)}"
-        )
-    if k.shape[1] != q.shape[1]:
-        raise NotImplementedError(_no_cache(k.shape[1], q.shape[1]))
-    if plan.is_packed and q.shape[0] != 1:
-        raise RuntimeError(f"query: expected a batch of 1 with a packed plan, got {q.shape[0]}")
-    if q.shape[1] != plan.num_tokens:
-        raise RuntimeError(f"query: expected the {plan.num_tokens} tokens of rank {plan.rank}, got {q.shape[1]}")
-    if position_ids is None or getattr(position_ids, "_flash_attn_cp_plan", None) is plan:
-        return
-    if position_ids.shape[-1:] != (plan.num_tokens,) or not (position_ids == plan.positions(position_ids.device)).all():
-        raise RuntimeError(
-            "position_ids: expected plan.positions() of this rank in each row, got others; documents that are packed "
-            "in a row are a plan's, CpPlan.varlen"
-        )
-    position_ids._flash_attn_cp_plan = plan

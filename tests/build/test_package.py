@@ -28,6 +28,7 @@ PUBLIC_MODULES = (
     "flash_attn.integrations.serving",
     "flash_attn.integrations.sglang",
     "flash_attn.integrations.transformers",
+    "flash_attn.integrations.transformers_cp",
     "flash_attn.integrations.vllm",
     "flash_attn.kvcache_plan",
     "flash_attn.layers.rotary",

@@ -17,6 +17,7 @@ from signatures import plain_signature
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
+from flash_attn.context_parallel.compat import kept
 from flash_attn.context_parallel.compat import ring_flash_attn as compat
 
 HEADS, HEADS_K, DIM = 4, 2, 8
@@ -175,11 +176,11 @@ def errors_come_on_all_ranks(device):
 def plans_end_with_their_group(device):
     group = dist.new_group()
     q, k, v, _ = tensors(1, 40)
-    for seqlen in range(1, compat._MOST_PLANS + 3):
+    for seqlen in range(1, kept.MOST_PLANS + 3):
         out = compat.ring_flash_attn_func(*(x[:, :seqlen].requires_grad_() for x in (q, k, v)), group=group)
-    assert len(compat._groups[group].plans) == compat._MOST_PLANS
+    assert len(kept._groups[group].plans) == kept.MOST_PLANS
     out.sum().backward()
-    alive = weakref.ref(group), weakref.ref(compat._groups[group].transport)
+    alive = weakref.ref(group), weakref.ref(kept._groups[group].transport)
     del out
     dist.destroy_process_group(group)
     del group
@@ -310,7 +311,7 @@ def test_spans_of_any_layout(device):
 
 @pytest.mark.devices("cpu")
 def test_lengths_are_known_until_a_tensor_is_written_to(device):
-    known, x = compat._OfTensors(), torch.tensor([0, 3])
+    known, x = kept.OfTensors(), torch.tensor([0, 3])
     known.put(x, (0, 3))
     assert known.get(x) == (0, 3) and known.get(x.clone()) is None
     x[1] = 4

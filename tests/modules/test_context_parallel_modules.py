@@ -148,9 +148,10 @@ def models():
     import transformers_models
 
     import flash_attn.integrations.transformers as ours
+    import flash_attn.integrations.transformers_cp as ours_cp
 
     ours.register()
-    ours.register_context_parallel()
+    ours_cp.register_context_parallel()
     return transformers_models
 
 
@@ -173,6 +174,7 @@ def whole_batch(models, packed):
 def test_transformers(models, device, name, packed, ranks):
     """Logits, the loss and the gradients of all parameters; the model itself is not changed."""
     import flash_attn.integrations.transformers as ours
+    import flash_attn.integrations.transformers_cp as ours_cp
 
     dtype = torch.float32 if name in ("gpt_oss", "deepseek_v3") else torch.float64  # experts know no float64
     model = models.build(name, ours.NAME, dtype=dtype)
@@ -183,9 +185,9 @@ def test_transformers(models, device, name, packed, ranks):
     def run(rank):
         own = copy.deepcopy(model)
         own.zero_grad()
-        own.set_attn_implementation(ours.CONTEXT_PARALLEL_NAME)
+        own.set_attn_implementation(ours_cp.NAME)
         plan = CpPlan.varlen(BOUNDS, group=rank) if packed else CpPlan.dense(ids.shape[1], group=rank)
-        found = own(**ours.context_parallel_inputs(plan, ids, labels))
+        found = own(**ours_cp.context_parallel_inputs(plan, ids, labels))
         found.loss.backward()
         grads = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in own.named_parameters()}
         return plan.unshard(found.logits.detach(), 1), {**grads, "loss": found.loss.detach()}
@@ -225,31 +227,31 @@ def test_transformers_passes_over_checkpoints_and_masks_of_ones(models, device):
 
 
 def test_labels_are_shifted_over_the_ranks(models, device):
-    import flash_attn.integrations.transformers as ours
+    import flash_attn.integrations.transformers_cp as ours_cp
 
     ids = torch.arange(27)[None]
 
     def run(rank):
         plan = CpPlan.varlen(BOUNDS, group=rank, layout="zigzag")
-        inputs = ours.context_parallel_inputs(plan, ids, ids)
+        inputs = ours_cp.context_parallel_inputs(plan, ids, ids)
         assert inputs["num_items_in_batch"] == 27 - 3
         own, labels = plan.token_indices(), inputs["shift_labels"][0]
         last = torch.isin(own, torch.tensor([16, 17, 26]))
         assert torch.equal(labels, torch.where(last, -100, own + 1))
         assert torch.equal(inputs["position_ids"][0], plan.positions())
         with pytest.raises(RuntimeError, match="^labels: expected shape"):
-            ours.context_parallel_inputs(plan, ids, ids[:, 1:])
+            ours_cp.context_parallel_inputs(plan, ids, ids[:, 1:])
         with pytest.raises(TypeError, match="^plan: expected a CpPlan"):
-            ours.context_parallel_inputs(None, ids)
+            ours_cp.context_parallel_inputs(None, ids)
 
     LocalGroup(2).run(run)
 
 
 def test_transformers_refuses(models, device):
-    import flash_attn.integrations.transformers as ours
+    import flash_attn.integrations.transformers_cp as ours_cp
 
     with pytest.raises(ValueError, match="^name: expected one without"):
-        ours.register_context_parallel("flash_cp")
+        ours_cp.register_context_parallel("flash_cp")
     model = models.build("llama", "fa_cp")
     ids = torch.randint(1, models.VOCABULARY, (2, 12))
     with pytest.raises(TypeError, match="^cp_plan: expected a CpPlan among the keyword arguments of the model"):
@@ -257,7 +259,7 @@ def test_transformers_refuses(models, device):
 
     def run(rank):
         plan = CpPlan.dense(12, group=rank)
-        inputs = ours.context_parallel_inputs(plan, ids)
+        inputs = ours_cp.context_parallel_inputs(plan, ids)
         own, positions = inputs["input_ids"], inputs.pop("position_ids")
         padding = torch.ones_like(own)
         padding[0, 0] = 0
@@ -280,7 +282,7 @@ def test_transformers_refuses(models, device):
             cu_seqlens = torch.tensor([0, 6, 12], dtype=torch.int32)
             with pytest.raises(NotImplementedError, match="^cu_seq_lens_q: expected None with context parallelism"):
                 model(**inputs, position_ids=positions, cu_seq_lens_q=cu_seqlens)
-            packed = ours.context_parallel_inputs(CpPlan.varlen([0, 5, 12], group=rank), ids)
+            packed = ours_cp.context_parallel_inputs(CpPlan.varlen([0, 5, 12], group=rank), ids)
             with pytest.raises(RuntimeError, match="^query: expected a batch of 1 with a packed plan, got 2"):
                 model(**packed)
             others = positions if rank.rank else positions + 1  # what one rank does is told to all

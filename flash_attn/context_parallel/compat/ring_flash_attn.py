@@ -23,20 +23,16 @@ adapter to transformers, which replaces functions there.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flash_attn._types import TensorOrTuple, WindowSize
 from flash_attn.context_parallel.agreement import compare_on_all_ranks
+from flash_attn.context_parallel.compat.kept import Kept, OfTensors, kept_for, plan_of, raise_on_all_ranks
 from flash_attn.context_parallel.function import flash_attn_cp_func
-from flash_attn.context_parallel.plan import CpPlan
-from flash_attn.context_parallel.transport import GroupTransport, transport_of
 from flash_attn.ops import arguments
 
 __all__ = [
@@ -58,38 +54,9 @@ __all__ = [
     "llama3_flash_attn_varlen_func",
 ]
 
-_MOST_PLANS = 16  # of a group
 
-
-class _OfTensors:
-    """Ints found for tensors, until these end or are written to."""
-
-    def __init__(self):
-        self._found = WeakTensorKeyDictionary()
-
-    def get(self, x: Tensor) -> tuple[int, ...] | None:
-        version, values = self._found.get(x, (None, None))
-        return values if values is not None and version == x._version else None
-
-    def put(self, x: Tensor, values: tuple[int, ...]) -> None:
-        if not x.is_inference():  # which counts no versions
-            self._found[x] = x._version, values
-
-
-class _Group(NamedTuple):
-    """What is kept for a process group; of plans the oldest goes first, in the same order on all ranks.
-
-    documents: bounds of all ranks' documents by a cu_seqlens_q of this one's, as the ranks told each other.
-    """
-
-    transport: GroupTransport
-    plans: dict[tuple, CpPlan]
-    documents: _OfTensors
-
-
-_groups = weakref.WeakKeyDictionary()  # a ProcessGroup has no attributes
-_on_host = _OfTensors()  # cu_seqlens of GPUs
-_prepared = _OfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made of them
+_on_host = OfTensors()  # cu_seqlens of GPUs
+_prepared = OfTensors()  # bounds of all ranks' documents by the cu_seqlens_q made of them
 
 
 # ---- dense ----
@@ -362,7 +329,7 @@ def llama3_flash_attn_varlen_func(
 
 @torch.compiler.disable
 def _dense(inputs, division, group, return_attn_probs, *options):
-    found = _group(group)
+    found = kept_for(group)
     documents = error = None
     try:
         inputs = _separate(inputs, is_packed=False)
@@ -371,13 +338,13 @@ def _dense(inputs, division, group, return_attn_probs, *options):
             raise RuntimeError(f"q: expected two chunks of one length, got {inputs[0].shape[1]} tokens")
     except Exception as raised:  # of any kind: the other ranks wait to be told
         error = raised
-    _raise_on_all_ranks(found, error)
+    raise_on_all_ranks(found, error)
     return _attend(found, inputs, False, division, documents, return_attn_probs, options)
 
 
 @torch.compiler.disable
 def _packed(inputs, cu_seqlens, division, group, return_attn_probs, *options):
-    found = _group(group)
+    found = kept_for(group)
     documents = error = None
     try:
         inputs = _separate(inputs, is_packed=True)
@@ -389,13 +356,13 @@ def _packed(inputs, cu_seqlens, division, group, return_attn_probs, *options):
             )
     except Exception as raised:
         error = raised
-    _raise_on_all_ranks(found, error)
+    raise_on_all_ranks(found, error)
     return _attend(found, inputs, True, division, documents, return_attn_probs, options)
 
 
 @torch.compiler.disable
 def _llama3(inputs, cu_seqlens_q, local_k_slice, group, return_attn_probs, *options):
-    found = _group(group)
+    found = kept_for(group)
     documents = starts = error = None
     tokens = 0
     try:
@@ -409,58 +376,21 @@ def _llama3(inputs, cu_seqlens_q, local_k_slice, group, return_attn_probs, *opti
             starts = _document_starts(cu_seqlens_q, local_k_slice, found.transport.rank, tokens)
     except Exception as raised:
         error = raised
-    _raise_on_all_ranks(found, error)
+    raise_on_all_ranks(found, error)
     if documents is None:
         documents = _gathered_documents(found.transport, starts, tokens)
         found.documents.put(cu_seqlens_q, documents)
     return _attend(found, inputs, True, "stream", documents, return_attn_probs, options)
 
 
-def _attend(found: _Group, inputs, is_packed: bool, division: str, documents, return_attn_probs, options):
-    key = is_packed, division, documents
-    plan = found.plans.get(key)
-    if plan is None:
-        spans = _spans(division, documents, found.transport.size)
-        make, lengths = (CpPlan.varlen, documents) if is_packed else (CpPlan.dense, documents[-1])
-        plan = make(lengths, group=found.transport.group, layout=spans)
-        if len(found.plans) >= _MOST_PLANS:
-            del found.plans[next(iter(found.plans))]
-        found.plans[key] = plan
+def _attend(found: Kept, inputs, is_packed: bool, division: str, documents, return_attn_probs, options):
+    plan = plan_of(found, is_packed, division, documents)
     dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic = options
     result = flash_attn_cp_func(
         *inputs, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs,
         plan=plan,
     )  # fmt: skip
     return (*result[:2], None) if return_attn_probs else result
-
-
-def _spans(division: str, documents: tuple[int, ...], ranks: int):
-    """For each rank its chunks of the documents or, of "stream", of all tokens."""
-    bounds = (0, documents[-1]) if division == "stream" else documents
-    count = 2 * ranks if division == "zigzag" else ranks
-    spans = []
-    for rank in range(ranks):
-        chunks = (rank, count - 1 - rank) if division == "zigzag" else (rank,)
-        sizes = [(first, (last - first) // count) for first, last in zip(bounds, bounds[1:])]
-        spans.append([(first + i * size, first + (i + 1) * size) for first, size in sizes for i in chunks])
-    return spans
-
-
-def _group(group) -> _Group:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("group: expected torch.distributed to be initialised, got none")
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a ProcessGroup that this rank belongs to, got {arguments.shown(group)}")
-    if group not in _groups:
-        _groups[group] = _Group(transport_of(None, group), {}, _OfTensors())
-    return _groups[group]
-
-
-def _raise_on_all_ranks(found: _Group, error: BaseException | None) -> None:
-    if error is not None:  # the others are about to compare a plan or a call
-        compare_on_all_ranks(found.transport, "", error, "flash_attn_cp_func")
 
 
 def _separate(inputs, is_packed: bool):
