@@ -9,7 +9,7 @@ from cases import Case
 from harness import Problem, check_forward, expected, gradients, make_problem, plain_gradients, sink_gradient_error
 from reference import assert_accurate, assert_gradient_accurate
 
-from flash_attn import dropout_mask
+from flash_attn import dropout_mask, flash_attn_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func
 
 
@@ -77,13 +77,16 @@ def run_rank(problem: Problem, weights: Weights, group, deterministic=False, **p
     return Result(whole[0], plan.unshard(lse.detach(), -1), [*whole[1:], *grads[3:]], rng_state)
 
 
+def on_ranks(ranks: int | tuple[int, int], function) -> list:
+    """function(group) on ranks as threads; of a pair function(mesh)."""
+    if isinstance(ranks, int):
+        return LocalGroup(ranks).run(function)
+    return LocalGroup(ranks[0] * ranks[1]).run(lambda rank: function(rank.mesh(*ranks)))
+
+
 def run_local(problem: Problem, weights: Weights, ranks: int | tuple[int, int], **options) -> Result:
     """All ranks as threads, of a pair in a mesh. They agree on every result."""
-
-    def run(rank):
-        return run_rank(problem, weights, rank if isinstance(ranks, int) else rank.mesh(*ranks), **options)
-
-    results = LocalGroup(ranks if isinstance(ranks, int) else ranks[0] * ranks[1]).run(run)
+    results = on_ranks(ranks, lambda group: run_rank(problem, weights, group, **options))
     first = results[0]
     for other in results[1:]:
         for a, b in zip((first.out, first.lse, *first.grads[:3]), (other.out, other.lse, *other.grads[:3])):
@@ -122,3 +125,28 @@ def check_result(problem: Problem, weights: Weights, result: Result) -> None:
     if problem.sinks is not None:
         allowed = sink_gradient_error(problem, weights.dout, keep, weights.dlse)
         assert ((result.grads[3].double() - exact[3]).abs() <= allowed + 1e-4).all()
+
+
+def check_gradients_of_some_ranks(device: str, ranks: int | tuple[int, int], **options) -> None:
+    """The gradients of all tokens where ranks have losses of their own: the second of the LSE, the third of nothing."""
+    problem, _ = self_attention(Case(1, 65, 65, 2, 2, 16, "float64" if device == "cpu" else "bfloat16"), device)
+    whole = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+
+    def loss(plan, out, lse):
+        return [out.double().sum(), lse.double().sum(), 0.0 * out.double().sum(), out.double().sum()][plan.rank]
+
+    def run(group):
+        plan = make_plan(problem, group, **options)
+        own = [plan.shard(x.detach(), 1).requires_grad_() for x in whole]
+        results = flash_attn_cp_func(*own, plan=plan, causal=True, return_attn_probs=True)
+        loss(plan, *results[:2]).backward()
+        return plan, [x.grad for x in own]
+
+    results = on_ranks(ranks, run)
+    out, lse, _ = flash_attn_func(*whole, causal=True, return_attn_probs=True)
+    total = sum(loss(plan, plan.shard(out, 1), plan.shard(lse, 2)) for plan, _ in results)
+    expected_grads = torch.autograd.grad(total, whole)
+    for plan, grads in results:
+        for ours, theirs in zip(grads, expected_grads):
+            tolerance = 1e-10 if device == "cpu" else 3e-2
+            torch.testing.assert_close(ours, plan.shard(theirs, 1), atol=tolerance, rtol=0)

@@ -343,8 +343,4 @@ class _OnceDifferentiable(torch.autograd.Function):
     def forward(ctx, count, *tensors):
         return tensors[:count]
 
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "flash_attn_cp_func: expected one backward, got a second: attention's gradients are not differentiable"
-        )
+    backward = staticmethod(operators.reject_double_backward)

@@ -2,36 +2,32 @@
 
 Messages go and plans are compared when the operators run: all ranks must run the same graph. A plan is named by a
 tensor, so that another batch's plan is no other code; whoever compiles keeps it until the backward.
+Annotations stay objects (no postponed evaluation): the schemas are made of them.
 """
-
-from __future__ import annotations
 
 import itertools
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from flash_attn.context_parallel.compute import sum_dtype
+from flash_attn.ops import library
+from flash_attn.ops.attention_args import ATTENTION_INPUTS, attention_gradients
 
-_NAMESPACE = "flash_attn_core"
-_OPTIONS = (
-    "Tensor? sinks, Tensor? alibi_slopes, Tensor plan, float dropout_p, float softmax_scale, bool causal, "
-    "int window_left, int window_right, float softcap, bool deterministic, int sm_margin"
-)
 _plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by the numbers in their handles
 _numbers = itertools.count()
 
 
 class CpArgs(NamedTuple):
-    """The operators' arguments. plan: a handle; lengths of the window as `flash_attn_cp_func` takes them."""
+    """Of `cp_fwd`. plan: a handle; the window's sides as `flash_attn_cp_func` takes them. Tensors come first."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
+    sinks: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
     plan: Tensor
     dropout_p: float
     softmax_scale: float
@@ -42,13 +38,27 @@ class CpArgs(NamedTuple):
     deterministic: bool
     sm_margin: int
 
-    def of_function(self):
-        """As function.request() and function.agreed_call() take them."""
-        return (
-            self.q, self.k, self.v, self.dropout_p, self.softmax_scale, self.causal,
-            (self.window_left, self.window_right), self.softcap, self.alibi_slopes, self.deterministic,
-            plan_of(self.plan), self.sinks, self.sm_margin,
-        )  # fmt: skip
+
+# Of `cp_bwd`: gradients of the results, the results, and the forward's arguments.
+CpBackwardArgs = NamedTuple(
+    "CpBackwardArgs",
+    [
+        ("dout", Optional[Tensor]),
+        ("dlse", Optional[Tensor]),
+        *((name, Tensor) for name in ("out", "lse", "rng_state")),
+        *CpArgs.__annotations__.items(),
+    ],
+)
+_TENSORS = sum(kind in (Tensor, Optional[Tensor]) for kind in CpArgs.__annotations__.values())
+
+
+def _of_function(args):
+    """The arguments of either as function.request() and function.agreed_call() take them."""
+    return (
+        args.q, args.k, args.v, args.dropout_p, args.softmax_scale, args.causal,
+        (args.window_left, args.window_right), args.softcap, args.alibi_slopes, args.deterministic,
+        plan_of(args.plan), args.sinks, args.sm_margin,
+    )  # fmt: skip
 
 
 def handle_of(plan) -> Tensor:
@@ -67,91 +77,76 @@ def plan_of(handle: Tensor):
 
 def attention(args: CpArgs):
     """(out, softmax_lse, rng_state), differentiable in q, k, v and sinks."""
-    return torch.ops.flash_attn_core.cp_fwd.default(*args)
+    return _forward_op(*args)
 
 
-def _forward(*values):
+def _forward(args: CpArgs):
     from flash_attn.context_parallel.function import agreed_call, forward_rows
 
-    call, inputs = agreed_call(*CpArgs(*values).of_function(), wants_state=True)
+    call, inputs = agreed_call(*_of_function(args), wants_state=True)
     out, lse, _ = forward_rows(call, *inputs)
     out, lse = call.tokens(out), call.head_tokens(lse)
     return out[..., : call.padded_from or None].contiguous(), lse, call.options.rng_state
 
 
-def _forward_fake(*values):
-    args = CpArgs(*values)
+def _forward_fake(args: CpArgs):
     tokens, heads = args.q.shape[:-2], args.q.shape[-2]
     lse = args.q.new_empty((*tokens[:-1], heads, tokens[-1]), dtype=sum_dtype(args.q.dtype))
     return args.q.new_empty((*tokens, heads, args.v.shape[-1])), lse, args.q.new_empty(2, dtype=torch.int64)
 
 
-def _backward(dout, dlse, out, lse, rng_state, *values):
+def _backward(args: CpBackwardArgs):
     from flash_attn.context_parallel import ulysses
     from flash_attn.context_parallel.function import gradients, request
 
-    args = CpArgs(*values)
-    call, (q, k, v, sinks) = request(*args.of_function())
+    call, (q, k, v, sinks) = request(*_of_function(args))
     if args.dropout_p > 0:
-        call.options = call.options._replace(rng_state=rng_state)
+        call.options = call.options._replace(rng_state=args.rng_state)
+    out, dout = args.out, args.dout
     if call.padded_from:
         out, dout = (
             None if x is None else torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1])) for x in (out, dout)
         )
-    out, lse = call.rows(out), call.head_rows(lse)
+    out, lse = call.rows(out), call.head_rows(args.lse)
     kept = ()
     if call.moves_heads:
         kept = ulysses.kept(call.plan.head_ranks, call.batch, *(call.rows(x) for x in (q, k, v)), out, lse)
-    grads = gradients(call, dout, dlse, q, k, v, out, lse, kept, sinks)
-    return [
-        grad[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, (args.q, args.k, args.v, args.sinks))
-    ]  # fmt: skip
+    grads = gradients(call, dout, args.dlse, q, k, v, out, lse, kept, sinks)
+    return [grad[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, _differentiable(args))]
 
 
-def _backward_fake(dout, dlse, out, lse, rng_state, *values):
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in CpArgs(*values)[:4] if x is not None]
+def _backward_fake(args: CpBackwardArgs):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in _differentiable(args)]
+
+
+def _differentiable(args):
+    return [x for x in (getattr(args, name) for name in ATTENTION_INPUTS) if x is not None]
 
 
 def _setup_context(ctx, inputs, output):
-    args = CpArgs(*inputs)
-    out, lse, rng_state = output
-    ctx.save_for_backward(out, lse, rng_state, *args[:6])
-    ctx.options = args[6:]
-    ctx.mark_non_differentiable(rng_state)
+    ctx.save_for_backward(*output, *inputs[:_TENSORS])
+    ctx.options = inputs[_TENSORS:]
+    ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
 
 def _autograd_backward(ctx, dout, dlse, _):
-    out, lse, rng_state, *tensors = ctx.saved_tensors
-    grads = torch.ops.flash_attn_core.cp_bwd.default(dout, dlse, out, lse, rng_state, *tensors, *ctx.options)
-    dq, dk, dv, dsinks = (*grads, None)[:4]
-    return (dq, dk, dv, dsinks, *(None,) * (len(CpArgs._fields) - 4))
+    return attention_gradients(_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options), CpArgs)
 
 
-def _reject_double_backward(ctx, *grads):
+def reject_double_backward(ctx, *grads):
     raise RuntimeError(
         "flash_attn_cp_func: expected one backward, got a second: attention's gradients are not differentiable"
     )
 
 
-_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-
-
-def _register(name, schema, function, fake, tags=()):
-    _library.define(name + schema, tags=(*tags, torch.Tag.pt2_compliant_tag))
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
-
-
-_register(
-    "cp_fwd", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake,
-    tags=(torch.Tag.nondeterministic_seeded,),
+_forward_op = library.register(
+    "cp_fwd", CpArgs, "(Tensor, Tensor, Tensor)", library.takes(CpArgs, _forward),
+    library.takes(CpArgs, _forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
 )  # fmt: skip
-_register(
-    "cp_bwd",
-    "(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor rng_state, Tensor q, Tensor k, Tensor v, "
-    f"{_OPTIONS}) -> Tensor[]",
-    _backward, _backward_fake,
+_backward_op = library.register(
+    "cp_bwd", CpBackwardArgs, "Tensor[]", library.takes(CpBackwardArgs, _backward),
+    library.takes(CpBackwardArgs, _backward_fake),
 )  # fmt: skip
-torch.library.register_autograd(f"{_NAMESPACE}::cp_fwd", _autograd_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd(f"{_NAMESPACE}::cp_bwd", _reject_double_backward, lib=_library)
+library.register_autograd("cp_fwd", _autograd_backward, _setup_context)
+library.register_autograd("cp_bwd", reject_double_backward)

@@ -103,11 +103,14 @@ class _AllToAll:
         self._transport.exchange(outgoing, incoming).wait()
 
 
+def _inputs(exchange: _AllToAll, heads: Heads, q, k, v):
+    return [exchange.to_heads(x, own) for x, own in ((q, heads.query), (k, heads.key), (v, heads.key))]
+
+
 def forward(ranks: HeadRanks, method, batch, q, k, v, sinks, options: Options):
     """(out, LSE (heads, rows) of this rank's tokens, what `backward` needs). method: by which K and V move, if any."""
     heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
-    full = [exchange.to_heads(x, owned) for x, owned in ((q, heads.query), (k, heads.key), (v, heads.key))]
-    full_q, full_k, full_v = full
+    full_q, full_k, full_v = _inputs(exchange, heads, q, k, v)
     full_out = full_q.new_empty((*full_q.shape[:2], v.shape[2]))
     full_lse = torch.empty(full_q.shape[:2], dtype=sum_dtype(q.dtype), device=q.device)
     first = heads.query[ranks.transport.rank][0]
@@ -126,7 +129,7 @@ def forward(ranks: HeadRanks, method, batch, q, k, v, sinks, options: Options):
 def kept(ranks: HeadRanks, batch, q, k, v, out, lse):
     """What `forward` keeps, sent once more."""
     heads, exchange = Heads.divide(q.shape[1], k.shape[1], ranks.transport.size), _AllToAll(ranks, batch)
-    full = [exchange.to_heads(x, own) for x, own in ((q, heads.query), (k, heads.key), (v, heads.key))]
+    full = _inputs(exchange, heads, q, k, v)
     full_lse = exchange.to_heads(lse.t().unsqueeze(-1), heads.query).squeeze(-1)
     return (*full, exchange.to_heads(out, heads.query), full_lse)
 

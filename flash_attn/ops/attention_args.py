@@ -294,7 +294,7 @@ def _parameter(record, name, written):
     return f"{kind} {name}{default}"
 
 
-def attention_gradients(values):
-    """A gradient for every field of AttentionArgs: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
+def attention_gradients(values, record=AttentionArgs):
+    """A gradient for every field of a record: values, one for each of ATTENTION_INPUTS, and None elsewhere."""
     given = dict(zip(ATTENTION_INPUTS, values))
-    return tuple(given.get(name) for name in AttentionArgs._fields)
+    return tuple(given.get(name) for name in record._fields)

@@ -151,7 +151,7 @@ def _reject_double_backward(ctx, *grads):
     raise RuntimeError("flash_attn: expected one backward, got a second: attention's gradients are not differentiable")
 
 
-def _takes(record, function):
+def takes(record, function):
     """`function` of a record as an operator calls it: with the fields by position."""
     return lambda *args: function(record(*args))
 
@@ -163,11 +163,11 @@ def _five_results(forward):
         out, lse, *results = forward(args)
         return (out, lse, *results) if args.return_max_logit else (out, lse, *results, lse.new_empty(0))
 
-    return _takes(AttentionArgs, padded)
+    return takes(AttentionArgs, padded)
 
 
-def _register(name, record, returns, function, fake, tags=()):
-    """The functional operator `name` over the fields of a record."""
+def register(name, record, returns, function, fake, tags=()):
+    """The functional operator `name` over the fields of a record. function, fake: of these fields by position."""
     # The compliant tag lets compilers trust the fake.
     _library.define(name + schema(record, returns), tags=(*tags, torch.Tag.pt2_compliant_tag))
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -175,32 +175,34 @@ def _register(name, record, returns, function, fake, tags=()):
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
+def register_autograd(name, backward, setup_context=None):
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+
+
 def _register_attention():
     global _forward_op, _backward_op
     # The tag keeps dropout out of common subexpression elimination, and makes compiled checkpointing replay the RNG.
-    _forward_op = _register(
+    _forward_op = register(
         "fwd", AttentionArgs, "(Tensor, Tensor, Tensor, Tensor, Tensor)", _five_results(calls.forward),
         _five_results(calls.forward_fake), tags=(torch.Tag.nondeterministic_seeded,),
     )  # fmt: skip
-    _backward_op = _register(
-        "bwd", AttentionBackwardArgs, "Tensor[]", _takes(AttentionBackwardArgs, calls.backward),
-        _takes(AttentionBackwardArgs, calls.backward_fake),
+    _backward_op = register(
+        "bwd", AttentionBackwardArgs, "Tensor[]", takes(AttentionBackwardArgs, calls.backward),
+        takes(AttentionBackwardArgs, calls.backward_fake),
     )  # fmt: skip
-    torch.library.register_autograd(
-        f"{_NAMESPACE}::fwd", _backward, setup_context=_setup_context, lib=_library
-    )  # fmt: skip
-    torch.library.register_autograd(f"{_NAMESPACE}::bwd", _reject_double_backward, lib=_library)
+    register_autograd("fwd", _backward, _setup_context)
+    register_autograd("bwd", _reject_double_backward)
 
 
 def _register_writing(name, record, returns, function, fake, written):
     """The operator `name` over the fields of a record that writes those of `written`: see `schema`."""
     op = torch.library.custom_op(
         f"{_NAMESPACE}::{name}",
-        _takes(record, function),
+        takes(record, function),
         mutates_args=tuple(written),
         schema=schema(record, returns, written),
     )
-    op.register_fake(_takes(record, fake))
+    op.register_fake(takes(record, fake))
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 

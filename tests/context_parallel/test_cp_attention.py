@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from cases import DTYPES, Case, pairwise
-from cp_harness import call_options, check_result, make_plan, run_local, self_attention
+from cp_harness import call_options, check_gradients_of_some_ranks, check_result, make_plan, run_local, self_attention
 
 from flash_attn import flash_attn_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, compute, flash_attn_cp_func, function, operators
@@ -127,27 +127,7 @@ def _seeded(problem, rank, layout, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_some_ranks_alone(device, method):
     """A rank whose results, or one of them, get no gradient still sends those of its keys."""
-    problem, _ = self_attention(Case(1, 65, 65, 2, 2, 16, "float64" if device == "cpu" else "bfloat16"), device)
-    whole = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
-
-    def loss(plan, out, lse):
-        return [out.double().sum(), lse.double().sum(), 0.0 * out.double().sum()][plan.rank]
-
-    def run(rank):
-        plan = make_plan(problem, rank, method=method)
-        own = [plan.shard(x.detach(), 1).requires_grad_() for x in whole]
-        results = flash_attn_cp_func(*own, plan=plan, causal=True, return_attn_probs=True)
-        loss(plan, *results[:2]).backward()
-        return plan, [x.grad for x in own]
-
-    results = LocalGroup(3).run(run)
-    out, lse, _ = flash_attn_func(*whole, causal=True, return_attn_probs=True)
-    total = sum(loss(plan, plan.shard(out, 1), plan.shard(lse, 2)) for plan, _ in results)
-    expected = torch.autograd.grad(total, whole)
-    for plan, grads in results:
-        for ours, theirs in zip(grads, expected):
-            tolerance = 1e-10 if device == "cpu" else 3e-2
-            torch.testing.assert_close(ours, plan.shard(theirs, 1), atol=tolerance, rtol=0)
+    check_gradients_of_some_ranks(device, 3, method=method)
 
 
 def test_not_twice_differentiable(device):

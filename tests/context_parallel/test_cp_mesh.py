@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, Case
-from cp_harness import call_options, check_result, make_plan, run_local, self_attention
+from cp_harness import call_options, check_gradients_of_some_ranks, check_result, make_plan, run_local, self_attention
 
-from flash_attn import flash_attn_func
 from flash_attn.context_parallel import CpPlan, LocalGroup, flash_attn_cp_func, function, operators
 from flash_attn.context_parallel.compute import Options
 from flash_attn.context_parallel.layouts import LAYOUTS, imbalance, layout_spans
@@ -103,28 +102,7 @@ def test_the_operators_of_compiled_code(device, method):
 
 def test_gradients_of_some_ranks_alone(device):
     """A rank whose results, or one of them, get no gradient still sends those of its heads and keys."""
-    dtype = "float64" if device == "cpu" else "bfloat16"
-    problem, _ = self_attention(Case(1, 65, 65, 2, 2, 16, dtype), device)
-    whole = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
-
-    def loss(plan, out, lse):
-        return [out.double().sum(), lse.double().sum(), 0.0 * out.double().sum(), out.double().sum()][plan.rank]
-
-    def run(rank):
-        plan = make_plan(problem, rank.mesh(2, 2))
-        own = [plan.shard(x.detach(), 1).requires_grad_() for x in whole]
-        results = flash_attn_cp_func(*own, plan=plan, causal=True, return_attn_probs=True)
-        loss(plan, *results[:2]).backward()
-        return plan, [x.grad for x in own]
-
-    results = LocalGroup(4).run(run)
-    out, lse, _ = flash_attn_func(*whole, causal=True, return_attn_probs=True)
-    total = sum(loss(plan, plan.shard(out, 1), plan.shard(lse, 2)) for plan, _ in results)
-    expected = torch.autograd.grad(total, whole)
-    for plan, grads in results:
-        for ours, theirs in zip(grads, expected):
-            tolerance = 1e-10 if device == "cpu" else 3e-2
-            torch.testing.assert_close(ours, plan.shard(theirs, 1), atol=tolerance, rtol=0)
+    check_gradients_of_some_ranks(device, (2, 2))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 4), (4, 1), (5, 4)], ids=str)
