@@ -62,6 +62,9 @@ def pytest_configure(config):
         if config.attn_seed is None:
             config.attn_seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
         config.pluginmanager.register(FailureNames(config))  # workers have a terminal reporter, and no terminal
+    # A dead CUDA graph of an earlier test, collected while another is captured, would end the capture.
+    if hasattr(torch.compiler.config, "force_cudagraph_gc"):  # before it existed torch collected always
+        torch.compiler.config.force_cudagraph_gc = True
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or (1 if workerinput is not None else 2)))
 
 

@@ -42,9 +42,12 @@ def products_lse(q, k, scale):
     return 3 * q.shape[-1] / 32 * cut * scale
 
 
-def lse_bound(device):
-    """CUDA converts queries of codes to bf16 ahead of some kernels: products with descales are rounded."""
-    return LSE if device == "cpu" else 1e-2
+def lse_bound(device, max_logit):
+    """CUDA converts queries of codes to bf16 ahead of some kernels: products with descales are rounded.
+
+    That puts scores off by up to 2^-9 of their products' absolute values, which are taken as twice the largest score.
+    """
+    return LSE if device == "cpu" else max(1e-2, 2.0**-8 * max_logit.max().item())
 
 
 def heads_first(descale, x):
