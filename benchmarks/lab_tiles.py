@@ -160,8 +160,8 @@ OTHERS = {
         192: ((64, 64, 8, 4, 2, 2, 1),),
         256: ((64, 32, 8, 4, 2, 2, 1),),
     },
-    # V and O have the same head dim: 0. At 256 only the tile in use fits; at 96 and 128 others of its kernel do not
-    # compile: columns come in swizzle atoms of 64, and 64 keys of 128 columns have another tile for both passes.
+    # V and O have the same head dim: 0. At 256 only the tile in use fits; at 96 and 128 there is no other kernel
+    # (wgmma_bwd_problem() of lab/plan_check.cpp).
     "bwd_wgmma": {
         64: ((64, 128, 2, 0), (64, 64, 2, 0)),
         96: (),

@@ -68,6 +68,8 @@ def test_the_whole_sweep_is_small():
         ("bwd_mma_sync", (256, 128, 128, 8, 4, 2, 2, 1), "shared memory: 1 CTAs of"),
         ("bwd_wgmma", (128, 128, 128, 2, 0), "block_m: a row of dS^T"),
         ("bwd_wgmma", (96, 64, 64, 2, 0), "block_n: halves of the columns"),
+        ("bwd_wgmma", (96, 64, 128, 2, 0), "head_dim: columns are whole swizzle atoms"),
+        ("bwd_wgmma", (128, 64, 64, 2, 0), "block_n: two passes have a tile of their own"),
     ],
 )
 def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
@@ -89,10 +91,11 @@ def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
 @needs_gxx
 def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
     monkeypatch.setattr(sweep, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
-    sweep.main(["--list", "--kernels", "bwd_wgmma", "--head-dims", "192"])
+    asked = ["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "192"]
+    sweep.main(asked)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("bwd_wgmma, head dim 192, bf16: other: kernel of 256: 64 × 64, 2 stages: bwd_wgmma_d192")
-    sweep.main(["--list", "--kernels", "bwd_wgmma", "--head-dims", "192", "--without", lines[0].split(": ")[-1]])
+    assert lines[0].startswith("bwd_wgmma, head dim 96, bf16: in use: kernel of 128: 64 × 128, 2 stages: bwd_wgmma_d96")
+    sweep.main([*asked, "--without", lines[0].split(": ")[-1]])
     assert capsys.readouterr().out.splitlines() == lines[1:]
     with pytest.raises(SystemExit, match="expected names of --list, got nothing"):
         sweep.main(["--list", "--without", "nothing"])
@@ -201,12 +204,12 @@ def test_backwards_are_checked_against_float64(monkeypatch):
 class FakeCompiler:
     """Compiles all but one design."""
 
-    other = TileDesign("bwd_mma_sync", 128, (128, 64, 128, 8, 2, 4, 2, 1))
+    left_out = TileDesign("bwd_mma_sync", 128, (128, 64, 128, 8, 2, 4, 2, 1))
     versions = {"nvcc": "13.0", "CUTLASS": "4.2"}
 
     def compile_all(self, designs, progress, jobs):
         facts = {"registers": 168, "spills": 0, "smem_bytes": 1024, "serialized": False}
-        return {design: facts for design in designs if design != self.other}
+        return {design: facts for design in designs if design != self.left_out}
 
 
 @needs_gxx
@@ -243,7 +246,8 @@ def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
     failed = [entry for group in result["groups"] for entry in group["entries"] if entry["failed"]]
     assert [entry["failed"] for entry in failed] == ["does not compile"]
     text = capsys.readouterr().out
-    assert "### Hopper backward" in text and "- left out: mma.sync backward, 128 bf16, 64 × 128, 8 warps" in text
+    tile = "64 × 128, 8 warps (2/4/2 along M), 1 CTA an SM"
+    assert "### Hopper backward" in text and f"- left out: mma.sync backward, 128 bf16, {tile}: does" in text
     sweep.main(["--from-json", str(out)])
     assert capsys.readouterr().out.strip() in text
     out.write_text(json.dumps({**result, "groups": result["groups"][:3], "finished": False}))
