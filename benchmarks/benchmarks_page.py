@@ -10,7 +10,6 @@ import ablate_page
 import cp_page
 import cp_virtual_page
 import fp8_page
-import lab
 import retrospective_page
 import sweep_report
 import theory_page
@@ -28,12 +27,11 @@ from markdown_tables import (
     wrapped,
 )
 from plots import figures, plot_name
-from scores import OURS, RESULTS, environment_line, load_stored, overhead_lines, ratios, score_line, stored_path
+from scores import OURS, RESULTS, environment_line, load, load_stored, overhead_lines, stored_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs", "benchmarks.md")
 GRID, SECOND_GRID = "grid", "grid_b4h8"
-BEFORE_GRID = "train"  # what the figures are read from until there is a grid
 PAGES = (
     theory_page,
     triton_ladder_page,
@@ -79,7 +77,7 @@ what the two ways are). In PyTorch's choice most of these calls are cuDNN's.
 
 @dataclass(frozen=True)
 class Section:
-    """A result with its text, left out before there is one. tables: groups to show row by row; plot: its place below
+    """A result with its text. tables: groups to show row by row; plot: its place below
     the results."""
 
     title: str
@@ -99,18 +97,6 @@ SECTIONS = (
     ),
     Section("Deterministic backward", "deterministic", tables=("deterministic",)),
     Section(
-        "Backward beside Triton, and deterministic",
-        "bwd_triton",
-        "The comparator (`benchmarks/triton_attention.py`) has tuned tiles and loads them by TMA.",
-        plot="plots_bwd_triton/bwd_d128.png",
-    ),
-    Section(
-        "Forward of the mma.sync kernels, every peer",
-        "fwd_peers",
-        "The kernels that GPUs other than Hopper run, at a commit that had no others.",
-        plot="plots_fwd_peers/fwd_d128.png",
-    ),
-    Section(
         "Forward and backward of the mma.sync kernels",
         "fwd_bwd",
         "The kernels that GPUs other than Hopper run; all groups of rows.",
@@ -120,8 +106,8 @@ SECTIONS = (
 
 
 def stored(name):
-    """The result of an experiment, or None before there is one."""
-    return load_stored(ROOT / stored_path(name))
+    """The result of an experiment."""
+    return load(ROOT / stored_path(name))
 
 
 def method():
@@ -138,9 +124,8 @@ def source_lines(result, name):
 
 
 def from_line(name):
-    """Where a result is stored, and what measures it again, if the laboratory still does."""
-    again = f"; reproduce with `python benchmarks/lab.py {name}`" if name in lab.by_name() else ""
-    return f"From `{stored_path(name)}`{again}."
+    """Where a result is stored, and what measures it again."""
+    return f"From `{stored_path(name)}`; reproduce with `python benchmarks/lab.py {name}`."
 
 
 def peers_text(result):
@@ -163,26 +148,15 @@ def section_lines(section):
     return lines + (["", plot_line(section.plot)] if section.plot else [])
 
 
-def earlier_decode(result):
-    """An earlier result with the rows of flash_attn_3, if it is of the same GPU."""
-    found = stored("decode_fa3")
-    return found if found and found["device"]["name"] == result["device"]["name"] else None
-
-
 def decoding_lines():
     result = stored("decode")
-    recorded = earlier_decode(result)
     ceiling = result["read_ceiling"]
     lines = ["", "## Decoding", "", *wrapped(DECODING), "", *source_lines(result, "decode"), ""]
     lines += [f"- read ceiling of this run: {ceiling['gbs']:.0f} GB/s of device memory ({ceiling['method']})"]
-    if recorded:
-        beside = ratios(result, recorded, "flash_attn_3", "fwd", "decode")
-        earlier = f"one call, ours vs flash_attn_3 in an earlier run, `{stored_path('decode_fa3')}`"
-        lines += [f"- {score_line(beside, earlier)}"]
     lines += [f"- {line}" for line in overhead_lines(result)]
-    lines += ["", *decode_table(result, recorded), "", *score_table(result)]
+    lines += ["", *decode_table(result), "", *score_table(result)]
     groups = ("decode_append", "decode_tokens", "decode_invariant", "decode_8bit", "decode_features")
-    for group in (name for name in groups if name in result["groups"]):
+    for group in groups:
         base = "decode" if group != "decode_8bit" else None
         lines += ["", f"### Rows of `{group}`", "", *row_table(result, group, base)]
     for group in ("decode_eager", "prefill_cache"):
@@ -204,15 +178,8 @@ def sdpa_lines():
     return [*lines, "", *wrapped(from_line("sdpa_step"))]
 
 
-def grid_name():
-    """The result that the figures of forward and backward are from."""
-    return GRID if stored(GRID) else BEFORE_GRID
-
-
 def forward_backward_block():
-    name = grid_name()
-    command = f"python benchmarks/lab.py {name}" if name == GRID else None
-    return figures_block(stored(name), stored_path(name), command)
+    return figures_block(stored(GRID), stored_path(GRID), f"python benchmarks/lab.py {GRID}")
 
 
 def grid_lines():
@@ -220,11 +187,16 @@ def grid_lines():
     lines = ["", "## Every implementation", "", *wrapped(EVERYONE)]
     for title, name, group in (("16384 tokens", GRID, "cells"), ("Batch 4, 8 heads", SECOND_GRID, "b4h8")):
         result = stored(name)
-        lines += ["", f"### {title}", ""]
-        if result is None:
-            lines.append(f"Not measured yet: `python benchmarks/lab.py {name}` does.")
-            continue
-        lines += [*source_lines(result, name), "", *score_table(result, [group]), *grid_tables(result, group), ""]
+        lines += [
+            "",
+            f"### {title}",
+            "",
+            *source_lines(result, name),
+            "",
+            *score_table(result, [group]),
+            *grid_tables(result, group),
+            "",
+        ]
         lines += [plot_line(f"plots_{name}/{plot_name(*figure)}") for figure in figures(result)]
     return lines
 
@@ -233,25 +205,19 @@ def page():
     """The text of docs/benchmarks.md."""
     lines = ["# Benchmarks", "", *wrapped(INTRODUCTION), "", "## Method", "", *method(), "", *wrapped(COMPARING)]
     lines += ["", "## Forward and backward", "", *forward_backward_block()]
-    lines += ["", *score_table(stored(grid_name()), ["gqa"])]
-    if grid_name() != GRID:
-        lines += ["", plot_line("plots_hopper/fwd_d128.png"), plot_line("plots_hopper/bwd_d128.png")]
-    lines += grid_lines()
-    for section in (section for section in SECTIONS if stored(section.result)):
+    lines += ["", *score_table(stored(GRID), ["gqa"]), *grid_lines()]
+    for section in SECTIONS:
         lines += section_lines(section)
     return "\n".join([*lines, *decoding_lines(), *training_lines(), *sdpa_lines()]) + "\n"
 
 
 def readme(text):
     """README.md's `text` with its blocks of figures, those that it has, written anew."""
-    trained = stored(grid_name())
-    plots = "plots_grid" if grid_name() == GRID else "plots_hopper"
-    decoded = stored("decode")
     blocks = {
-        "plot": [f"![forward, head dim 128, beside its peers]({RESULTS / plots}/fwd_d128.png)"],
+        "plot": [f"![forward, head dim 128, beside its peers]({RESULTS / 'plots_grid'}/fwd_d128.png)"],
         "figures": forward_backward_block(),
         "steps": steps_block(stored("sdpa_step")),
-        "speed": speed_block(trained, stored("fwd_other"), decoded, earlier_decode(decoded)),
+        "speed": speed_block(stored(GRID), stored("fwd_other"), stored("decode")),
     }
     for name, block in blocks.items():
         if f"<!-- {name}:begin -->" in text:

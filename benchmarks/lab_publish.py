@@ -29,12 +29,6 @@ from plots import write_plots
 
 ROOT = lab.ROOT
 RESULTS = ROOT / scores.RESULTS
-# Results and folders of plots that a result takes the place of.
-REPLACED = {
-    "grid": ("train", "fwd_peers", "plots_hopper", "plots_fwd_peers"),
-    "deterministic": ("bwd_triton", "plots_bwd_triton"),
-    "decode": ("decode_fa3",),
-}
 
 
 def of_run(folder, also=()):
@@ -118,9 +112,7 @@ def publish(folder, results=RESULTS, also=()):
     if reason:
         sys.exit(f"error: {reason}")
     for name, path in paths.items():
-        for old in (name, *REPLACED.get(name, ())):
-            remove_earlier(old, results)
-            shutil.rmtree(results / old, ignore_errors=True)
+        remove_earlier(name, results)
         shutil.copyfile(path, results / path.name)
         draw(name, json.loads(path.read_text(encoding="utf-8")), results)
     return list(paths)

@@ -144,14 +144,10 @@ def cache_key(row):
     return tuple(row.get(name) for name in ("batch", "seqlen_k", "nheads", "nheads_k", "head_dim", "page_size"))
 
 
-def decode_table(result, recorded):
-    """One token over a cache: µs by page size, the share of the read ceiling, peers, a layer of a model.
-
-    recorded: an earlier result with the rows of flash_attn_3, or None.
-    """
+def decode_table(result):
+    """One token over a cache: µs by page size, the share of the read ceiling, SDPA, a layer of a model."""
     ceiling = result["read_ceiling"]["gbs"]
     layers = {cache_key(row): row for row in rows_of(result, "decode_layers")}
-    theirs = {cache_key(row): row for row in rows_of(recorded, "decode")} if recorded else {}
     by_size = {}
     for row in rows_of(result, "decode"):
         by_size.setdefault((row["nheads"], row["nheads_k"], row["batch"], row["seqlen_k"]), []).append(row)
@@ -165,13 +161,12 @@ def decode_table(result, recorded):
         beside = [layers.get(cache_key(row)) for row in rows[:2]]
         share = f"{gigabytes_per_second(dense, 'ours') / ceiling:.0%}"
         share += f" (layers {gigabytes_per_second(beside[0], 'ours') / ceiling:.0%})" if beside[0] else ""
-        peers = [times([theirs.get(cache_key(row)) for row in rows], "flash_attn_3")] if recorded else []
-        peers.append(times([dense], "sdpa_flash"))
         layer = times(beside, "ours") if any(beside) else "–"
-        lines.append([f"{heads}/{heads_k}, {batch} × {keys}", times(rows, "ours"), share, *peers, layer])
+        lines.append(
+            [f"{heads}/{heads_k}, {batch} × {keys}", times(rows, "ours"), share, times([dense], "sdpa_flash"), layer]
+        )
     pages = " / ".join(f"pages of {row['page_size']}" if row.get("page_size") else "dense" for row in rows)
     header = ["heads, batch × keys", f"one call, µs: {pages}", "share of the read ceiling, dense"]
-    header += ["`flash_attn_3`, µs"] if recorded else []
     return markdown_table([*header, "`sdpa_flash`, µs", "a layer, µs: dense / pages of 16"], lines)
 
 
@@ -186,7 +181,7 @@ def loss_table(result):
     return markdown_table(header, lines)
 
 
-def speed_block(trained, other, decoded, recorded):
+def speed_block(trained, other, decoded):
     """Six rows of speed for the README."""
 
     def score(found):
@@ -197,29 +192,21 @@ def speed_block(trained, other, decoded, recorded):
         rows = [row for row in rows_of(result, group, mode) if "ours" in row["results"]]
         fastest = max(row["results"]["ours"]["tflops"] for row in rows)
         against = [score(ratios(result, result, peer, mode, group)) for peer in README_PEERS]
-        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against, *(["–"] if recorded else [])]
+        return [f"{title}, {len(rows)} shapes", f"up to {fastest:.0f} TFLOPS", *against]
 
     decode = rows_of(decoded, "decode", "fwd")
     share = max(gigabytes_per_second(row, "ours") for row in decode) / decoded["read_ceiling"]["gbs"]
     beside = score(ratios(decoded, decoded, "sdpa_flash", "fwd", "decode"))
-    newest = [score(ratios(decoded, recorded, "flash_attn_3", "fwd", "decode"))] if recorded else []
     rows = [
         line("forward", trained, "cells", "fwd"),
         line("backward", trained, "cells", "bwd"),
         line("forward and backward", trained, "cells", "fwd+bwd"),
         line("packed sequences, forward", other, "varlen", "fwd"),
-        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", beside, "–", *newest],
+        [f"decoding, {len(decode)} caches", f"up to {share:.0%} of the read ceiling", beside, "–"],
         line("prompts over a cache", decoded, "prefill_cache", "fwd"),
     ]
-    header = [
-        "",
-        "this package",
-        "FlashAttention-2 (SDPA)",
-        "cuDNN (SDPA)",
-        *(["FlashAttention-3, earlier run"] if recorded else []),
-    ]
-    told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}; the others "
-    told += f"at {environment_line(other).rsplit(', ', 1)[1]} and {environment_line(decoded).rsplit(', ', 1)[1]}."
+    header = ["", "this package", "FlashAttention-2 (SDPA)", "cuDNN (SDPA)"]
+    told = f"Geometric mean of our speed relative to theirs (worst shape). {environment_line(trained)}."
     return [*markdown_table(header, rows), "", told, "All shapes: [docs/benchmarks.md](docs/benchmarks.md)."]
 
 

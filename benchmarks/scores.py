@@ -28,10 +28,10 @@ def load_stored(path):
 
 def stored_path(name, root=ROOT):
     """Where the result of an experiment is stored, below `root`: behind the name of the GPU that measured it, whichever
-    that was; the newest of several; of an H200 before there is one."""
+    that was; the newest of several; of an H100 before there is one."""
     paths = [path for path in (root / RESULTS).glob(f"*_{name}.json") if "_" not in path.name[: -len(f"_{name}.json")]]
     newest = max(paths, key=lambda path: (load(path).get("started") or "", path.name), default=None)
-    return RESULTS / (newest.name if newest else f"h200_{name}.json")
+    return RESULTS / (newest.name if newest else f"h100_{name}.json")
 
 
 def modes(result):

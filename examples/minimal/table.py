@@ -39,8 +39,6 @@ FAMILIES = {
     "mma_sync": "the library's mma.sync kernels, `flash_attn_func`",
     "wgmma": "the library's wgmma kernels",
 }
-# names in results of before the ladder
-OLD_NAMES = {"minimal": "padding", "unpadded": "tensor_cores", "full": "mma_sync"}
 
 
 def measure_library(result):
@@ -91,7 +89,7 @@ def resources(entry):
 
 def table(result):
     """The result as Markdown. Kernels that it has no figures of are left out."""
-    entries = {OLD_NAMES.get(entry["name"], entry["name"]): entry for entry in result["variants"]}
+    entries = {entry["name"]: entry for entry in result["variants"]}
     library = entries.get("mma_sync")
     problem = ", ".join(f"{letter} {result[key]}" for letter, key in SHAPE.items())
     commit = f", the library of commit {result['commit'][:12]}" if result.get("commit") else ""

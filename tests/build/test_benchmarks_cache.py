@@ -138,16 +138,6 @@ def test_plots_are_png(result_path, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_figures_of_flash_attention_3_are_rows_of_ours():
-    """The recorded figures can be compared with: python benchmarks/compare.py NEW OLD --group decode --peer ..."""
-    path = ROOT / "benchmarks" / "results" / "h200_decode_fa3.json"
-    if not path.exists():
-        pytest.skip("a source distribution has no results")
-    recorded = json.loads(path.read_text())
-    ids = {row.id for row in rows.select(("decode",), False, "cuda", "bfloat16")}
-    assert {row["id"] for row in recorded["rows"]} == ids and "NVIDIA H200" in scores.environment_line(recorded)
-
-
 @pytest.mark.devices("cuda")
 def test_run_on_the_gpu(device, tmp_path):
     done = run_script(

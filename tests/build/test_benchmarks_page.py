@@ -31,9 +31,8 @@ def test_the_readme_has_the_figures_of_the_results():
 
 def test_every_section_names_device_and_commit():
     sections = benchmarks_page.page().split("\n## ")[2:]
-    stored = [section for section in benchmarks_page.SECTIONS if benchmarks_page.stored(section.result)]
-    assert len(sections) == len(stored) + 5 and stored
-    for section in (section for section in sections if "\nNot measured yet: " not in section):
+    assert len(sections) == len(benchmarks_page.SECTIONS) + 5
+    for section in sections:
         assert re.search(r"NVIDIA H[12]00.*commit\s[0-9a-f]{12}", section, re.DOTALL), section.splitlines()[0]
 
 
@@ -48,7 +47,7 @@ def test_the_readmes_rows_of_speed():
     assert written.startswith("before\n") and written.endswith("after\n") and "old" not in written
     rows = [line for line in written.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6
-    trained = benchmarks_page.stored(benchmarks_page.grid_name())
+    trained = benchmarks_page.stored(benchmarks_page.GRID)
     ratios = [ratio for _, ratio in scores.ratios(trained, trained, "sdpa_flash", "bwd")]
     cells = rows[1].split(" | ")
     assert cells[0] == "| backward, 36 shapes"
@@ -68,21 +67,19 @@ def test_wrapped_text_keeps_code_whole():
 
 @pytest.fixture
 def grid(monkeypatch):
-    """Grids in place of the stored results: its cells again as the second grid, where one peer runs out of memory."""
-    found = benchmarks_page.stored(benchmarks_page.grid_name())
+    """The grid's cells again as the second grid, where one peer runs out of memory."""
+    found = benchmarks_page.stored(benchmarks_page.GRID)
     rows = [{**row, "group": "b4h8"} for row in found["rows"] if row["group"] == "cells" and row["head_dim"] == 64]
     for row in rows:
         if row["seqlen_k"] == 16384:
             row["results"] = {name: entry for name, entry in row["results"].items() if name != "sdpa_flash"}
             row["notes"] = {"sdpa_flash": scores.OUT_OF_MEMORY}
-    grids = {"grid": found, "grid_b4h8": {**found, "groups": ["b4h8"], "rows": rows}}
-    loaded = benchmarks_page.stored
-    monkeypatch.setattr(benchmarks_page, "stored", lambda name: grids.get(name) or loaded(name))
+    second, loaded = {**found, "groups": ["b4h8"], "rows": rows}, benchmarks_page.stored
+    monkeypatch.setattr(benchmarks_page, "stored", lambda name: second if name == "grid_b4h8" else loaded(name))
 
 
-def test_a_grid_replaces_the_figures_of_before_it(grid):
+def test_the_grids_are_told_with_every_implementation(grid):
     page, readme = benchmarks_page.page(), benchmarks_page.readme((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert "h200_train.json" not in page and "plots_hopper" not in page + readme
     assert "](benchmarks/results/plots_grid/fwd_d128.png)" in readme
     assert "reproduce with `python benchmarks/lab.py grid`." in page
     section = page.split("## Every implementation")[1].split("\n## ")[0]

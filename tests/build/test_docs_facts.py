@@ -24,22 +24,7 @@ import step_model
 
 CHANGES = ("A mask rule", "A score modifier with its gradient", "A dtype", "A head dim", "An architecture", "A variant")
 KERNELS = ROOT / "csrc" / "flash_attn" / "kernels"
-
-
 RESULTS = ROOT / "benchmarks" / "results"
-# Commits other than the newest result's that documents quote figures of, and which: to be measured again, not added to.
-EARLIER = {
-    "ef700800f55d": "h200_train, h200_fwd_other",
-    "c51a560989a1": "h200_bwd_triton",
-    "c12ed2d7ea28": "h200_decode",
-    "26a87beef817": "h200_fwd_peers",
-    "e387f151eaf0": "h200_fwd_bwd",
-    "9f7547e79f01": "h200_train_char_lm",
-    "d180db60e1d3": "h100_sdpa_step",
-    "1131a20e180e": "h100_fp8_forward",
-}
-# Results that do not know their commit: of a peer that is no longer installed, and of before the commit was written.
-WITHOUT_COMMIT = {"h200_decode_fa3", "h200_minimal"}
 
 
 def document(name):
@@ -223,8 +208,17 @@ def of_several_gpus(name):
 
 
 def newest_commit(results):
-    """Of the result that was started last."""
-    return commit_of(max(results, key=lambda result: result.get("started") or ""))
+    """Of {name: result}, that of the result of one GPU that was started last."""
+    of_one = [result for name, result in results.items() if not of_several_gpus(name)]
+    return commit_of(max(of_one, key=lambda result: result.get("started") or ""))
+
+
+def other_commits(results, quoted):
+    """Of `quoted`, those that are neither the newest nor of a result of several GPUs, whenever those were measured."""
+    allowed = {newest_commit(results)} | {
+        commit_of(result) for name, result in results.items() if of_several_gpus(name)
+    }
+    return {commit: names for commit, names in quoted.items() if commit not in allowed}
 
 
 def test_quoted_figures_are_of_the_newest_results_commit():
@@ -232,21 +226,31 @@ def test_quoted_figures_are_of_the_newest_results_commit():
     if not RESULTS.is_dir():
         pytest.skip("a source distribution has no results")
     results = {path.stem: scores.load(path) for path in RESULTS.glob("*.json")}
-    newest = newest_commit(results.values())
-    others = {commit_of(result) for name, result in results.items() if of_several_gpus(name)}
+    assert {name for name, result in results.items() if commit_of(result) is None} == set()
+    assert {commit_of(result) for name, result in results.items() if not of_several_gpus(name)} == {
+        newest_commit(results)
+    }
     quoted = quoted_commits(path for path in DOCUMENTS if path.parent != LOG)
-    assert newest in {commit_of(result) for result in results.values()} and quoted
-    assert {commit: names for commit, names in quoted.items() if commit not in {newest, *others, *EARLIER}} == {}
-    assert {commit for commit in EARLIER if commit not in quoted or commit == newest} == set(), "no longer quoted"
-    assert {name for name, result in results.items() if commit_of(result) is None} <= WITHOUT_COMMIT
+    assert newest_commit(results) in quoted and other_commits(results, quoted) == {}
 
 
 def test_a_figure_of_an_earlier_commit_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("NVIDIA H200, commit\n0123456789ab. Later at commit fedcba9876543210, but not of commit messages.")
     assert quoted_commits([page]) == {"0123456789ab": {"page.md"}, "fedcba987654": {"page.md"}}
-    old, new = ({"started": f"2026-01-0{n}", "git": {"commit": 12 * str(n), "dirty": None}} for n in (1, 2))
-    assert newest_commit([new, old, {"device": "without a date"}]) == 12 * "2"
+
+
+def started(day):
+    return {"started": f"2026-01-0{day}", "git": {"commit": 12 * str(day), "dirty": None}}
+
+
+@pytest.mark.parametrize("day_of_two", (1, 3))
+def test_results_of_several_gpus_may_be_older_or_newer(day_of_two):
+    results = {"h100_grid": started(2), "h100_theory": {"device": "without a date"}}
+    results["h100x2_context_parallel"] = started(day_of_two)
+    assert newest_commit(results) == 12 * "2"
+    quoted = {12 * str(day): {"page.md"} for day in (1, 2, 3)}
+    assert other_commits(results, quoted) == {12 * str(4 - day_of_two): {"page.md"}}
 
 
 def test_every_stored_result_is_read_by_a_document():

@@ -22,11 +22,7 @@ import retrospective_page
 import rows
 import scores
 from lab import EXPERIMENTS, Experiment
-from test_docs_facts import commit_of, newest_commit
 
-RESULTS = ROOT / "benchmarks" / "results"
-# Read as long as they are stored: of before the grids, and of a peer that is no longer installed.
-EARLIER = {"train", "bwd_triton", "fwd_peers", "decode_fa3"}
 NAMES = [experiment.name for experiment in EXPERIMENTS]
 
 
@@ -60,9 +56,8 @@ def test_grids_measure_what_the_stored_results_hold(experiment):
     assert set(options["--mode"]) <= set(rows.MODE_FLOPS) and set(options["--groups"]) <= set(rows.ALL_GROUPS)
     peers = options["--peers"]
     assert set(peers) <= {"all", *implementations.IMPLEMENTATIONS}
-    newest = newest_commit(map(scores.load, RESULTS.glob("*.json")))
     result = scores.load_stored(ROOT / scores.stored_path(experiment.name))
-    if result and commit_of(result) == newest:
+    if result:
         assert result["groups"] == options["--groups"] and sorted(scores.modes(result)) == sorted(options["--mode"])
         named = [name for name in result["implementations"] if name not in benchmarks_page.JOIN_UNNAMED]
         assert peers == ["all"] or peers == named
@@ -72,8 +67,7 @@ def test_every_result_that_the_documents_read_has_its_experiment():
     text = (ROOT / "benchmarks" / "benchmarks_page.py").read_text(encoding="utf-8")
     read = {*re.findall(r'stored\("(\w+)"\)', text), benchmarks_page.GRID, benchmarks_page.SECOND_GRID}
     read |= {section.result for section in benchmarks_page.SECTIONS}
-    assert len(read) > 6 and read - EARLIER <= set(NAMES)
-    assert {name for name in EARLIER - read if name != benchmarks_page.BEFORE_GRID} == set()
+    assert len(read) > 6 and read <= set(NAMES)
     made = {experiment.result.format(gpu=gpu) for experiment in EXPERIMENTS for gpu in ("h100", "h200")}
     assert {module.RESULT.name for module in benchmarks_page.PAGES} <= made
     assert {path.name for path in (retrospective_page.GRID,)} <= made

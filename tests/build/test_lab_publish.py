@@ -26,10 +26,8 @@ def run(tmp_path):
         pytest.skip("a source distribution has no results")
     folder = tmp_path / "run"
     folder.mkdir()
-    for name, like in (("grid", "h200_train"), ("decode", "h200_decode"), ("train_char_lm", "h200_train_char_lm")):
-        path = STORED / f"{like}.json"
-        path = path if path.is_file() else ROOT / scores.stored_path(name)
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("grid", "decode", "train_char_lm"):
+        result = json.loads((ROOT / scores.stored_path(name)).read_text(encoding="utf-8"))
         if "flash_attn" in result:
             result |= {"flash_attn": {"commit": 40 * "a"}, "device": "NVIDIA H100, torch 2"}
         else:
@@ -40,14 +38,16 @@ def run(tmp_path):
 
 def test_results_are_taken_drawn_and_replace_earlier_ones(run, tmp_path, capsys):
     results = tmp_path / "results"
-    (results / "plots_hopper").mkdir(parents=True)
-    for name in ("h200_grid", "h200_train", "h200_decode_fa3", "h200_decode", "h100_decode_8bit"):
+    (results / "plots_grid").mkdir(parents=True)
+    (results / "plots_grid" / "of_before.png").write_text("")
+    for name in ("h200_grid", "h200_decode", "h100_pages_decode", "h100x2_context_parallel"):
         (results / f"{name}.json").write_text("{}")
     lab_publish.main([str(run), "--results", str(results), "--no-docs"])
     assert "taken: grid decode train_char_lm; without: " in capsys.readouterr().out
     stored = {path.name for path in results.glob("*.json")}
-    assert stored == {"h100_grid.json", "h100_decode.json", "h100_train_char_lm.json", "h100_decode_8bit.json"}
-    assert not (results / "plots_hopper").exists()
+    taken = {"h100_grid.json", "h100_decode.json", "h100_train_char_lm.json"}
+    assert stored == taken | {"h100_pages_decode.json", "h100x2_context_parallel.json"}
+    assert not (results / "plots_grid" / "of_before.png").exists()
     for plot in ("plots_grid/fwd_bwd_d128.png", "plots_decode/decode_h32-8.png", "plots_train/train_char_lm.png"):
         assert (results / plot).read_bytes().startswith(b"\x89PNG")
 
@@ -78,14 +78,8 @@ def test_results_of_several_runs_are_refused(run, tmp_path, change, reason):
 def test_the_newest_result_is_read_whichever_gpu_measured_it(tmp_path):
     folder = tmp_path / scores.RESULTS
     folder.mkdir(parents=True)
-    assert scores.stored_path("decode", tmp_path) == scores.RESULTS / "h200_decode.json"
+    assert scores.stored_path("decode", tmp_path) == scores.RESULTS / "h100_decode.json"
     (folder / "h100_8bit_decode.json").write_text("{}")
     for gpu, started in (("h100", "2026-02-01"), ("h200", "2026-01-01")):
         (folder / f"{gpu}_decode.json").write_text(json.dumps({"started": started}))
     assert scores.stored_path("decode", tmp_path) == scores.RESULTS / "h100_decode.json"
-
-
-def test_what_is_replaced_was_an_experiment_or_a_folder_of_plots():
-    names = {experiment.name for experiment in lab.EXPERIMENTS}
-    assert set(lab_publish.REPLACED) <= names
-    assert not {old for replaced in lab_publish.REPLACED.values() for old in replaced} & names
