@@ -110,6 +110,11 @@ def stored(name):
     return load(ROOT / stored_path(name))
 
 
+def maybe_stored(name):
+    """The same, or None before it is measured."""
+    return load_stored(ROOT / stored_path(name))
+
+
 def method():
     """The paragraph of benchmarks/run.py on how it measures."""
     description = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "run.py").read_text(encoding="utf-8")))
@@ -165,7 +170,10 @@ def decoding_lines():
 
 
 def training_lines():
-    result = stored("train_char_lm")
+    """The section of the loss; none before it is measured."""
+    result = maybe_stored("train_char_lm")
+    if result is None:
+        return []
     config = ", ".join(f"{key} {value}" for key, value in result["config"].items())
     told = f"{result['device']}, commit {result['flash_attn']['commit'][:12]}; {config}. "
     told += from_line("train_char_lm")
@@ -174,8 +182,17 @@ def training_lines():
 
 
 def sdpa_lines():
-    lines = ["", "## A model that calls SDPA", "", *wrapped(STEPS), "", *steps_block(stored("sdpa_step"))]
+    """The section of the steps; none before they are measured."""
+    result = maybe_stored("sdpa_step")
+    if result is None:
+        return []
+    lines = ["", "## A model that calls SDPA", "", *wrapped(STEPS), "", *steps_block(result)]
     return [*lines, "", *wrapped(from_line("sdpa_step"))]
+
+
+def readme_steps():
+    result = maybe_stored("sdpa_step")
+    return retrospective_page.missing("sdpa_step") if result is None else steps_block(result)
 
 
 def forward_backward_block():
@@ -216,7 +233,7 @@ def readme(text):
     blocks = {
         "plot": [f"![forward, head dim 128, beside its peers]({RESULTS / 'plots_grid'}/fwd_d128.png)"],
         "figures": forward_backward_block(),
-        "steps": steps_block(stored("sdpa_step")),
+        "steps": readme_steps(),
         "speed": speed_block(stored(GRID), stored("fwd_other"), stored("decode")),
     }
     for name, block in blocks.items():
