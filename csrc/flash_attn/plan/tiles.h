@@ -121,7 +121,7 @@ constexpr Sm90FwdTile kSm90FwdTiles[4][kNumHeadDims - kSm90FirstHeadDim] = {
         {64, 192, 128, 3, 2, true, 1},
         {96, 128, 128, 2, 2, false, 1},
         {128, 192, 80, 3, 2, false, 1},
-        {192, 128, 96, 2, 1, false, 1, 0, 64},
+        {192, 128, 64, 3, 1, false, 1, 0, 64},
         {256, 128, 64, 2, 1, false, 1, 0, 128},
     },
     // kShort
@@ -218,7 +218,7 @@ struct BwdTile {
 
 // Warp grids are chosen for the least shared memory traffic per step; see docs/tuning/bwd_sm80.md.
 constexpr BwdTile kBwdTiles[kNumHeadDims] = {
-    {32, 64, 64, 4, 2, 2, 2, 3},  {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
+    {32, 64, 128, 4, 2, 4, 2, 2}, {64, 64, 64, 4, 2, 2, 2, 3},  {96, 64, 64, 4, 2, 2, 2, 2},
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
