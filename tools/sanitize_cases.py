@@ -97,7 +97,12 @@ FAMILY_CASES = tuple(
 SMALL_SHARED_MEMORY = {"FLASH_ATTN_FAMILY": "mma_sync", "FLASH_ATTN_SMEM_LIMIT": "101376"}
 SMALL_CASES = tuple(
     Case(2, 130, 200, 4, 2, d, dtype, head_dim_v=d_v, **features)
-    for (d, d_v), dtype in (((192, 0), "float16"), ((192, 128), "bfloat16"), ((256, 0), "bfloat16"))
+    for (d, d_v), dtype in (
+        ((32, 0), "bfloat16"),
+        ((192, 0), "float16"),
+        ((192, 128), "bfloat16"),
+        ((256, 0), "bfloat16"),
+    )
     for features in (
         {},
         {"causal": True, "sinks": True, "kind": "padded"},

@@ -83,6 +83,8 @@ std::vector<Row> table() {
       {"d 160", dense(2, 8192, 16, 160), kH100, kWgmma, V::kPlain, 192, 64, 2, 384, 165888, 132, true},
       {"d 256, few", dense(1, 512, 8, 256), kH100, kWgmma, V::kPlain, 256, 64, 2, 384, 215040, 64, false},
       {"d 32", dense(2, 8192, 16, 32), kH100, kMma, V::kPlain, 32, 128, 2, 128, 65536, 2048, false},
+      {"d 32 on A100", dense(2, 8192, 16, 32), kA100, kMma, V::kPlain, 32, 128, 2, 128, 65536, 2048, false},
+      {"d 32 on L40", dense(2, 8192, 16, 32), kL40, kMma, V::kPlain, 32, 64, 2, 128, 40960, 4096, false},
       {"d 128 on A100", long_128, kA100, kMma, V::kPlain, 128, 64, 2, 128, 114688, 4096, false},
       {"d 128 on L40", long_128, kL40, kMma, V::kPlain, 128, 64, 1, 128, 81920, 4096, false},
       {"d 128, sums, on A100", changed(long_128, sums), kA100, kMma, V::kAccumulate, 128, 64, 2, 128, 114688, 4096,

@@ -22,7 +22,7 @@ void check_tile(const FwdTile& tile) {
   check::that(d % 32 == 0 && d <= flash::plan::kMaxHeadDim, "head dim", d);
 }
 
-void check_backward_tile(const flash::plan::BwdTile& tile) {
+void check_backward_tile(const flash::plan::BwdTile& tile, bool is_small) {
   const int d = tile.head_dim, warps = tile.warps;
   auto check_grid = [&](const char* what, int rows, int cols, int warps_m) {
     check::that(warps % warps_m == 0 && rows % (16 * warps_m) == 0 && cols % (16 * (warps / warps_m)) == 0, what, d,
@@ -32,9 +32,10 @@ void check_backward_tile(const flash::plan::BwdTile& tile) {
   check_grid("dK and dV split into whole warp tiles", tile.block_n, d, tile.dkv_warps_m);
   check_grid("dQ splits into whole warp tiles", tile.block_m, d, tile.dq_warps_m);
   constexpr int kA100SmemBytes = 163 * 1024;
-  const bool is_small = d <= 128 || tile.v_register_cols > 0;
-  check::that(flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (is_small ? kSmallestSmemBytes : kA100SmemBytes),
-              "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16));
+  const bool is_everywhere = is_small || d <= 128;
+  check::that(
+      flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) <= (is_everywhere ? kSmallestSmemBytes : kA100SmemBytes),
+      "one stage fits", d, flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16));
   check::that(flash::plan::bwd_smem_bytes(tile, 2, Dtype::kBf16) * tile.blocks_per_sm <= 227 * 1024,
               "two stages fit sm_90", d);
   check::that(128 % tile.block_m == 0, "softmax_d is padded to whole m_blocks", d, tile.block_m);
@@ -67,10 +68,14 @@ int main() {
     check::that(previous == flash::plan::kMaxHeadDim, "the last tile serves the largest head dim", previous);
     check_head_dim_choice(variant);
   }
-  for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile);
+  for (const flash::plan::BwdTile& tile : flash::plan::kBwdTiles) check_backward_tile(tile, false);
   for (const flash::plan::BwdTile& tile : flash::plan::kSmallBwdTiles) {
-    check_backward_tile(tile);
-    check::that(tile.v_register_cols > 0, "a small tile", tile.head_dim);
+    check_backward_tile(tile, true);
+    const flash::plan::BwdTile other = flash::plan::bwd_tile(tile.head_dim);
+    check::that(other.head_dim == tile.head_dim, "same head dim", tile.head_dim, other.head_dim);
+    check::that(
+        flash::plan::bwd_smem_bytes(tile, 1, Dtype::kBf16) < flash::plan::bwd_smem_bytes(other, 1, Dtype::kBf16),
+        "a small tile", tile.head_dim);
   }
   for (int i = 0; i < flash::plan::kNumHeadDims; ++i) {
     check::that(flash::plan::kBwdTiles[i].head_dim == flash::plan::kFwdTiles[0][i].head_dim, "same head dims", i);

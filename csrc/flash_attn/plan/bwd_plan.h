@@ -86,8 +86,9 @@ inline BwdGrid n_block_grid(const BwdProblem& problem, int block_n, int64_t resi
 
 inline BwdPlan plan_bwd_mma_sync(const BwdProblem& problem, const Device& device) {
   BwdPlan plan;
-  plan.small_tile = has_small_bwd_tile(problem.head_dim) &&
-                    bwd_smem_bytes(bwd_tile(problem.head_dim), 1, problem.dtype) > device.smem_per_block;
+  const BwdTile wanted = bwd_tile(problem.head_dim);
+  const int wanted_smem_bytes = wanted.blocks_per_sm * bwd_smem_bytes(wanted, 1, problem.dtype);
+  plan.small_tile = small_bwd_tile(problem.head_dim) && wanted_smem_bytes > device.smem_per_block;
   const BwdTile tile = bwd_tile(problem.head_dim, plan.small_tile);
   plan.variant = problem.accumulates_dkv                      ? BwdVariant::kAccumulate
                  : problem.has_dropout || problem.has_origins ? BwdVariant::kDropout

@@ -222,18 +222,24 @@ constexpr BwdTile kBwdTiles[kNumHeadDims] = {
     {128, 64, 64, 4, 2, 2, 2, 2}, {192, 64, 96, 8, 4, 2, 2, 1}, {256, 64, 64, 8, 4, 2, 2, 1},
 };
 
-// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. 64 keys, not 32: additions to dQ would bind.
-constexpr int kFirstSmallBwdHeadDim = 4;  // index
-constexpr BwdTile kSmallBwdTiles[kNumHeadDims - kFirstSmallBwdHeadDim] = {
+// Where shared memory is too small for these: 99 KB on sm_86, 89 and 120. Above head dim 128 the others do not fit,
+// with 64 keys, not 32, since additions to dQ would bind; at 32 only one of their CTAs would.
+constexpr BwdTile kSmallBwdTiles[] = {
+    {32, 64, 64, 4, 2, 2, 2, 3},
     {192, 64, 64, 8, 2, 2, 2, 1, 192},
     {256, 32, 64, 8, 2, 2, 1, 1, 128},
 };
 
-constexpr bool has_small_bwd_tile(int head_dim) { return head_dim_index(head_dim) >= kFirstSmallBwdHeadDim; }
+// A row of kSmallBwdTiles, or null.
+constexpr const BwdTile* small_bwd_tile(int head_dim) {
+  for (const BwdTile& tile : kSmallBwdTiles) {
+    if (head_dim_index(tile.head_dim) == head_dim_index(head_dim)) return &tile;
+  }
+  return nullptr;
+}
 
 constexpr BwdTile bwd_tile(int head_dim, bool is_small = false) {
-  const int index = head_dim_index(head_dim);
-  return is_small && has_small_bwd_tile(head_dim) ? kSmallBwdTiles[index - kFirstSmallBwdHeadDim] : kBwdTiles[index];
+  return is_small && small_bwd_tile(head_dim) ? *small_bwd_tile(head_dim) : kBwdTiles[head_dim_index(head_dim)];
 }
 
 // The random bits of dropout do not fit the registers of three CTAs.

@@ -52,7 +52,7 @@ cudaError_t run_mha_bwd_tile(const Flash_bwd_params& params, const plan::BwdPlan
 
 template <Dtype kDtype, int kHeadDim>
 cudaError_t run_mha_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
-  if constexpr (plan::has_small_bwd_tile(kHeadDim)) {
+  if constexpr (plan::small_bwd_tile(kHeadDim) != nullptr) {
     if (plan.small_tile) return run_mha_bwd_tile<kDtype, kHeadDim, true>(params, plan, stream);
   }
   return run_mha_bwd_tile<kDtype, kHeadDim, false>(params, plan, stream);
