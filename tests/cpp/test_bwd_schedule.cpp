@@ -88,21 +88,21 @@ void check_shared_dq() {
 
 void check_running() {
   using flash::plan::running_n_blocks;
-  check::that(running_n_blocks(false, false, 8, 1, 128) == 32, "not deterministic");
+  check::that(running_n_blocks(false, false, 8, 1, 128) == 32, "no order");
+  check::that(running_n_blocks(false, true, 256, 1, 64) == 16, "no order, wide heads");
   check::that(running_n_blocks(true, false, 8, 1, 128) == 8, "few m_blocks");
+  check::that(running_n_blocks(true, false, 128, 1, 128) == 16, "more m_blocks");
+  check::that(running_n_blocks(true, false, 256, 1, 128) == 32, "many m_blocks");
+  check::that(running_n_blocks(true, false, 1 << 20, 1, 128) == 32, "long sequences");
+  check::that(running_n_blocks(true, false, 32, 4, 128) == 16, "few m_blocks of four heads");
   check::that(running_n_blocks(true, true, 16, 1, 128) == 3, "half of few rows");
   check::that(running_n_blocks(true, true, 32, 1, 128) == 4, "half of the rows");
-  check::that(running_n_blocks(true, true, 48, 1, 128) == 6, "more m_blocks");
-  check::that(running_n_blocks(true, true, 256, 1, 128) == 8, "many m_blocks");
-  check::that(running_n_blocks(true, false, 512, 1, 128) == 16, "long sequences");
-  check::that(running_n_blocks(true, true, 1 << 20, 1, 128) == 32, "longer ones");
-  check::that(running_n_blocks(true, true, 8, 4, 128) == 4, "few m_blocks of four heads");
-  check::that(running_n_blocks(true, true, 128, 4, 128) == 16, "long sequences of four heads");
-  check::that(running_n_blocks(true, false, 8, 1, 64) == 8, "wide heads");
-  check::that(running_n_blocks(true, true, 8, 1, 64) == 3, "wide heads, half of the rows");
-  check::that(running_n_blocks(true, true, 32, 1, 64) == 8, "many m_blocks");
-  check::that(running_n_blocks(true, false, 256, 1, 64) == 16, "wide heads, more m_blocks");
-  check::that(running_n_blocks(true, false, 1 << 20, 1, 64) == 32, "wide heads, long sequences");
+  check::that(running_n_blocks(true, true, 48, 1, 128) == 6, "half of more rows");
+  check::that(running_n_blocks(true, true, 256, 1, 128) == 8, "half of many rows");
+  check::that(running_n_blocks(true, true, 512, 1, 128) == 16, "half of the rows of long sequences");
+  check::that(running_n_blocks(true, true, 1 << 20, 1, 128) == 32, "half of the rows of longer ones");
+  check::that(running_n_blocks(true, true, 8, 4, 128) == 4, "half of few rows of four heads");
+  check::that(running_n_blocks(true, true, 128, 4, 128) == 16, "half of the rows of four heads");
 }
 
 void check_order() {

@@ -70,24 +70,25 @@ constexpr int64_t bwd_heads(bool is_varlen, int64_t batch, int64_t heads_k) {
   return is_varlen ? heads_k : batch * heads_k;
 }
 
-// How many n_blocks of a head run at a time: they read the same rows, and in deterministic mode each adds to dQ after
-// the ones before it, so that the last of them starts late by about one step for each (docs/tuning/bwd_sm90.md). A head
-// of few steps under a causal mask is better off with few of them. With too few, the rows of all heads of a band leave
-// the L2 cache: earlier with 64 keys, whose heads are wide, with groups of heads, which all have rows of their own, and
-// in long sequences; half of the rows where a causal mask hides the others. Without the deterministic order nothing
-// waits: the more n_blocks read the same rows at a time, the less power the L2 cache takes (measured with 128 keys).
-// m_blocks: of one head; group: heads of q for one of K and V; block_n: keys of a CTA.
+// How many n_blocks of a head run at a time: they read the same rows, and where they are ordered (deterministic mode)
+// each adds to dQ after the ones before it, so that the last of them starts late by about one step for each
+// (docs/tuning/bwd_sm90.md). A head of few steps under a causal mask is better off with few of them. With too few, the
+// rows of all heads of a band leave the L2 cache as soon as n_blocks are no longer in step: at times with 8 of them,
+// and earlier with groups of heads, which all have rows of their own, and in long sequences; a causal mask hides half
+// of the rows. Without an order nothing waits: the more n_blocks read the same rows at a time, the less power the L2
+// cache takes (measured with 128 keys). m_blocks: of one head; group: heads of q for one of K and V; block_n: keys of a
+// CTA.
 constexpr int kRunningNBlocks = 16;
-constexpr int kUnorderedNBlocks = 32;
+constexpr int kMostRunningNBlocks = 32;
 
-constexpr int running_n_blocks(bool is_deterministic, bool is_causal, int64_t m_blocks, int64_t group, int block_n) {
-  const bool is_wide = block_n <= 64;
-  if (!is_deterministic) return is_wide ? kRunningNBlocks : kUnorderedNBlocks;
-  const int64_t fewest = is_causal ? 3 : 8, most = is_wide || group > 1 ? kRunningNBlocks : 8;
-  const int64_t of_steps = product(m_blocks, group) / (is_wide ? 4 : 8);
+constexpr int running_n_blocks(bool is_ordered, bool is_causal, int64_t m_blocks, int64_t group, int block_n) {
+  if (!is_ordered) return block_n <= 64 ? kRunningNBlocks : kMostRunningNBlocks;
+  const int64_t fewest = is_causal ? 3 : 8, most = !is_causal ? kMostRunningNBlocks : group > 1 ? kRunningNBlocks : 8;
+  const int64_t of_steps = product(m_blocks, group) / 8, of_length = m_blocks / 32;
   const int64_t wanted = of_steps > most ? most : of_steps < fewest ? fewest : of_steps;
-  const int64_t of_length = m_blocks / 32;
-  return static_cast<int>(of_length < wanted ? wanted : of_length < kUnorderedNBlocks ? of_length : kUnorderedNBlocks);
+  return static_cast<int>(of_length < wanted                ? wanted
+                          : of_length < kMostRunningNBlocks ? of_length
+                                                            : kMostRunningNBlocks);
 }
 
 // Heads of a band (HeadOrder), so that about `running` n_blocks of each head run at a time. resident_blocks: CTAs that
