@@ -11,6 +11,7 @@
 #include "plan/fwd_plan.h"
 #include "plan/grid.h"
 #include "plan/kv_head_pairs.h"
+#include "plan/kv_tiles.h"
 
 namespace flash {
 namespace plan {

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "plan/grid.h"
+#include "plan/kv_tiles.h"
 #include "plan/tiles.h"
 
 namespace flash {

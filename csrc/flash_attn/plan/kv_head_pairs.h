@@ -1,7 +1,7 @@
 // Which decode kernels may have tiles of two K/V heads. Plain C++17.
 #pragma once
 
-#include "plan/tiles.h"
+#include "plan/kv_tiles.h"
 
 namespace flash {
 namespace plan {

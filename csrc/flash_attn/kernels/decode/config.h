@@ -5,6 +5,7 @@
 #include "kernels/sm80/operand_layouts.h"
 #include "params/kvcache.h"
 #include "plan/kv_head_pairs.h"
+#include "plan/kv_tiles.h"
 
 namespace flash {
 namespace decode {
