@@ -14,6 +14,7 @@
 #include "api/sm_margin.h"
 #include "params/flash.h"
 #include "plan/device.h"
+#include "plan/kv_tiles.h"
 #include "plan/tiles.h"
 
 namespace flash {
