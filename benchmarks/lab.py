@@ -103,11 +103,11 @@ EXPERIMENTS = (
         "{gpu}_triton_ladder.json", "docs/tuning/triton.md", compiles=90,
     ),
     grid("grid", "every implementation on the same cells, naive and Triton too: the README's figures",
-         "fwd bwd fwd+bwd", "cells gqa", EVERYONE, 270, more=SHORT),
+         "fwd bwd fwd+bwd", "cells gqa", EVERYONE, 240, more=SHORT),
     grid("decode", "attention over a KV cache, of 16 and of 8 bits", "fwd",
          "decode decode_layers decode_eager decode_tokens decode_append decode_invariant decode_8bit decode_features "
          "prefill_cache", "sdpa_flash", 36),
-    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 150,
+    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 130,
          more=SHORT),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
          "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 45),
