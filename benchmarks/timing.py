@@ -16,6 +16,7 @@ FEWEST_ROUNDS = 3  # of the slowest, and where the time runs out
 COMPARABLE = 4.0  # an implementation slower than this many times the fastest gets fewer rounds
 CALLS_PER_GRAPH = 20
 EAGER_CALLS = 50
+SLEEP_CYCLES_PER_MS = 2_000_000  # at the fastest clock of these GPUs: a sleep is never too short
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class CudaTimer:
     """Times with CUDA events; `calls` is how many calls of the implementation one recorded call makes.
 
     Before each call a buffer larger than the L2 cache is overwritten, so that every call starts from the same cache
-    state, and so that the host has time to enqueue the call: the events then enclose device work only.
+    state; the device then sleeps while the host enqueues the call, so that the events enclose device work only.
     """
 
     def __init__(self, device):
@@ -94,9 +95,16 @@ class CudaTimer:
         """Returns the mean SM clock in MHz since start_region (None if unknown)."""
         return self.clock.stop()
 
-    def record(self, call):
+    def lead_ms(self, host_ms, device_ms):
+        """How long the device is to sleep ahead of a call of so much host time: not at all where the calls themselves
+        keep the device behind the host; twice as long as it takes, since the host is not steady."""
+        return 2 * host_ms if device_ms < 2 * host_ms else 0.0
+
+    def record(self, call, lead_ms=0.0):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.flush.zero_()
+        if lead_ms > 0:
+            torch.cuda._sleep(int(lead_ms * SLEEP_CYCLES_PER_MS))
         start.record()
         call()
         stop.record()
@@ -122,7 +130,10 @@ class HostTimer:
     def stop_region(self):
         return None
 
-    def record(self, call):
+    def lead_ms(self, host_ms, device_ms):
+        return 0.0
+
+    def record(self, call, lead_ms=0.0):
         self.synchronize()
         start = time.perf_counter()
         for _ in range(self.calls):
@@ -238,15 +249,19 @@ def read_nvidia_smi(field, device):
 
 
 def warm_up(timer, call, budget):
-    """Runs `call` until `warmup_ms` have passed; returns the shortest time of one record seen (ms)."""
-    best, spent = float("inf"), 0.0
+    """Runs `call` until `warmup_ms` have passed. Returns (the shortest time of one record seen, the lead that the host
+    needs), in ms."""
+    best, spent, of_host = float("inf"), 0.0, []
     for _ in range(MAX_ROUNDS):
-        elapsed = timer.milliseconds([timer.record(call)])[0] * timer.calls
+        begin = time.perf_counter()
+        record = timer.record(call)
+        of_host.append((time.perf_counter() - begin) * 1e3)
+        elapsed = timer.milliseconds([record])[0] * timer.calls
         best = min(best, elapsed)
         spent += elapsed
         if spent >= budget.warmup_ms:
             break
-    return best
+    return best, timer.lead_ms(statistics.median(of_host), best)
 
 
 def interleave(timer, calls, budget):
@@ -255,10 +270,11 @@ def interleave(timer, calls, budget):
     Slow implementations sit some rounds out, evenly spread. The context (choice of an SDPA backend) is entered outside
     the timed region. Returns ({name: [ms, …]}, mean SM clock in MHz or None).
     """
-    estimates = {}
+    estimates, leads = {}, {}
     for name, (context, call) in calls.items():
         with context():
-            estimates[name] = warm_up(timer, call, budget)
+            best, leads[name] = warm_up(timer, call, budget)
+            estimates[name] = best + leads[name]
     counts = budget.rounds(estimates)
     rounds = max(counts.values())
     names = list(calls)
@@ -271,7 +287,7 @@ def interleave(timer, calls, budget):
                 continue
             context, call = calls[name]
             with context():
-                records[name].append(timer.record(call))
+                records[name].append(timer.record(call, leads[name]))
         if index % 16 == 15:
             timer.synchronize()
     clock = timer.stop_region()

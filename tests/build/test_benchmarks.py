@@ -127,8 +127,10 @@ class RecordedTimer(timing.HostTimer):
 
     def __init__(self):
         super().__init__(CPU)
+        self.leads = []
 
-    def record(self, call):
+    def record(self, call, lead_ms=0.0):
+        self.leads.append(lead_ms)
         return call()
 
     def milliseconds(self, records):
@@ -158,6 +160,25 @@ def test_interleave_rotates_and_spares_slow_calls():
     timed = [name for name in order[3:] if name != "slow"]
     assert timed[:6] == ["a", "b", "b", "a", "a", "b"]
     assert clock is None
+
+
+def test_calls_that_the_host_is_slow_to_enqueue_get_a_lead(monkeypatch):
+    """The host takes 3 ms for each call, the device 1 or 50."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(RecordedTimer, "lead_ms", timing.CudaTimer.lead_ms)
+
+    def call(ms):
+        now[0] += 3e-3
+        return ms
+
+    calls = {
+        name: (measure.contextlib.nullcontext, lambda ms=ms: call(ms)) for name, ms in (("short", 1), ("long", 50))
+    }
+    timer = RecordedTimer()
+    times, _ = timing.interleave(timer, calls, timing.Budget(min_rounds=3, min_ms=0.0, warmup_ms=0.0))
+    assert times == {"short": [1, 1, 1], "long": [50, 50, 50]}
+    assert timer.leads == pytest.approx([0, 0, 6, 0, 0, 6, 6, 0])  # a warm-up of each, then rounds in turns
 
 
 def test_eager_timer_reports_one_call():

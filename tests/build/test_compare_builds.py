@@ -146,7 +146,7 @@ class CountingTimer(timing.HostTimer):
         super().__init__(CPU)
         self.order = []
 
-    def record(self, call):
+    def record(self, call, lead_ms=0.0):
         name, ms = call()
         self.order.append(name)
         return ms
