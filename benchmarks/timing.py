@@ -16,6 +16,7 @@ FEWEST_ROUNDS = 3  # of the slowest, and where the time runs out
 COMPARABLE = 4.0  # an implementation slower than this many times the fastest gets fewer rounds
 CALLS_PER_GRAPH = 20
 EAGER_CALLS = 50
+LONGEST_LEAD_MS = 2.0  # a first call may compile for seconds
 SLEEP_CYCLES_PER_MS = 2_000_000  # at the fastest clock of these GPUs: a sleep is never too short
 
 
@@ -98,7 +99,7 @@ class CudaTimer:
     def lead_ms(self, host_ms, device_ms):
         """How long the device is to sleep ahead of a call of so much host time: not at all where the calls themselves
         keep the device behind the host; twice as long as it takes, since the host is not steady."""
-        return 2 * host_ms if device_ms < 2 * host_ms else 0.0
+        return min(2 * host_ms, LONGEST_LEAD_MS) if device_ms < 2 * host_ms else 0.0
 
     def record(self, call, lead_ms=0.0):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

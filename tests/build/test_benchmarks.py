@@ -163,22 +163,23 @@ def test_interleave_rotates_and_spares_slow_calls():
 
 
 def test_calls_that_the_host_is_slow_to_enqueue_get_a_lead(monkeypatch):
-    """The host takes 3 ms for each call, the device 1 or 50."""
+    """The host takes 0.3 ms for each call, the device 0.1 or 5."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(RecordedTimer, "lead_ms", timing.CudaTimer.lead_ms)
 
     def call(ms):
-        now[0] += 3e-3
+        now[0] += 3e-4
         return ms
 
     calls = {
-        name: (measure.contextlib.nullcontext, lambda ms=ms: call(ms)) for name, ms in (("short", 1), ("long", 50))
+        name: (measure.contextlib.nullcontext, lambda ms=ms: call(ms)) for name, ms in (("short", 0.1), ("long", 5))
     }
     timer = RecordedTimer()
     times, _ = timing.interleave(timer, calls, timing.Budget(min_rounds=3, min_ms=0.0, warmup_ms=0.0))
-    assert times == {"short": [1, 1, 1], "long": [50, 50, 50]}
-    assert timer.leads == pytest.approx([0, 0, 6, 0, 0, 6, 6, 0])  # a warm-up of each, then rounds in turns
+    assert times == {"short": [0.1, 0.1, 0.1], "long": [5, 5, 5]}
+    assert timer.leads == pytest.approx([0, 0, 0.6, 0, 0, 0.6, 0.6, 0])  # a warm-up of each, then rounds in turns
+    assert timing.CudaTimer.lead_ms(timer, 5000.0, 5000.0) == 2.0  # a call that compiled
 
 
 def test_eager_timer_reports_one_call():
