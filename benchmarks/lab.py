@@ -113,7 +113,7 @@ EXPERIMENTS = (
          "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 45),
     grid("deterministic", "the deterministic backward", "bwd", "deterministic", "sdpa_flash", 22),
     grid("fwd_bwd", "the mma.sync forward and backward", "fwd bwd", "cells dims gqa window varlen features",
-         "sdpa_flash sdpa_cudnn", 45, environment=MMA_SYNC.items()),
+         "sdpa_flash sdpa_cudnn", 60, environment=MMA_SYNC.items()),
     Experiment(
         "minimal", "what each technique of the teaching kernel gives, beside the library",
         "bash examples/minimal/run.sh {out}/minimal", 45, "{gpu}_minimal.json", "examples/minimal/README.md",
