@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from timing import CudaTimer
+from timing import Budget, CudaTimer, interleave
 
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
@@ -29,7 +30,7 @@ CLASSES = (32000, 50257, 128256)
 LOGIT_ROWS = 8192
 FEATURES = (1024, 4096, 8192)
 NORM_ELEMENTS = 2**26
-ROUNDS = 20
+BUDGET = Budget(min_rounds=20, min_ms=0.0)
 
 
 def cross_entropy_problem(classes):
@@ -87,11 +88,8 @@ def measure(timer, calls):
     for call in calls.values():
         for _ in range(3):
             call()
-    records = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            records[name].append(timer.record(call))
-    return {name: statistics.median(timer.milliseconds(records[name])) for name in calls}
+    times, _ = interleave(timer, {name: (nullcontext, call) for name, call in calls.items()}, BUDGET)
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def main():

@@ -71,7 +71,8 @@ class CudaTimer:
     """Times with CUDA events; `calls` is how many calls of the implementation one recorded call makes.
 
     Before each call a buffer larger than the L2 cache is overwritten, so that every call starts from the same cache
-    state; the device then sleeps while the host enqueues the call, so that the events enclose device work only.
+    state. Where the host would be late, the device then sleeps while it enqueues the call: the events enclose device
+    work only.
     """
 
     def __init__(self, device):
