@@ -16,6 +16,7 @@ NAN_CODE = 0x7F  # e4m3
 # Bounds of e4m3 P, of P in 16 bits, of V with a mean, of few keys or large logits.
 PLAIN, WIDE_P, MEAN, PEAKED = 3.5e-2, 3e-3, 5e-3, 2e-2
 LSE = 1e-3
+PRODUCTS, PRODUCT_BITS = 32, 13  # that wgmma adds up at a time, and keeps below the largest of them
 
 
 def relative_rmse(ours, expected):
@@ -33,13 +34,15 @@ def lse_error(ours, expected):
 def products_lse(q, k, scale):
     """How far the tensor cores may put scores of e4m3 off, in nats; q and k dequantised (batch, seqlen, heads, d).
 
-    wgmma adds 32 products at a time to a sum, all cut to 13 bits below the largest of them: some in one direction.
+    wgmma cuts what it adds to 13 bits below the largest of it, 32 products and the sum so far: d errors, each between
+    -cut and cut. Three standard deviations of their sum.
     """
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
-    sums = torch.einsum("bqhd,bkhd->bqhk", q, k).abs().max().item()
+    steps = zip(q.split(PRODUCTS, -1), k.split(PRODUCTS, -1))
+    sums = torch.stack([torch.einsum("bqhd,bkhd->bqhk", *step) for step in steps]).cumsum(0).abs().max().item()
     products = (q.abs().amax((0, 1)) * k.abs().amax((0, 1))).max().item()
-    cut = 2.0 ** (math.floor(math.log2(max(sums, products))) - 13)
-    return 3 * q.shape[-1] / 32 * cut * scale
+    cut = 2.0 ** (math.floor(math.log2(max(sums, products))) - PRODUCT_BITS)
+    return math.sqrt(3 * q.shape[-1]) * cut * scale
 
 
 def lse_bound(device, max_logit):

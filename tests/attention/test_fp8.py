@@ -17,6 +17,8 @@ from fp8_harness import (
     MEAN,
     PEAKED,
     PLAIN,
+    PRODUCT_BITS,
+    PRODUCTS,
     WIDE_P,
     dequantized,
     lse_error,
@@ -100,6 +102,30 @@ def test_hard_inputs(device, kind):
     if kind.startswith("std"):
         v += 0.5
     check(quantized(q), quantized(k), quantized(v), KINDS[kind])
+
+
+def of_tensor_cores(q, k):
+    """q @ k^T in float64 with what wgmma cuts off: a model of the chip, whose errors on sinks it has."""
+    scores = torch.zeros(q.shape[-2], k.shape[-2], dtype=torch.float64)
+    for q_step, k_step in zip(q.split(PRODUCTS, -1), k.split(PRODUCTS, -1)):
+        terms = torch.cat([q_step[:, None] * k_step, scores[..., None]], -1)
+        cut = 2.0 ** (terms.abs().amax(-1, keepdim=True).log2().floor() - PRODUCT_BITS)
+        scores = ((terms / cut).trunc() * cut).sum(-1)
+    return scores
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("kind", ("sink6", "sink12", "rising8"))
+def test_bound_of_products(device, kind, head_dim):
+    """It holds for what tensor cores cut off, and is no more than ten times that where a sink decides."""
+    q, k, _ = (dequantized(*quantized(x)) for x in inputs(kind, 512, device, heads=1, head_dim=head_dim))
+    bound, scale = products_lse(q, k, head_dim**-0.5), head_dim**-0.5
+    q, k = q[0, :, 0], k[0, :, 0]
+    exact, cut = (torch.logsumexp(scores * scale, -1) for scores in (q @ k.T, of_tensor_cores(q, k)))
+    assert lse_error(cut, exact) < bound
+    if kind == "sink12":
+        assert bound < 10 * lse_error(cut, exact)
 
 
 @pytest.mark.devices("cuda")
