@@ -13,6 +13,8 @@ from fp8_harness import (
     NAN_CODE,
     PEAKED,
     PLAIN,
+    PRODUCT_BITS,
+    PRODUCTS,
     dequantized,
     lse_error,
     of_query_heads,
@@ -33,11 +35,11 @@ FAST_LSE = 1e-1  # of one key: a code is linear between powers of two (3 %), and
 
 
 def few_keys_lse(d):
-    """wgmma cuts each of the d / 32 sums of a score to 13 bits below its largest term, which is about 64 here.
+    """wgmma cuts each of the sums of a score to PRODUCT_BITS below its largest term, which is about 64 here.
 
     Rows of many keys average it out (LSE).
     """
-    return 1.1 * d / 32 * 2**-13 * 64 / d**0.5
+    return 1.1 * d / PRODUCTS * 2**-PRODUCT_BITS * 64 / d**0.5
 
 
 @pytest.fixture(autouse=True)
