@@ -85,7 +85,7 @@ def backward_of(function, inputs):
 
 def measure(timer, calls):
     """{name: median ms}, the calls in turn."""
-    for call in calls.values():
+    for call in calls.values():  # the first compiles, which must not count as its time
         for _ in range(3):
             call()
     times, _ = interleave(timer, {name: (nullcontext, call) for name, call in calls.items()}, BUDGET)
