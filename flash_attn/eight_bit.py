@@ -24,7 +24,9 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_DESCALE = 2.0**-126
-_RECIPROCAL = {dtype: torch.tensor(1 / largest, dtype=torch.float32).item() for dtype, largest in LARGEST.items()}
+_RECIPROCAL = {
+    dtype: torch.tensor(1 / largest, dtype=torch.float32, device="cpu").item() for dtype, largest in LARGEST.items()
+}
 
 
 # ---- arithmetic ----
