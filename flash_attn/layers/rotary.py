@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.rotary import apply_rotary
-from flash_attn.utils.derived_buffers import DerivedBuffers
+from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
 
 
 class _Rotate(torch.autograd.Function):
@@ -92,7 +92,7 @@ def _check_tables(cos, sin):
 
 
 def _covers(x, base):
-    whole = x.numel() == base.numel() and x.data_ptr() == base.data_ptr()
+    whole = x.numel() == base.numel() and x.storage_offset() == base.storage_offset()
     return whole and x.is_contiguous() and base.is_contiguous()
 
 
@@ -267,6 +267,7 @@ class RotaryEmbedding(DerivedBuffers):
             and seqlen <= self._seq_len_cached
             and cached.device == device
             and cached.dtype == dtype
+            and has_values(cached)
             and not (self.training and cached.is_inference())  # autograd refuses to save inference tensors
         ):
             return

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is a tensor with memory: not one on the meta device, nor one of a FakeTensorMode, as exports use it."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 class DerivedBuffers(torch.nn.Module):
@@ -26,7 +32,7 @@ class DerivedBuffers(torch.nn.Module):
     def _register_derived(self, **buffers: Tensor | None) -> None:
         for name, x in buffers.items():
             self.register_buffer(name, x, persistent=False)
-        self._filled = not self._is_on_meta()
+        self._filled = not self._lacks_values()
 
     def reset_parameters(self) -> None:
         """Compute the buffers anew, where they are. FSDP calls it after to_empty()."""
@@ -44,10 +50,10 @@ class DerivedBuffers(torch.nn.Module):
             for name, x in self._derived(device).items():
                 if x is not None:
                     self._buffers[name] = x.to(self._dtype_like(self._buffers[name]))
-        self._filled = not self._is_on_meta()
+        self._filled = not self._lacks_values()
 
-    def _is_on_meta(self) -> bool:
-        return any(x is not None and x.is_meta for x in self._buffers.values())
+    def _lacks_values(self) -> bool:
+        return any(not has_values(x) for x in self._buffers.values() if x is not None)
 
     def _dtype_like(self, buffer) -> torch.dtype:
         return torch.float32 if self._stays_float32 else buffer.dtype
@@ -59,13 +65,13 @@ class DerivedBuffers(torch.nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             self._buffers[name], device = self._with_values(old, new), new.device
-        self._filled = self._filled and not self._is_on_meta()
+        self._filled = self._filled and not self._lacks_values()
         self._ensure_filled(device)
         return self
 
     def _with_values(self, old, new) -> Tensor:
         """A buffer like new, which _apply() got for old, with the values of old: new may be memory without any."""
         dtype = self._dtype_like(new)
-        if old.is_meta or new.is_meta:
-            return torch.empty_like(new, dtype=dtype, device="meta")
-        return old.to(device=new.device, dtype=dtype)
+        if not has_values(new):
+            return new.to(dtype)
+        return old.to(device=new.device, dtype=dtype) if has_values(old) else torch.empty_like(new, device="meta")

@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -152,6 +153,20 @@ def test_first_use_in_inference_mode(device):
         loaded(x)
     loaded(x).sum().backward()
     assert torch.equal(loaded(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ("alibi", "xpos"))
+def test_a_call_on_fake_tensors_leaves_nothing(device, name):
+    """As exports make them, and estimates of memory: tables and buffers made there have no values."""
+    plain, loaded = build(name, device).half(), build(name, "meta").half()
+    assign(loaded, plain.state_dict(), device)
+    x = torch.randn(2, 9, EMBED, device=device, dtype=torch.float16)
+    expected = plain(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        for module in (plain, loaded):
+            assert module(mode.from_tensor(x)).shape == x.shape
+    for module in (plain, loaded):
+        assert torch.equal(module(x), expected)
 
 
 def test_values_that_a_user_gives(device):
