@@ -120,14 +120,14 @@ def agreed_call(
     if not isinstance(plan, CpPlan):
         raise error
     if call is not None and call.options.dropout_p > 0:
-        seed = torch.randint(0, 2**63 - 1, (1,)).item()  # on every rank, so that generators stay together
+        seed = torch.randint(0, 2**63 - 1, (1,), device="cpu").item()  # on every rank, so that generators stay together
     text = "" if call is None else call.text(inputs)
     seed = plan.compare("flash_attn_cp_func", text, error, seed)
     plan.transport.connect(inputs[0].device)
     if kind is not None and seed is None and not call.padded_from:
         plan.known_calls[kind] = call, text
     if seed is not None or wants_state:  # a copy from the host that other calls do without
-        state = torch.tensor([seed or 0, 0], dtype=torch.int64).to(inputs[0].device)
+        state = torch.tensor([seed or 0, 0], dtype=torch.int64, device="cpu").to(inputs[0].device)
         call.options = call.options._replace(rng_state=state)
     return call, inputs
 

@@ -114,7 +114,7 @@ class LocalRank:
         """
         if outer * inner != self.size:
             raise RuntimeError(f"outer * inner: expected {self.size} ranks, got {outer} * {inner}")
-        ranks = torch.arange(self.size).view(outer, inner)
+        ranks = torch.arange(self.size, device="cpu").view(outer, inner)
         row, column = divmod(self.rank, inner)
         columns = LocalRank(self._links, row, ranks[:, column].tolist())
         return LocalMesh(ranks, (columns, LocalRank(self._links, column, ranks[row].tolist())))

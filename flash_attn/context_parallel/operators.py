@@ -65,7 +65,7 @@ def handle_of(plan) -> Tensor:
     """int64 (1,) on the CPU: a number that names the plan as long as it lives."""
     number = next(_numbers)
     _plans[number] = plan
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")
 
 
 def plan_of(handle: Tensor):

@@ -203,15 +203,14 @@ class CpPlan:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
         if device not in self._positions:  # a copy from the host, which every layer may ask for
             own = segments(self.spans[self.rank], self.cu_seqlens)
+            spans = [(s.start - self.cu_seqlens[s.document], s.stop - self.cu_seqlens[s.document]) for s in own]
             with torch.inference_mode(False):  # later calls may save it for a backward
-                parts = [torch.arange(s.start, s.stop) - self.cu_seqlens[s.document] for s in own]
-                self._positions[device] = (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+                self._positions[device] = _indices(spans, device)
         return self._positions[device].clone()
 
     def token_indices(self, device=None) -> Tensor:
         """int64 (num_tokens,): the index of each token of this rank among all tokens."""
-        parts = [torch.arange(start, stop) for start, stop in self.spans[self.rank]]
-        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)).to(device)
+        return _indices(self.spans[self.rank], device)
 
     # ---- what there is to do ----
 
@@ -237,6 +236,12 @@ class CpPlan:
     def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
         """Agree with all ranks on a call: see `Agreement.compare`."""
         return self._agreement.compare(what, request, error, seed)
+
+
+def _indices(spans, device) -> Tensor:
+    """int64: the indices in all spans, made on the host."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat([none, *(torch.arange(start, stop, device="cpu") for start, stop in spans)]).to(device)
 
 
 def _check_axis(name: str, x: Tensor, dim: int, size: int):

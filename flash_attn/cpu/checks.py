@@ -66,7 +66,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape) -> None:
 
 
 def check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    unit = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    unit = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
     require(unit, name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
 
 

@@ -81,13 +81,13 @@ def kvcache_plan(
     checks.check_lengths("cache_seqlens", seqlens_k, [batch])
     checks.check_lengths("cache_leftpad", leftpad_k, [batch])
     if plan is None:
-        plan = torch.empty(key.elements, dtype=torch.int32)
+        plan = torch.empty(key.elements, dtype=torch.int32, device="cpu")
     _check_size(plan, key)
     check_written({"plan": plan}, {"cache_seqlens": seqlens_k, "cache_leftpad": leftpad_k})
     header, lengths, leftpad = plan.split((len(key), batch, batch))
-    header.copy_(torch.tensor(key))
-    lengths.copy_(torch.tensor(seqlen_cache) if seqlens_k is None else seqlens_k)
-    leftpad.copy_(torch.tensor(0) if leftpad_k is None else leftpad_k)
+    header.copy_(plan.new_tensor(key))
+    lengths.fill_(seqlen_cache) if seqlens_k is None else lengths.copy_(seqlens_k)
+    leftpad.zero_() if leftpad_k is None else leftpad.copy_(leftpad_k)
     return plan
 
 

@@ -28,7 +28,8 @@ def quantize(
             "channel" (batch, heads, head_dim), packed (heads, head_dim), for v with v_descale_axis="channel".
         dtype: torch.float8_e4m3fn or torch.int8 (-127 to 127).
         power_of_two: bool. Round descales up to powers of two: then codes * descale is exact in half precision, as
-            far as its exponents go.
+            far as its exponents go, and finite in x's dtype where x is: what would be rounded beyond its largest
+            value saturates (float16 at 61440, of int8 at 64512).
 
     Raises RuntimeError or TypeError that names the argument.
     """
@@ -43,8 +44,9 @@ def quantize(
         raise RuntimeError(f"dtype: expected torch.float8_e4m3fn or torch.int8, got {dtype}")
     rows = 1 if x.dim() == 4 else 0
     axes = {"tensor": tuple(range(x.dim())), "head": (rows, -1), "token": (-1,), "channel": (rows,)}[granularity]
-    descale = eight_bit.descale_of(x, axes, dtype, arguments.flag("power_of_two", power_of_two))
-    codes = eight_bit.encode(x, descale, dtype)
+    power_of_two = arguments.flag("power_of_two", power_of_two)
+    descale = eight_bit.descale_of(x, axes, dtype, power_of_two)
+    codes = eight_bit.encode(x, descale, dtype, eight_bit.most_codes(descale, dtype, x.dtype) if power_of_two else None)
     if granularity == "tensor":
         return codes, descale.reshape(())
     if granularity == "token":
@@ -92,7 +94,9 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, smooth_k: bool = True, rotate:
     queries, keys = q.detach().float(), k.detach().float()
     mean = None
     if arguments.flag("smooth_k", smooth_k):
-        mean = keys.mean(q.dim() - 3, keepdim=True).nan_to_num(nan=0.0) if k.numel() else keys.new_zeros(1)
+        mean = keys.new_zeros(1)
+        if k.numel():  # in float64: the sum of keys that bfloat16 can hold may be none of float32
+            mean = keys.mean(q.dim() - 3, keepdim=True, dtype=torch.float64).float().nan_to_num(nan=0.0)
         keys = keys - mean
     if arguments.flag("rotate", rotate):
         queries, keys, mean = hadamard(queries), hadamard(keys), mean if mean is None else hadamard(mean)
@@ -117,10 +121,12 @@ def hadamard(x: Tensor) -> Tensor:
     parity = torch.zeros_like(pairs)
     for bit in range(size.bit_length()):
         parity ^= (pairs >> bit) & 1
-    y = x.unflatten(-1, (-1, size)) * (1 - 2 * parity).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    signs = (1 - 2 * parity).to(wide.dtype) / size  # sums of x / size cannot overflow
+    y = wide.unflatten(-1, (-1, size)) * signs
     width = 1
     while width < size:
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)
         width *= 2
-    return (y * size**-0.5).flatten(-2)
+    return (y * size**0.5).flatten(-2).to(x.dtype)

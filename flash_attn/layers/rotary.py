@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_attn.ops import arguments, context
 from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
 
 
 class _Rotate(torch.autograd.Function):
@@ -91,7 +92,7 @@ def _check_tables(cos, sin):
 
 
 def _covers(x, base):
-    whole = x.numel() == base.numel() and x.data_ptr() == base.data_ptr()
+    whole = x.numel() == base.numel() and x.storage_offset() == base.storage_offset()
     return whole and x.is_contiguous() and base.is_contiguous()
 
 
@@ -215,7 +216,7 @@ def apply_rotary_emb_kv_(
     return _rotate_packed(kv, _key_of_kv, ((cos, sin),), options)
 
 
-class RotaryEmbedding(torch.nn.Module):
+class RotaryEmbedding(DerivedBuffers):
     """Rotary embedding of packed projections, with a table of cosines and sines that grows on demand.
 
     Angle i of position p is p * base^(-2 i / dim). With scale_base (xPos; 512 is usual), q is scaled by
@@ -242,15 +243,17 @@ class RotaryEmbedding(torch.nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        scale = None if scale_base is None else (exponents + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+        self._register_derived(**self._derived(device))
         self._seq_len_cached = 0
         self._cos_cached = None
         self._sin_cached = None
         self._cos_k_cached = None
         self._sin_k_cached = None
+
+    def _derived(self, device):
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = None if self.scale_base is None else (exponents + 0.4 * self.dim) / (1.4 * self.dim)
+        return {"inv_freq": self._compute_inv_freq(device), "scale": scale}
 
     def _compute_inv_freq(self, device=None):
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
@@ -264,6 +267,7 @@ class RotaryEmbedding(torch.nn.Module):
             and seqlen <= self._seq_len_cached
             and cached.device == device
             and cached.dtype == dtype
+            and has_values(cached)
             and not (self.training and cached.is_inference())  # autograd refuses to save inference tensors
         ):
             return
@@ -275,6 +279,7 @@ class RotaryEmbedding(torch.nn.Module):
     def _tables(self, positions, seqlen, dtype):
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
         device, positions = positions.device, positions.to(torch.float32)
+        self._ensure_filled(device)
         # A module cast to half precision has rounded inv_freq too far for large positions.
         exact = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(device) if exact else self._compute_inv_freq(device)

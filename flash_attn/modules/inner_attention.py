@@ -6,6 +6,7 @@ Those by definition materialise the matrix of scores; they are for key_padding_m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn.utils.derived_buffers import DerivedBuffers
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
@@ -30,33 +32,40 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     return slopes + [2.0 ** (-8.0 * (i + 0.5) / power) for i in range(nheads - power)]
 
 
-class _FlashAttention(nn.Module):
+class _FlashAttention(DerivedBuffers):
     """The options that both modules by `flash_attn` have."""
+
+    _stays_float32 = True  # far keys would notice that slopes are rounded
+    _slopes: list[float] | None = None  # that the buffer was made from
 
     def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
         super().__init__()
         self.causal = causal
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        if alibi_slopes is not None and not isinstance(alibi_slopes, Tensor):
+            self._slopes = list(alibi_slopes)
+            alibi_slopes = self._derived(None)["alibi_slopes"]
+        self._register_derived(alibi_slopes=alibi_slopes)
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _apply(self, fn, recurse=True):
-        # Slopes stay float32 in a module cast to half precision: far keys would notice their rounding.
-        exact = self.alibi_slopes
-        super()._apply(fn, recurse)
-        if exact is not None and not exact.is_meta:
-            self.alibi_slopes = exact.to(device=self.alibi_slopes.device, dtype=torch.float32)
-        return self
+    def _derived(self, device):
+        if self._slopes is None:
+            return {}
+        return {"alibi_slopes": torch.tensor(self._slopes, dtype=torch.float32, device=device)}
 
-    def _options(self, causal):
+    def _slopes_on(self, device):
+        self._ensure_filled(device)
+        return self.alibi_slopes
+
+    def _options(self, causal, device):
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,
             "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
-            "alibi_slopes": self.alibi_slopes,
+            "alibi_slopes": self._slopes_on(device),
             "deterministic": self.deterministic,
         }
 
@@ -69,7 +78,8 @@ class FlashSelfAttention(_FlashAttention):
         softmax_scale: float or None.
         attention_dropout: float in [0, 1), in training alone.
         window_size: (left, right).
-        alibi_slopes: float32 (nheads,) or (batch, nheads), or None; a buffer that is not saved.
+        alibi_slopes: float32 (nheads,) or (batch, nheads), or None; a buffer that is not saved. Or nheads floats, which
+            a module built on the meta device remembers.
         deterministic: bool.
     """
 
@@ -79,7 +89,7 @@ class FlashSelfAttention(_FlashAttention):
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         window_size: WindowSize = (-1, -1),
-        alibi_slopes: Tensor | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         deterministic: bool = False,
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
@@ -101,9 +111,9 @@ class FlashSelfAttention(_FlashAttention):
         Returns (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim).
         """
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **self._options(causal))
+            return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
         _require_given(max_seqlen=max_seqlen)
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -114,7 +124,7 @@ class FlashCrossAttention(_FlashAttention):
         causal: bool = False,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        alibi_slopes: Tensor | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         window_size: WindowSize = (-1, -1),
         deterministic: bool = False,
     ) -> None:
@@ -141,10 +151,10 @@ class FlashCrossAttention(_FlashAttention):
         Returns a tensor like q.
         """
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **self._options(causal))
+            return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
         _require_given(max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal)
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )
 
 

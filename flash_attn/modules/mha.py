@@ -161,11 +161,13 @@ class MHA(nn.Module):
             self.Wkv = linear_of_input(embed_dim, kv_dim, bias=qkv_proj_bias)
         else:
             self.Wqkv = linear_of_input(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias)
-        slopes = torch.tensor(get_alibi_slopes(num_heads), device=device, dtype=torch.float32) if use_alibi else None
+        slopes = get_alibi_slopes(num_heads) if use_alibi else None
         flash = {"alibi_slopes": slopes, "window_size": window_size} if use_flash_attn else {}
         common = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout, **flash}
-        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common)
-        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common)
+        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**common).to_empty(device=device)
+        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**common).to_empty(
+            device=device
+        )
         self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias)
         self._cp_group = self._cp_plan = None
         self._cp_options: dict[str, str] = {}
@@ -325,7 +327,7 @@ class MHA(nn.Module):
             rows = apply_rotary_emb_qkv_(rows, *tables, self.rotary_emb.interleaved, num_heads_q=self.num_heads)
             heads = rows.squeeze(0) if plan.is_packed else rows
         q, k, v = heads.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), -2)
-        return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal))
+        return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal, q.device))
 
     def _attend_with_cache(self, heads, params):
         prefill = params.seqlen_offset == 0
@@ -364,5 +366,5 @@ class MHA(nn.Module):
         return flash_attn_with_kvcache(
             q, cache[:, :, 0], cache[:, :, 1], *kv.unbind(2), cache_seqlens=cache_seqlens,
             softmax_scale=inner.softmax_scale, causal=inner.causal, window_size=inner.window_size,
-            alibi_slopes=inner.alibi_slopes, **rotary,
+            alibi_slopes=inner._slopes_on(q.device), **rotary,
         )  # fmt: skip

@@ -421,6 +421,30 @@ def test_straight_through(device, half, causal):
         assert ours.dtype == half and relative_rmse(ours, reference) < 2e-2
 
 
+@pytest.mark.parametrize("half", (HALF, torch.bfloat16))
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("exponent", ("largest", "smallest"))
+def test_straight_through_of_values_of_any_size(device, half, name, exponent):
+    """Up to the largest finite ones, and down to where results are no subnormal numbers."""
+    tensors = dict(zip("qkv", (torch.randn(B, n, h, D, device=device) for n, h in ((SQ, H), (SK, HK), (SK, HK)))))
+    limits = torch.finfo(half)
+    extreme = limits.max if exponent == "largest" else limits.tiny * 2**8
+    tensors[name] *= extreme / tensors[name].abs().amax((1, 3), keepdim=True)  # in each head
+    if name != "v" and exponent == "largest":
+        tensors["qk".replace(name, "")] /= extreme
+    tensors = [y.to(half).requires_grad_() for y in tensors.values()]
+    out, lse = flash_attn_straight_through_func(*tensors, return_attn_probs=True)
+    weight = 2.0**-8 / max(tensors[2].detach().double().abs().max().item(), 1.0)  # no sum of products overflows
+    dout, dlse = (torch.randn_like(out).double() * weight).to(half), torch.randn_like(lse) * 2**-8
+    grads = torch.autograd.grad((out, lse), tensors, (dout, dlse))
+    expected, exact = reference_gradients(tensors, dout, dlse)
+    check(out, lse, expected, device)
+    for ours, reference in zip(grads, exact):
+        assert torch.isfinite(ours).all()
+        if reference.square().mean().sqrt() > limits.tiny:
+            assert relative_rmse(ours, reference) < 2e-2
+
+
 def test_straight_through_packed_with_sinks(device):
     tensors = [
         torch.randn(n, h, D, device=device, dtype=HALF, requires_grad=True) for n, h in ((40, H), (76, HK), (76, HK))

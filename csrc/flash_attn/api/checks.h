@@ -100,7 +100,7 @@ inline void shape(const char* name, const at::Tensor& tensor, at::IntArrayRef ex
 }
 
 inline void last_stride(const char* name, const at::Tensor& tensor) {
-  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1 && tensor.numel() > 0) {
     fail(name, "expected a contiguous last dimension (stride 1), got stride ", tensor.stride(-1));
   }
 }

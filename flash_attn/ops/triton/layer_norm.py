@@ -285,7 +285,7 @@ def _drop(x, dropout_p, mask=None):
     """-> (dropout of x, the mask or None)."""
     if dropout_p == 0.0:
         return x, None
-    mask = torch.rand(x.shape, device=x.device) >= dropout_p if mask is None else mask
+    mask = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= dropout_p if mask is None else mask
     return torch.where(mask, x / (1.0 - dropout_p), 0.0), mask
 
 
