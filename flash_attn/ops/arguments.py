@@ -73,8 +73,24 @@ def check_sequences(sequences):
     )
 
 
+def check_rank(name, x, axes):
+    rank = axes.count(",") + 1
+    if x.dim() != rank:
+        raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
+
+
+def check_cu_seqlens(name, value, device):
+    """Cumulative lengths that the backends do not see; returns the number of sequences."""
+    check_tensors((name,), (value,))
+    if value.dim() != 1 or value.shape[0] < 1:
+        raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
+    check_lengths(name, value, value.shape[0], device)
+    return value.shape[0] - 1
+
+
 def check_lengths(name, value, batch, device):
     """Integers, one a sequence, that the backends do not see."""
+    check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
     if value.shape != (batch,):
