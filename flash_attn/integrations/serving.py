@@ -75,7 +75,7 @@ def packed_attention(
     if out is not None:
         context.check_writable(("out",), (out,))
     result, lse = calls.forward_in_use(
-        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q.shape[0]), cu_seqlens_k, seqused_k, leftpad_k, block_table,
+        q, k, v, RowsInUse(cu_seqlens_q, seqused_q, q), cu_seqlens_k, seqused_k, leftpad_k, block_table,
         alibi_slopes, max_seqlen_q, max_seqlen_k, scores=(scale, arguments.flag("causal", causal), *window, softcap),
         dropout_p=dropout_p, batch_invariant=batch_invariant or is_batch_invariant(),
         sinks=None if sinks is None else arguments.sinks(sinks), out=out, sm_margin=arguments.sm_margin(sm_margin),

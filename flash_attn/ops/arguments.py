@@ -73,8 +73,24 @@ def check_sequences(sequences):
     )
 
 
+def check_rank(name, x, axes):
+    rank = axes.count(",") + 1
+    if x.dim() != rank:
+        raise RuntimeError(f"{name}: expected {rank} dimensions ({axes}), got {x.dim()}")
+
+
+def check_cu_seqlens(name, value, device):
+    """Cumulative lengths that the backends do not see; returns the number of sequences."""
+    check_tensors((name,), (value,))
+    if value.dim() != 1 or value.shape[0] < 1:
+        raise RuntimeError(f"{name}: expected shape [b + 1], got {list(value.shape)}")
+    check_lengths(name, value, value.shape[0], device)
+    return value.shape[0] - 1
+
+
 def check_lengths(name, value, batch, device):
     """Integers, one a sequence, that the backends do not see."""
+    check_tensors((name,), (value,))
     if value.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype int32 or int64, got {str(value.dtype).replace('torch.', '')}")
     if value.shape != (batch,):
@@ -172,21 +188,58 @@ def _descale(name, q, value):
     return value
 
 
-def written_descales(scaling, k_cache, v_cache):
-    """(scaling, (k, v)) of a call that appends: descales of each row of a cache apart, for they are written."""
+def cache_descales(scaling, axes, caches, new):
+    """(scaling, (k, v)) of a call over a cache: descales of each row apart where an append of `new` writes them.
+
+    axes: what descales of K and of V are of, where their shapes may be those of pages and of rows: "page", "row", None.
+    """
     if not scaling:
+        if axes != (None, None):
+            for name, axis in zip("kv", axes):
+                _check_descale_axis(name, axis, None, None)
         return scaling, (None, None)
     q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
-    k_tokens = v_tokens = None
-    if _is_of_rows(k_descale, k_cache):
-        k_descale, k_tokens = None, k_descale
-    if _is_of_rows(v_descale, v_cache) and not v_per_channel:
-        v_descale, v_tokens = None, v_descale
-    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_tokens, v_tokens)
+    k_descale, k_written = _written_apart("k", axes[0], k_descale, caches[0], new)
+    v_descale, v_written = _written_apart("v", axes[1], v_descale, caches[1], None if v_per_channel else new)
+    return (q_descale, k_descale, v_descale, v_per_channel, out_dtype), (k_written, v_written)
 
 
-def _is_of_rows(descale, cache):
-    return descale is not None and descale.dim() == 3 and descale.shape == cache.shape[:3]
+def _written_apart(name, axis, descale, cache, new):
+    """(descale, None), or (None, descale) where an append of `new` writes it."""
+    _check_descale_axis(name, axis, descale, cache)
+    if new is not None and _is_written(name, axis, descale, cache, new):
+        return None, descale
+    return descale, None
+
+
+def _check_descale_axis(name, axis, descale, cache):
+    if axis is None:
+        return
+    if not isinstance(axis, str) or axis not in ("page", "row"):
+        known = "None, 'page' or 'row'" if name == "k" else "None, 'channel', 'page' or 'row'"
+        raise RuntimeError(f"{name}_descale_axis: expected {known}, got {shown(axis)}")
+    if descale is None:
+        raise RuntimeError(f"{name}_descale: expected a tensor with {name}_descale_axis, got None")
+    if cache.dim() == 4:
+        shape = [cache.shape[0], cache.shape[1] if axis == "row" else 1, cache.shape[2]]
+        if list(descale.shape) != shape:
+            raise RuntimeError(
+                f"{name}_descale: expected shape {shape} with {name}_descale_axis={axis!r}, got {list(descale.shape)}"
+            )
+
+
+def _is_written(name, axis, descale, cache, new):
+    """Whether the descale is one of each row, which an append computes and writes."""
+    if descale is None or descale.dim() != 3 or descale.shape != cache.shape[:3] or axis == "page":
+        return False
+    if axis is None and cache.shape[1] == 1:
+        if new.dtype in EIGHT_BIT:
+            return False  # nothing is to be written: one of the page
+        raise RuntimeError(
+            f"{name}_descale: expected {name}_descale_axis='row', for descales that an append writes, or 'page', for "
+            "fixed ones, where pages have one row and both have one shape, got None"
+        )
+    return True
 
 
 def padded(tensors, head_dim):

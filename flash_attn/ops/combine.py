@@ -7,8 +7,8 @@ d out / d out_i = w_i, d out / d lse_i = w_i (out_i - out) and d lse / d lse_i =
 import torch
 
 from flash_attn import backends
-from flash_attn.ops import arguments, context
-from flash_attn.ops.calls import rows_contiguous
+from flash_attn.ops import arguments, context, outputs
+from flash_attn.ops.calls import has_contiguous_rows, rows_contiguous
 
 _SCHEMA = "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) -> (Tensor, Tensor)"
 _OUT_SCHEMA = "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor"
@@ -32,6 +32,8 @@ def _call(out_partial, lse_partial, out, out_dtype):
     given = out
     if given is not None:
         context.check_writable(("out",), (given,))
+        if not has_contiguous_rows(out_partial):
+            outputs.check_apart({"out": given}, {"out_partial": out_partial})
     if out is None and out_dtype is not None:
         out = torch.empty(out_partial.shape[1:], dtype=out_dtype, device=out_partial.device)
     out, lse = backends.of(out_partial, "out_partial").combine(rows_contiguous(out_partial), lse_partial, out)

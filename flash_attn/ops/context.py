@@ -44,6 +44,11 @@ def survey(names, tensors):
     return needs_dispatch, requires_grad and torch.is_grad_enabled()
 
 
+def records_gradients(*tensors):
+    """Whether gradients are recorded of one of these (some None)."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _a_mode_watches():
     """Whether a function mode is active that is not a default device, which only redirects factory functions."""
     return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())

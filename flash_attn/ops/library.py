@@ -7,7 +7,7 @@ so nothing here depends on them. Eager calls on plain tensors skip the dispatche
 
 import torch
 
-from flash_attn.ops import calls, context
+from flash_attn.ops import calls, context, outputs
 from flash_attn.ops.attention_args import (
     ATTENTION_INPUTS,
     BACKWARD_INPUTS,
@@ -37,6 +37,18 @@ def attention(args: AttentionArgs):
     if differentiating:
         return _Attention.apply(args, *inputs)
     return calls.forward(args)
+
+
+def attention_into(args: AttentionArgs, out, inputs):
+    """`attention` with its result in out; without gradients. inputs: (q, k, v) as the caller gave them."""
+    given = args.differentiable()
+    outputs.reject_gradients(out, *given)
+    needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
+    if not needs_dispatch and not context.transformed():
+        return calls.forward_into(args, out, inputs)
+    outputs.check_result(out, args.q, inputs[2], args.out_dtype, {})
+    result, *others = attention(args)
+    return (out.copy_(result[..., : out.shape[-1]]), *others)
 
 
 def kvcache_attention(args: KvCacheArgs):
