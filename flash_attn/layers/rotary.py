@@ -103,6 +103,11 @@ def _key_of_kv(kv):
     return (kv[:, :, 0],)
 
 
+def _splits(heads, num_heads_q):
+    """Whether the heads after those of q are as many of k as of v."""
+    return arguments.holds(num_heads_q <= heads) and arguments.holds((heads - num_heads_q) % 2 == 0)
+
+
 def _query_and_key(num_heads_q, joint):
     """The function that gives the views of q and k in qkv: one view of both if `joint`, else two."""
 
@@ -112,8 +117,9 @@ def _query_and_key(num_heads_q, joint):
             mergeable = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
             return (qkv[:, :, :2].flatten(2, 3),) if joint and mergeable else (q, k)
         num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
-        return (qkv[:, :, : num_heads_q + num_heads_k],) if joint else (q, k)
+        if joint:
+            return (qkv.narrow(2, 0, num_heads_q + num_heads_k),)
+        return qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, num_heads_k)
 
     return parts
 
@@ -192,7 +198,7 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, heads, head_dim), got {list(qkv.shape)}")
-    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0 or qkv.shape[2] < num_heads_q:
+    elif qkv.dim() != 4 or num_heads_q is None or not _splits(qkv.shape[2], num_heads_q):
         raise RuntimeError(
             "qkv: expected shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * "
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
@@ -272,6 +278,16 @@ class RotaryEmbedding(torch.nn.Module):
         tables = self._tables(positions, seqlen, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
 
+    def _tables_covering(self, seqlen, device, dtype):
+        """`_tables` of the positions 0 .. seqlen - 1 at least; kept, unless compiled code learns seqlen as it runs."""
+        if not arguments.is_decided(seqlen <= self._seq_len_cached):
+            return self._tables(torch.arange(seqlen, device=device, dtype=torch.float32), seqlen, dtype)
+        self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+        return self._kept_tables()
+
+    def _kept_tables(self):
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+
     def _tables(self, positions, seqlen, dtype):
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
         device, positions = positions.device, positions.to(torch.float32)
@@ -311,17 +327,17 @@ class RotaryEmbedding(torch.nn.Module):
             expected = "an int or an integer tensor"
             seqlen_offset = arguments.integer("seqlen_offset", seqlen_offset, least=0, expected=expected)
         if max_seqlen is not None:
-            max_seqlen = arguments.integer("max_seqlen", max_seqlen)
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(arguments.integer("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, torch.Tensor):
-            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         elif self._cos_cached is None:
             raise RuntimeError("max_seqlen: expected an int with a tensor seqlen_offset, got None")
-        cos, sin = self._cos_cached, self._sin_cached
+        else:
+            tables = self._kept_tables()
+        cos, sin, cos_k, sin_k = tables
         options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
-        xpos = self.scale is not None
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if xpos else (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
-        return q, apply_rotary_emb_kv_(kv, cos_k if xpos else cos, sin_k if xpos else sin, **options)
+        key_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return q, apply_rotary_emb_kv_(kv, *key_tables, **options)

@@ -305,7 +305,9 @@ def test_refilled_positions(device, mode, refill):
                 ids = ids_of(device, batch)
                 packed = model.config._attn_implementation == NAME
                 logits.append(
-                    model(input_ids=ids, position_ids=positions).logits if packed else sequences_alone(model, ids, lengths)
+                    model(input_ids=ids, position_ids=positions).logits
+                    if packed
+                    else sequences_alone(model, ids, lengths)
                 )
         return logits
 

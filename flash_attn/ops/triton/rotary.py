@@ -147,7 +147,7 @@ def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     longest = x.shape[1]
     if cu_seqlens is not None:
         longest = 0 if max_seqlen is None else arguments.integer("max_seqlen", max_seqlen)
-    if longest + seqlen_offsets > cos.shape[0]:
+    if not arguments.holds(longest + seqlen_offsets <= cos.shape[0]):
         raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
     return seqlen_offsets
 
