@@ -56,6 +56,21 @@ def _may_be_dirty(x):
     return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
+def _reject_in_backward(name, x):
+    """Raise RuntimeError for a leaf, or a view of one, that requires a gradient in a backward.
+
+    A reentrant checkpoint computes again there with its inputs, detached, which the forward has rotated already.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return
+    base = x if x._base is None else x._base
+    if x.requires_grad and base.is_leaf:
+        raise RuntimeError(
+            f"{name}: expected a tensor that may be rotated in place, got a leaf that requires grad in a backward: "
+            "a checkpoint that computes again would rotate its input twice (clone it, or use inplace=False)"
+        )
+
+
 def _reversed(options):
     return {**options, "conjugate": not options["conjugate"]}
 
@@ -66,9 +81,10 @@ def _rotate_parts(x, parts, tables, options):
     return x
 
 
-def _rotate_packed(x, parts, tables, options):
+def _rotate_packed(name, x, parts, tables, options):
     if context.decomposes():
         return _rotate_parts(x, parts, tables, options)
+    _reject_in_backward(name, x)
     for table in tables:
         _check_tables(*table)
     base = x._base
@@ -147,7 +163,8 @@ def apply_rotary_emb(
         max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
 
     Returns a tensor of x's shape and dtype; sums are taken in float32. In place, autograd knows of the write, as of
-    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries.
+    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries. Not in a
+    backward, where a reentrant checkpoint would rotate its input a second time.
 
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
@@ -163,7 +180,9 @@ def apply_rotary_emb(
         return apply_rotary(x, cos, sin, inplace=inplace, **options)
     arguments.check_tensors(("x",), (x,))
     if inplace and x._is_view():
-        return _rotate_packed(x, _whole, ((cos, sin),), options)
+        return _rotate_packed("x", x, _whole, ((cos, sin),), options)
+    if inplace:
+        _reject_in_backward("x", x)
     _check_tables(cos, sin)
     return _Rotate.apply(x, cos, sin, inplace, options)
 
@@ -207,7 +226,7 @@ def apply_rotary_emb_qkv_(
     parts = _query_and_key(num_heads_q, joint)
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(qkv, parts, ((cos, sin), key_tables), options)
+    return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)
 
 
 def apply_rotary_emb_kv_(
@@ -218,7 +237,7 @@ def apply_rotary_emb_kv_(
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(kv, _key_of_kv, ((cos, sin),), options)
+    return _rotate_packed("kv", kv, _key_of_kv, ((cos, sin),), options)
 
 
 class RotaryEmbedding(torch.nn.Module):
