@@ -7,22 +7,23 @@ means between forwards, also by those that torch does not see.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn.ops.rows import equal_steps
 
 
 class _Kept(NamedTuple):
+    tensor: weakref.ref  # that was read
     state: tuple  # of the tensor, and what else the value depends on
     reader: tuple | None  # the layer that read the tensor; None: the value was known when the tensor was made
     value: Any
 
 
-_kept = WeakIdKeyDictionary()  # by the tensor that was read
+_kept: dict[int, _Kept] = {}  # by the id of the tensor, as long as it lives
 
 
 def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read: Callable[[], Any]) -> Any:
@@ -35,19 +36,23 @@ def once_a_pass(x: torch.Tensor, module: torch.nn.Module, about: Hashable, read:
         module: the layer that asks.
         about: what else the value depends on.
     """
-    state, kept = _state(x, about), _kept.get(x)
-    reader = _identity(module)
-    if kept is not None and kept.state == state and _same_pass(kept.reader, reader):
+    state, reader, kept = _state(x, about), _identity(module), _kept.get(id(x))
+    if kept is not None and kept.tensor() is x and kept.state == state and _same_pass(kept.reader, reader):
         return kept.value
     value = read()
-    _kept[x] = _Kept(state, reader, value)
+    _store(x, state, reader, value)
     return value
 
 
 def keep(x: torch.Tensor, about: Hashable, value: Any) -> None:
     """Let once_a_pass return value until x is written; not for inference tensors, whose writes are not counted."""
     if not x.is_inference():
-        _kept[x] = _Kept(_state(x, about), None, value)
+        _store(x, _state(x, about), None, value)
+
+
+def _store(x, state, reader, value):
+    key = id(x)
+    _kept[key] = _Kept(weakref.ref(x, lambda _: _kept.pop(key, None)), state, reader, value)
 
 
 def _state(x, about):

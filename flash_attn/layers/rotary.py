@@ -162,9 +162,9 @@ def apply_rotary_emb(
         cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] of x.
         max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
 
-    Returns a tensor of x's shape and dtype; sums are taken in float32. In place, autograd knows of the write, as of
-    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries. Not in a
-    backward, where a reentrant checkpoint would rotate its input a second time.
+    Returns a tensor of x's shape and dtype, contiguous unless in place; sums are taken in float32. In place, autograd
+    knows of the write, as of those of torch; but x may be a leaf that requires a gradient, which the result alone then
+    carries. Not in a backward, where a reentrant checkpoint would rotate its input a second time.
 
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
