@@ -55,8 +55,9 @@ def unpad_input(
         _check_mask("unused_mask", unused_mask, hidden_states)
         kept = used | (unused_mask != 0)
     hidden_states, indices = _gather_tokens(hidden_states, kept)
-    cu_seqlens, max_seqlen = _lengths(kept.sum(dim=-1, dtype=torch.int32))
-    return hidden_states, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    max_seqlen = int(lengths.max()) if lengths.numel() > 0 else 0
+    return hidden_states, indices, _cumulative(lengths), max_seqlen, used.sum(dim=-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
@@ -83,17 +84,16 @@ def unpad_input_for_concatenated_sequences(
     seqlen = attention_mask_in_length.shape[1]
     columns = torch.arange(seqlen, device=row_lengths.device)
     hidden_states, indices = _gather_tokens(hidden_states, columns < row_lengths)
-    lengths = attention_mask_in_length.flatten()
+    lengths, max_seqlen = attention_mask_in_length.flatten(), 0
     if lengths.numel() > 0:
-        shortest, longest_row = torch.stack([lengths.min(), row_lengths.max()]).tolist()
-        if shortest < 0:
+        shortest, longest_row, max_seqlen = torch.stack([lengths.min(), row_lengths.max(), lengths.max()]).tolist()
+        if not arguments.holds(shortest >= 0):
             raise RuntimeError(f"attention_mask_in_length: expected lengths >= 0, got {shortest}")
-        if longest_row > seqlen:
+        if not arguments.holds(longest_row <= seqlen):
             raise RuntimeError(
                 f"attention_mask_in_length: expected lengths of a row that sum to at most {seqlen}, got {longest_row}"
             )
-    cu_seqlens, max_seqlen = _lengths(lengths[lengths != 0])
-    return hidden_states, indices, cu_seqlens, max_seqlen
+    return hidden_states, indices, _cumulative(lengths[lengths != 0]), max_seqlen
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -116,7 +116,6 @@ def _gather_tokens(hidden_states, mask):
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices
 
 
-def _lengths(lengths):
-    """(cu_seqlens int32, longest length as an int) of a vector of lengths."""
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return cu_seqlens, int(lengths.max()) if lengths.numel() > 0 else 0
+def _cumulative(lengths):
+    """cu_seqlens, int32, of a vector of lengths."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -68,28 +68,33 @@ def _scramble(word: torch.Tensor) -> torch.Tensor:
     return word ^ (word >> 16)
 
 
-def _row_bits(key: tuple[torch.Tensor, torch.Tensor], rows: range):
-    """Fine and coarse random bits of the rows: int64 (batches, heads, rows)."""
-    index = torch.arange(rows.start, rows.stop, device=key[0].device)
+def _row_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+    """Fine and coarse random bits of rows [first, stop): int64 (batches, heads, rows)."""
+    index = torch.arange(first, stop, device=key[0].device)
     coarse = (_scramble(index ^ key[0][..., None]) + key[1][..., None]) & _WORD
     return _scramble(coarse) | 1, coarse
 
 
-def _col_bits(key: tuple[torch.Tensor, torch.Tensor], pairs: range):
-    """Fine and coarse random bits of pairs of columns: int64 (batches, heads, pairs)."""
-    index = torch.arange(pairs.start, pairs.stop, device=key[0].device)
+def _col_bits(key: tuple[torch.Tensor, torch.Tensor], first: int, stop: int):
+    """Fine and coarse random bits of the pairs of columns [first, stop): int64 (batches, heads, pairs)."""
+    index = torch.arange(first, stop, device=key[0].device)
     odd = index // 4 % 2
     coarse = _scramble((_scramble((index - 4 * odd) ^ key[0][..., None]) + key[1][..., None]) & _WORD)
     return (_scramble((coarse + odd) & _WORD) & ~1) | odd, coarse | 1
 
 
 def dropout_streams(
-    seed: int, offset: int, batches: Iterable[int], heads: Iterable[int], device: torch.device | str | None = None
+    seed: int,
+    offset: int,
+    batches: Iterable[int] | torch.Tensor,
+    heads: Iterable[int] | torch.Tensor,
+    device: torch.device | str | None = None,
 ) -> DropoutStreams:
     """The streams of every (batch, head) in batches x heads; seed and offset are taken modulo 2^64."""
 
     def words(values):
-        return torch.tensor(list(values), dtype=torch.int64, device=device) & _WORD
+        values = values if isinstance(values, torch.Tensor) else list(values)
+        return torch.as_tensor(values, dtype=torch.int64, device=device) & _WORD
 
     def constant(value):
         return torch.tensor(value & _WORD, dtype=torch.int64, device=device)
@@ -101,9 +106,9 @@ def dropout_streams(
 
 def keep_mask(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: int, threshold: int) -> torch.Tensor:
     """The mask of rows [row0, row1) and columns [col0, col1): bool (batches, heads, rows, cols), True = kept."""
-    pairs = range(col0 // 2, -(-col1 // 2))
-    row_fine, row_coarse = _row_bits(streams.row_key, range(row0, row1))
-    col_fine, col_coarse = _col_bits(streams.col_key, pairs)
+    first_pair = col0 // 2
+    row_fine, row_coarse = _row_bits(streams.row_key, row0, row1)
+    col_fine, col_coarse = _col_bits(streams.col_key, first_pair, (col1 + 1) // 2)
     uniforms = row_coarse[..., None] * col_coarse[..., None, :]  # modulo 2^64, of which the lower word counts
     uniforms = ((uniforms << 16) & _WORD) | ((uniforms >> 16) & 0xFFFF)
     uniforms += row_fine[..., None] * col_fine[..., None, :]
@@ -115,7 +120,7 @@ def keep_mask(streams: DropoutStreams, row0: int, row1: int, col0: int, col1: in
     for odd in range(2):
         below = ((uniforms >> (16 * odd)) & _UNIFORM) < limit
         keep[..., odd] = below if kept_is_rarer else ~below
-    first_col = 2 * pairs.start
+    first_col = 2 * first_pair
     return keep.flatten(-2)[..., col0 - first_col : col1 - first_col]
 
 
@@ -149,5 +154,6 @@ def dropout_mask(
         raise RuntimeError(f"p_dropout: expected a value in [0, 1), got {dropout_p}")
     seed, offset = rng_state.tolist()
     device = rng_state.device if device is None else device
-    streams = dropout_streams(seed, offset, range(batch_size), range(nheads), device)
+    batches, heads = (torch.arange(count, device=device) for count in (batch_size, nheads))
+    streams = dropout_streams(seed, offset, batches, heads, device)
     return keep_mask(streams, 0, seqlen_q, 0, seqlen_k, dropout_threshold(dropout_p)).contiguous()

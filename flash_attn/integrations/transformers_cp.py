@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.integrations import token_layout
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments
 
@@ -57,7 +58,7 @@ def context_parallel_inputs(plan: CpPlan, input_ids: Tensor, labels: Tensor | No
     if not isinstance(plan, CpPlan):
         raise TypeError(f"plan: expected a CpPlan, got {arguments.shown(plan)}")
     positions = plan.positions(input_ids.device)[None]
-    positions._flash_attn_cp_plan = plan  # equal by construction: nothing to compare, which waits for the GPU
+    token_layout.keep(positions, id(plan), plan)  # equal by construction: nothing to compare, which waits for the GPU
     inputs = {"input_ids": plan.shard(input_ids, 1), "position_ids": positions, "cp_plan": plan, "use_cache": False}
     if labels is not None:
         if labels.shape != input_ids.shape:
@@ -149,7 +150,7 @@ def context_parallel_attention(
         (q, k, v), score, training = read_arguments(
             module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
         )  # fmt: skip
-        _check_tokens_of_plan(cp_plan, q, k, attention_mask, position_ids, options)
+        _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
         cp_plan.compare("context_parallel_attention", "", raised, None)
         raise  # never reached: what compare is given, it raises
@@ -160,7 +161,7 @@ def context_parallel_attention(
 
 
 @torch.compiler.disable
-def _check_tokens_of_plan(plan, q, k, attention_mask, position_ids, options):
+def _check_tokens_of_plan(module, plan, q, k, attention_mask, position_ids, options):
     for name in _OF_ONE_RANK:
         if options.get(name) is not None:
             raise NotImplementedError(f"{name}: expected None with context parallelism, got a value: the plan says it")
@@ -174,11 +175,15 @@ def _check_tokens_of_plan(plan, q, k, attention_mask, position_ids, options):
         raise RuntimeError(f"query: expected a batch of 1 with a packed plan, got {q.shape[0]}")
     if q.shape[1] != plan.num_tokens:
         raise RuntimeError(f"query: expected the {plan.num_tokens} tokens of rank {plan.rank}, got {q.shape[1]}")
-    if position_ids is None or getattr(position_ids, "_flash_attn_cp_plan", None) is plan:
-        return
+    if position_ids is not None:
+        token_layout.once_a_pass(position_ids, module, id(plan), lambda: _checked_positions(position_ids, plan))
+
+
+def _checked_positions(position_ids, plan):
+    """plan, if the positions are its own."""
     if position_ids.shape[-1:] != (plan.num_tokens,) or not (position_ids == plan.positions(position_ids.device)).all():
         raise RuntimeError(
             "position_ids: expected plan.positions() of this rank in each row, got others; documents that are packed "
             "in a row are a plan's, CpPlan.varlen"
         )
-    position_ids._flash_attn_cp_plan = plan
+    return plan

@@ -57,6 +57,21 @@ def _may_be_dirty(x):
     return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
+def _reject_in_backward(name, x):
+    """Raise RuntimeError for a leaf, or a view of one, that requires a gradient in a backward.
+
+    A reentrant checkpoint computes again there with its inputs, detached, which the forward has rotated already.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return
+    base = x if x._base is None else x._base
+    if x.requires_grad and base.is_leaf:
+        raise RuntimeError(
+            f"{name}: expected a tensor that may be rotated in place, got a leaf that requires grad in a backward: "
+            "a checkpoint that computes again would rotate its input twice (clone it, or use inplace=False)"
+        )
+
+
 def _reversed(options):
     return {**options, "conjugate": not options["conjugate"]}
 
@@ -67,9 +82,10 @@ def _rotate_parts(x, parts, tables, options):
     return x
 
 
-def _rotate_packed(x, parts, tables, options):
+def _rotate_packed(name, x, parts, tables, options):
     if context.decomposes():
         return _rotate_parts(x, parts, tables, options)
+    _reject_in_backward(name, x)
     for table in tables:
         _check_tables(*table)
     base = x._base
@@ -104,6 +120,11 @@ def _key_of_kv(kv):
     return (kv[:, :, 0],)
 
 
+def _splits(heads, num_heads_q):
+    """Whether the heads after those of q are as many of k as of v."""
+    return arguments.holds(num_heads_q <= heads) and arguments.holds((heads - num_heads_q) % 2 == 0)
+
+
 def _query_and_key(num_heads_q, joint):
     """The function that gives the views of q and k in qkv: one view of both if `joint`, else two."""
 
@@ -113,8 +134,9 @@ def _query_and_key(num_heads_q, joint):
             mergeable = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
             return (qkv[:, :, :2].flatten(2, 3),) if joint and mergeable else (q, k)
         num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
-        return (qkv[:, :, : num_heads_q + num_heads_k],) if joint else (q, k)
+        if joint:
+            return (qkv.narrow(2, 0, num_heads_q + num_heads_k),)
+        return qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, num_heads_k)
 
     return parts
 
@@ -141,8 +163,9 @@ def apply_rotary_emb(
         cu_seqlens: integer (batch + 1,). Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] of x.
         max_seqlen: int, the longest sequence of cu_seqlens; may be omitted.
 
-    Returns a tensor of x's shape and dtype; sums are taken in float32. In place, autograd knows of the write, as of
-    those of torch; but x may be a leaf that requires a gradient, which the result alone then carries.
+    Returns a tensor of x's shape and dtype, contiguous unless in place; sums are taken in float32. In place, autograd
+    knows of the write, as of those of torch; but x may be a leaf that requires a gradient, which the result alone then
+    carries. Not in a backward, where a reentrant checkpoint would rotate its input a second time.
 
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
@@ -158,7 +181,9 @@ def apply_rotary_emb(
         return apply_rotary(x, cos, sin, inplace=inplace, **options)
     arguments.check_tensors(("x",), (x,))
     if inplace and x._is_view():
-        return _rotate_packed(x, _whole, ((cos, sin),), options)
+        return _rotate_packed("x", x, _whole, ((cos, sin),), options)
+    if inplace:
+        _reject_in_backward("x", x)
     _check_tables(cos, sin)
     return _Rotate.apply(x, cos, sin, inplace, options)
 
@@ -193,7 +218,7 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, heads, head_dim), got {list(qkv.shape)}")
-    elif qkv.dim() != 4 or num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2 != 0 or qkv.shape[2] < num_heads_q:
+    elif qkv.dim() != 4 or num_heads_q is None or not _splits(qkv.shape[2], num_heads_q):
         raise RuntimeError(
             "qkv: expected shape (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * "
             f"num_heads_k, head_dim) with num_heads_q, got {list(qkv.shape)} with num_heads_q {num_heads_q}"
@@ -202,7 +227,7 @@ def apply_rotary_emb_qkv_(
     parts = _query_and_key(num_heads_q, joint)
     key_tables = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(qkv, parts, ((cos, sin), key_tables), options)
+    return _rotate_packed("qkv", qkv, parts, ((cos, sin), key_tables), options)
 
 
 def apply_rotary_emb_kv_(
@@ -213,7 +238,7 @@ def apply_rotary_emb_kv_(
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
-    return _rotate_packed(kv, _key_of_kv, ((cos, sin),), options)
+    return _rotate_packed("kv", kv, _key_of_kv, ((cos, sin),), options)
 
 
 class RotaryEmbedding(DerivedBuffers):
@@ -276,6 +301,16 @@ class RotaryEmbedding(DerivedBuffers):
         tables = self._tables(positions, seqlen, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
 
+    def _tables_covering(self, seqlen, device, dtype):
+        """`_tables` of the positions 0 .. seqlen - 1 at least; kept, unless compiled code learns seqlen as it runs."""
+        if not arguments.is_decided(seqlen <= self._seq_len_cached):
+            return self._tables(torch.arange(seqlen, device=device, dtype=torch.float32), seqlen, dtype)
+        self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+        return self._kept_tables()
+
+    def _kept_tables(self):
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+
     def _tables(self, positions, seqlen, dtype):
         """(cos, sin, cos_k, sin_k) in `dtype` at positions (n,), the last two None but for xPos, centred in seqlen."""
         device, positions = positions.device, positions.to(torch.float32)
@@ -316,17 +351,17 @@ class RotaryEmbedding(DerivedBuffers):
             expected = "an int or an integer tensor"
             seqlen_offset = arguments.integer("seqlen_offset", seqlen_offset, least=0, expected=expected)
         if max_seqlen is not None:
-            max_seqlen = arguments.integer("max_seqlen", max_seqlen)
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(arguments.integer("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, torch.Tensor):
-            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+            tables = self._tables_covering(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         elif self._cos_cached is None:
             raise RuntimeError("max_seqlen: expected an int with a tensor seqlen_offset, got None")
-        cos, sin = self._cos_cached, self._sin_cached
+        else:
+            tables = self._kept_tables()
+        cos, sin, cos_k, sin_k = tables
         options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
-        xpos = self.scale is not None
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if xpos else (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
-        return q, apply_rotary_emb_kv_(kv, cos_k if xpos else cos, sin_k if xpos else sin, **options)
+        key_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return q, apply_rotary_emb_kv_(kv, *key_tables, **options)

@@ -330,7 +330,7 @@ class MHA(nn.Module):
         return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal, q.device))
 
     def _attend_with_cache(self, heads, params):
-        prefill = params.seqlen_offset == 0
+        prefill = arguments.is_known(params.seqlen_offset == 0)
         lengths = params.lengths_per_sample
         if lengths is not None:
             lengths = lengths[params.batch_size_offset :][: heads.shape[0]]
@@ -356,12 +356,8 @@ class MHA(nn.Module):
         cache = caches[self.layer_idx][params.batch_size_offset :][: q.shape[0]]
         rotary = {}
         if rotate:
-            self.rotary_emb._update_cos_sin_cache(params.max_seqlen, device=q.device, dtype=q.dtype)
-            rotary = {
-                "rotary_cos": self.rotary_emb._cos_cached,
-                "rotary_sin": self.rotary_emb._sin_cached,
-                "rotary_interleaved": self.rotary_emb.interleaved,
-            }
+            cos, sin, *_ = self.rotary_emb._tables_covering(params.max_seqlen, q.device, q.dtype)
+            rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": self.rotary_emb.interleaved}
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
             q, cache[:, :, 0], cache[:, :, 1], *kv.unbind(2), cache_seqlens=cache_seqlens,

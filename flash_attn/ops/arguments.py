@@ -14,6 +14,7 @@ from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 _BELOW, _BEYOND = -(2**63), 2**63
 _STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
 _AN_INT_OR_TENSOR = "an int or an integer tensor"
+_is_compiling = torch.compiler.is_compiling
 
 
 # ---- tensors ----
@@ -267,6 +268,42 @@ def shown(value):
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:80]}..."
 
 
+# Compiled code learns some numbers only when it runs (`.item()`): conditions on them cannot be told before.
+
+
+def may_hold(condition):
+    """A condition on numbers; True where compiled code cannot tell."""
+    return _guard("guard_or_true", condition)
+
+
+def holds(condition):
+    """A condition on numbers that a call requires: where compiled code cannot tell, it checks that when it runs."""
+    if not may_hold(condition):
+        return False
+    if _is_compiling() and not is_known(condition):
+        torch._check(condition)
+    return True
+
+
+def is_known(condition):
+    """A condition on numbers; False where compiled code cannot tell."""
+    return _guard("guard_or_false", condition)
+
+
+def is_decided(condition):
+    """Whether compiled code can tell if a condition on numbers holds."""
+    return is_known(condition) or not may_hold(condition)
+
+
+def _guard(name, condition):
+    if type(condition) is bool and not _is_compiling():
+        return condition
+    from torch.fx.experimental import symbolic_shapes  # sympy, which eager code has no need of
+
+    guard = getattr(symbolic_shapes, name, None)  # torch 2.8 and newer; before, such numbers break the graph
+    return condition if guard is None else guard(condition)
+
+
 def integer(name, value, least=None, expected="an int"):
     """value as an int; one that torch.compile keeps symbolic stays so. least: the least value allowed, if any."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -274,9 +311,14 @@ def integer(name, value, least=None, expected="an int"):
             value = operator.index(value)
         except (TypeError, ValueError):
             raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
-    if not _BELOW < value < _BEYOND:
+    if type(value) is int and not _is_compiling():
+        within, enough = _BELOW < value < _BEYOND, least is None or value >= least
+    else:
+        within = may_hold(value > _BELOW) and may_hold(value < _BEYOND)
+        enough = least is None or holds(value >= least)
+    if not within:
         raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
-    if least is not None and value < least:
+    if not enough:
         raise RuntimeError(f"{name}: expected a value >= {least}, got {value}")
     return value
 
@@ -327,8 +369,9 @@ def window(window_size):
     if type(pair) is not tuple or len(pair) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {shown(window_size)}")
     left, right = pair
-    if type(left) is int and type(right) is int and _BELOW < left < _BEYOND and _BELOW < right < _BEYOND:
-        return pair
+    if type(left) is int and type(right) is int and not _is_compiling():
+        if _BELOW < left < _BEYOND and _BELOW < right < _BEYOND:
+            return pair
     try:
         return integer("window_size", left), integer("window_size", right)
     except (TypeError, RuntimeError):
@@ -375,7 +418,7 @@ def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     new = 0 if k is None else k.shape[1]
-    if not -1 <= length <= capacity - new:
+    if not (holds(length >= -1) and holds(length <= capacity - new)):
         raise RuntimeError(
             f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, got {length} + {new}"
         )

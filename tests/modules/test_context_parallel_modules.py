@@ -226,6 +226,28 @@ def test_transformers_passes_over_checkpoints_and_masks_of_ones(models, device):
     assert_same(summed(LocalGroup(2).run(run)), dict(enumerate(grads)), 1e-5)
 
 
+def test_transformers_compares_positions_that_were_written(models, device):
+    """Those of context_parallel_inputs too, which are known to be the plan's until then."""
+    import flash_attn.integrations.transformers_cp as ours_cp
+
+    model = models.build("llama", "fa_cp").eval()
+    ids = torch.randint(1, models.VOCABULARY, (2, 12))
+
+    def run(rank):
+        plan = CpPlan.dense(12, group=rank)
+        inputs = ours_cp.context_parallel_inputs(plan, ids)
+        model(**inputs)
+        inputs["position_ids"].add_(1)
+        with pytest.raises(RuntimeError, match=r"^position_ids: expected plan.positions\(\)"):
+            model(**inputs)
+        inputs["position_ids"].sub_(1)
+        model(**inputs)
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            LocalGroup(1).run(run)
+
+
 def test_labels_are_shifted_over_the_ranks(models, device):
     import flash_attn.integrations.transformers_cp as ours_cp
 

@@ -77,7 +77,7 @@ def layer_norm_fn(
         out, residual_out: like x, of any floating point dtype, or None: tensors to write the output and the sum into,
             for autograd an operation in place. A copy where gradients are recorded.
 
-    Returns out, or a tuple of those that apply:
+    Returns out, or a tuple of those that apply, contiguous but for those given and a sum that is x itself:
         out: like x.
         out1 (with weight1): like out.
         sum (with prenorm): like x, in the dtype of residual_out, else of residual, else see residual_in_fp32.
@@ -331,11 +331,11 @@ def _compose(x, weight, bias, residual, x1, weight1, bias1, rowscale, targets, o
     if residual is not None:
         total = total + residual
     normed = _normalise(total, options.eps, options.is_rms_norm)
-    out = _affine(normed, weight, bias, options.zero_centered_weight).to(options.out_dtype)
+    out = _affine(normed, weight, bias, options.zero_centered_weight).to(options.out_dtype).contiguous()
     out1 = None
     if weight1 is not None:
-        out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype)
-    total = total.to(options.sum_dtype) if options.sum_differs else x
+        out1 = _affine(normed, weight1, bias1, options.zero_centered_weight).to(out.dtype).contiguous()
+    total = total.to(options.sum_dtype).contiguous() if options.sum_differs else x
     out, total = _into_targets(targets, (out, total))
     return out, out1, total, mask, mask1
 

@@ -40,7 +40,7 @@ def apply_rotary(
         inplace: write the result into x and return x.
         conjugate: rotate by the negative angle (the gradient of the rotation).
 
-    Returns a tensor like x. Sums are taken in float32 (float64 for float64 x).
+    Returns a tensor like x, contiguous unless in place. Sums are taken in float32 (float64 for float64 x).
     Raises RuntimeError or TypeError naming the argument that does not fit.
     """
     seqlen_offsets = _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
@@ -52,7 +52,7 @@ def apply_rotary(
     if kernel_serves(x) and not (x.requires_grad and torch.is_grad_enabled()):
         if inplace:
             context.check_distinct("x", x)
-        out = x if inplace else torch.empty_like(x)
+        out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
         if not inplace and rotary_dim < x.shape[-1]:
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
         _launch(out, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
@@ -63,7 +63,8 @@ def apply_rotary(
     if inplace:
         x[..., :rotary_dim].copy_(rotated)
         return x
-    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
+    out = torch.cat([rotated, x[..., rotary_dim:]], dim=-1) if rotary_dim < x.shape[-1] else rotated
+    return out.contiguous()
 
 
 def rotate(
@@ -147,7 +148,7 @@ def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     longest = x.shape[1]
     if cu_seqlens is not None:
         longest = 0 if max_seqlen is None else arguments.integer("max_seqlen", max_seqlen)
-    if longest + seqlen_offsets > cos.shape[0]:
+    if not arguments.holds(longest + seqlen_offsets <= cos.shape[0]):
         raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
     return seqlen_offsets
 
