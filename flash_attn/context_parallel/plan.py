@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import schedule
-from flash_attn.context_parallel.agreement import Agreement
+from flash_attn.context_parallel.agreement import Agreement, agreed_communicator
+from flash_attn.context_parallel.handles import handle_of
 from flash_attn.context_parallel.layouts import (
     LAYOUTS,
     Span,
@@ -23,13 +26,15 @@ from flash_attn.context_parallel.layouts import (
     segments,
     tokens_of_rows,
 )
-from flash_attn.context_parallel.operators import handle_of
 from flash_attn.context_parallel.passes import HeadRanks, Passes, WholePasses
 from flash_attn.context_parallel.schedule import METHODS, Layout
-from flash_attn.context_parallel.transport import MeshTransport, transport_of
+from flash_attn.context_parallel.transport import MeshTransport
 from flash_attn.context_parallel.unshard import unshard
 from flash_attn.dropout import MASK_COLUMNS
 from flash_attn.ops import arguments
+
+if TYPE_CHECKING:
+    from flash_attn.context_parallel.call import Call
 
 
 def normal_window(causal: bool, window_size, tokens: int) -> Window:
@@ -56,7 +61,7 @@ class CpPlan:
 
     def __init__(self, cu_seqlens, is_packed, mesh, group, layout, method, causal, window_size, tile, check, copies):
         """Use `dense` or `varlen`."""
-        self.transport = transport_of(mesh, group, arguments.flag("copies", copies), (1, 2))
+        self.transport = agreed_communicator("CpPlan", check, mesh, group, copies, (1, 2))
         self.rank, self.size = self.transport.rank, self.transport.size
         self.has_two_dimensions = isinstance(self.transport, MeshTransport)
         self.is_packed, self.method = is_packed, method
@@ -66,9 +71,9 @@ class CpPlan:
             text = repr((is_packed, method, copies, self.cu_seqlens, self.passes.layout.ranks, self.spans))
         except Exception as raised:  # of any kind: the other ranks wait to be told
             error = raised
-        self._agreement = Agreement(self.transport, "CpPlan", check, text, error)
+        self._agreement = Agreement(self.transport, "CpPlan", "plan", check, text, error)
         self._positions: dict = {}  # by devices
-        self.known_calls: dict[tuple, tuple] = {}  # of `flash_attn_cp_func`, checked once
+        self.known_calls: dict[tuple, Call] = {}  # of `flash_attn_cp_func`, checked once
         self.handle = handle_of(self)  # by which compiled code names it
 
     @classmethod
@@ -195,9 +200,9 @@ class CpPlan:
             request = repr(("unshard", dim, sizes, y.dtype, y.device.type, y.requires_grad, torch.is_grad_enabled()))
         except Exception as raised:
             error = raised
-        self.compare("unshard", request, error, None)
+        number, _ = self.compare("unshard", request, error)
         self.transport.connect(y.device)
-        return unshard(y, dim, self._stages)
+        return unshard(y, dim, self._stages, partial(self.compare_backward, "unshard", request, number, None))
 
     def positions(self, device=None) -> Tensor:
         """int64 (num_tokens,): the position of each token of this rank in its document, for rotary embedding."""
@@ -234,9 +239,13 @@ class CpPlan:
         dropout mask of its keys."""
         return begin_at_multiples(self.passes.layout.spans, self.cu_seqlens, MASK_COLUMNS)
 
-    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None) -> int | None:
+    def compare(self, what: str, request: str, error: BaseException | None, seed: int | None = None):
         """Agree with all ranks on a call: see `Agreement.compare`."""
         return self._agreement.compare(what, request, error, seed)
+
+    def compare_backward(self, what: str, request: str, number: int, error: BaseException | None) -> None:
+        """Agree with all ranks on the backward of a call: see `Agreement.compare_backward`."""
+        self._agreement.compare_backward(what, request, number, error)
 
 
 def _check_axis(name: str, x: Tensor, dim: int, size: int):
