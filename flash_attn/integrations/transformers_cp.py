@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
+from flash_attn.context_parallel.agreement import raise_on_ranks_of_last_plan
 from flash_attn.integrations import token_layout
 from flash_attn.integrations.transformers import read_arguments, register_functions, reject_other_masks
 from flash_attn.ops import arguments
@@ -86,8 +87,15 @@ def context_parallel_mask(
     """None, for the plan says which tokens there are. An entry of `AttentionMaskInterface`.
 
     Raises NotImplementedError for padding (a mask of ones passes, and waits for the GPU), cached keys, and masks that
-    are no windows; on this rank alone, for the plan is not known here.
+    are no windows; on every rank if on one, where calls of this thread's last plan are compared.
     """
+    try:
+        _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, use_vmap)
+    except Exception as raised:  # of any kind: the other ranks wait to be told
+        raise_on_ranks_of_last_plan("context_parallel_mask", raised)
+
+
+def _check_mask(q_length, kv_length, q_offset, mask_function, attention_mask, use_vmap):
     reject_other_masks(mask_function, use_vmap)
     if attention_mask is not None and (attention_mask.shape[-1] != q_length or not attention_mask.all()):
         raise NotImplementedError(
@@ -139,20 +147,22 @@ def context_parallel_attention(
 
     Raises TypeError without a plan; NotImplementedError, by name, for masks, cached keys, documents given otherwise
     than by the plan and what `attention` does not support; RuntimeError for positions and shapes that are not the
-    plan's. As far as the plan checks calls, on every rank if on one, but for a missing plan.
+    plan's. As far as the plan checks calls, on every rank if on one; without a plan as far as this thread's last one
+    does.
     """
     if not isinstance(cp_plan, CpPlan):
-        raise TypeError(
+        error = TypeError(
             "cp_plan: expected a CpPlan among the keyword arguments of the model, which it hands to its layers, got "
             f"{arguments.shown(cp_plan)}"
         )
+        raise_on_ranks_of_last_plan("context_parallel_attention", error)
     try:
         (q, k, v), score, training = read_arguments(
             module, query, key, value, dropout, scaling, sliding_window, softcap, is_causal, s_aux, options
         )  # fmt: skip
         _check_tokens_of_plan(module, cp_plan, q, k, attention_mask, position_ids, options)
     except Exception as raised:  # of any kind: the other ranks wait to be told
-        cp_plan.compare("context_parallel_attention", "", raised, None)
+        cp_plan.compare("context_parallel_attention", "", raised)
         raise  # never reached: what compare is given, it raises
     if cp_plan.is_packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))

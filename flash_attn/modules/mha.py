@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn._types import WindowSize
 from flash_attn.context_parallel import CpPlan, flash_attn_cp_func
-from flash_attn.context_parallel.transport import transport_of
+from flash_attn.context_parallel.agreement import compare_on_all_ranks, raise_on_ranks_of_last_plan
+from flash_attn.context_parallel.communicator import communicator_of
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -188,7 +189,7 @@ class MHA(nn.Module):
         """
         if group is not None:
             self._require_context_parallel("group")
-        self._cp_group = None if group is None else transport_of(None, group)
+        self._cp_group = None if group is None else communicator_of(None, group)
         self._cp_options, self._cp_plan = {"layout": layout, "method": method}, None
 
     def _require_context_parallel(self, name):
@@ -230,9 +231,19 @@ class MHA(nn.Module):
 
         Returns out, like x; with return_residual (out, x).
         """
-        self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
-        plan = self._plan(x, kwargs.pop("cp_plan", None), cu_seqlens, inference_params)
-        if plan is None:
+        plan = kwargs.pop("cp_plan", None)
+        over_ranks = plan is not None or self._cp_group is not None
+        try:
+            self._check_call(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+            if over_ranks:
+                self._check_over_ranks(x, plan, cu_seqlens, inference_params)
+        except Exception as error:
+            if over_ranks:
+                self._tell_ranks(plan, error)
+            raise
+        if over_ranks:
+            plan = plan or self._plan_of_group(x)
+        else:
             padding = {"key_padding_mask": key_padding_mask}
             sequences = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
             kwargs = {**(sequences if self.use_flash_attn else padding), **kwargs}
@@ -298,29 +309,36 @@ class MHA(nn.Module):
             kwargs = {"cu_seqlens_k": kwargs["cu_seqlens"], "max_seqlen_k": kwargs["max_seqlen"], **kwargs}
         return self._run(self.inner_cross_attn, *self._split(heads), **kwargs)
 
-    def _plan(self, x, given, cu_seqlens, inference_params):
-        """The plan of a call, or None: x has all tokens."""
-        if given is None and self._cp_group is None:
-            return None
+    def _check_over_ranks(self, x, plan, cu_seqlens, inference_params):
         self._require_context_parallel("cp_plan")
         _require(inference_params is None, "inference_params", "None with context parallelism", "a value")
         expected = "None with context parallelism, whose documents are those of cp_plan"
         _require(cu_seqlens is None, "cu_seqlens", expected, "a tensor")
-        if given is not None:
-            if not isinstance(given, CpPlan):
-                raise TypeError(f"cp_plan: expected a CpPlan, got {arguments.shown(given)}")
-            return given
-        _require(x.dim() == 3, "x", "(batch, tokens, embed_dim) with a context parallel group", list(x.shape))
+        if plan is None:
+            _require(x.dim() == 3, "x", "(batch, tokens, embed_dim) with a context parallel group", list(x.shape))
+        elif not isinstance(plan, CpPlan):
+            raise TypeError(f"cp_plan: expected a CpPlan, got {arguments.shown(plan)}")
+        elif x.dim() != (2 if plan.is_packed else 3) or x.shape[-2] != plan.num_tokens:
+            shape = "(num_tokens, embed_dim)" if plan.is_packed else "(batch, num_tokens, embed_dim)"
+            text = f"x: expected {shape} with the {plan.num_tokens} tokens of rank {plan.rank}, got {list(x.shape)}"
+            raise RuntimeError(text)
+        _require(x.shape[-1] == self.embed_dim, "x", f"embed_dim {self.embed_dim}", list(x.shape))
+
+    def _tell_ranks(self, plan, error):
+        """Raise the error of this rank's arguments on those that wait for it."""
+        if isinstance(plan, CpPlan):
+            plan.compare("MHA", "", error)
+        elif self._cp_group is not None:
+            compare_on_all_ranks(self._cp_group, "", error, "MHA")
+        raise_on_ranks_of_last_plan("MHA", error)
+
+    def _plan_of_group(self, x):
         tokens = x.shape[1] * self._cp_group.size
         if self._cp_plan is None or self._cp_plan.cu_seqlens[-1] != tokens:
             self._cp_plan = CpPlan.dense(tokens, group=self._cp_group, **self._cp_options)
         return self._cp_plan
 
     def _attend_over_ranks(self, heads, plan, causal=None):
-        if heads.dim() != (3 if plan.is_packed else 4) or heads.shape[-3] != plan.num_tokens:
-            shape = "(num_tokens, embed_dim)" if plan.is_packed else "(batch, num_tokens, embed_dim)"
-            text = f"x: expected {shape} with the {plan.num_tokens} tokens of rank {plan.rank}, got {list(heads.shape)}"
-            plan.compare("MHA", "", RuntimeError(text), None)  # the other ranks wait to be told
         if self.rotary_emb_dim > 0:
             tables = self.rotary_emb._tables(plan.positions(heads.device), plan.cu_seqlens[-1], heads.dtype)
             rows = heads.unsqueeze(0) if plan.is_packed else heads
