@@ -66,8 +66,8 @@ other rows evaluate plain attention in another order or precision: their differe
 EVERYONE = """\
 Naive attention, our Triton comparator, SDPA's backends, FlexAttention and this package take turns on the same rows, in
 one run: the cells, of 16384 tokens and heads · head dim = 2048, and a grid of batch 4 and 8 heads, whose short
-sequences are little work. Where a peer is not measured, its curve ends: a cross says that memory did. FlexAttention is
-compiled anew for every shape, so that it is measured at a few lengths, up to head dim 128.
+sequences are little work. Where a peer is not measured, its curve ends. FlexAttention is compiled anew for every shape,
+so that it is measured at a few lengths, up to head dim 128.
 """
 STEPS = """\
 Forward, backward and AdamW under autocast to bfloat16, the ways in turns step by step, the median (docs/sdpa.md says

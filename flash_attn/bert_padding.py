@@ -15,11 +15,18 @@ from flash_attn.ops import arguments
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` of `input`: (n, ...) and int (m,) -> (m, ...)."""
+    _check_indices("input", input, indices)
     return torch.index_select(input, 0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Rows `indices` of a zero tensor set to `values`: (m, ...) and int (m,) -> (first_axis_dim, ...)."""
+    _check_indices("values", values, indices)
+    first_axis_dim = arguments.integer("first_axis_dim", first_axis_dim, least=0)
+    if indices.shape[0] != values.shape[0]:
+        raise RuntimeError(
+            f"indices: expected one for each row of values, [{values.shape[0]}], got {list(indices.shape)}"
+        )
     output = torch.zeros(first_axis_dim, *values.shape[1:], dtype=values.dtype, device=values.device)
     return output.index_copy_(0, indices.long(), values)
 
@@ -101,8 +108,20 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     indices: int32 or int64 (total,), as from `unpad_input`.
     """
+    _check_indices("hidden_states", hidden_states, indices)
+    batch, seqlen = arguments.integer("batch", batch, least=0), arguments.integer("seqlen", seqlen, least=0)
     output = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return output.view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_indices(name, x, indices):
+    arguments.check_tensors((name, "indices"), (x, indices))
+    if x.dim() == 0:
+        raise RuntimeError(f"{name}: expected at least one dimension, got 0")
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"indices: expected int32 or int64 of shape (m,), got {arguments.shown(indices)}")
+    if indices.device != x.device:
+        raise RuntimeError(f"indices: expected a tensor on {name}'s device ({x.device}), got one on {indices.device}")
 
 
 def _check_mask(name, mask, hidden_states):

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.ops import arguments
+
 MASK_COLUMNS = 16  # CUDA kernels make so many columns at a time: a part of a mask begins at a multiple of them
 _WORD = 0xFFFFFFFF
 _PHILOX4_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -145,15 +147,22 @@ def dropout_mask(
     Returns: bool (batch_size, nheads, seqlen_q, seqlen_k), True where the score was kept. Kept scores were scaled by
         ``keep_scale(dropout_p)``.
 
-    Raises RuntimeError when rng_state is not int64 (2,) or dropout_p is outside [0, 1).
+    Raises RuntimeError or TypeError that names the argument: rng_state not int64 (2,), dropout_p outside [0, 1), a
+        negative size.
     """
+    arguments.check_tensors(("rng_state",), (rng_state,))
+    if rng_state.is_meta:
+        raise RuntimeError("rng_state: expected a tensor with values, got one on meta")
     if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
         got = f"{str(rng_state.dtype).replace('torch.', '')} {list(rng_state.shape)}"
         raise RuntimeError(f"rng_state: expected an int64 tensor of shape [2], got {got}")
+    dropout_p = arguments.number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
-        raise RuntimeError(f"p_dropout: expected a value in [0, 1), got {dropout_p}")
+        raise RuntimeError(f"dropout_p: expected a value in [0, 1), got {dropout_p}")
+    sizes = {"batch_size": batch_size, "nheads": nheads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    batch_size, nheads, seqlen_q, seqlen_k = (arguments.integer(name, size, least=0) for name, size in sizes.items())
     seed, offset = rng_state.tolist()
-    device = rng_state.device if device is None else device
+    device = rng_state.device if device is None else arguments.device("device", device)
     batches, heads = (torch.arange(count, device=device) for count in (batch_size, nheads))
     streams = dropout_streams(seed, offset, batches, heads, device)
     return keep_mask(streams, 0, seqlen_q, 0, seqlen_k, dropout_threshold(dropout_p)).contiguous()

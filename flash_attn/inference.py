@@ -118,12 +118,17 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, nheads, head_dim), contiguous unless given.
         softmax_lse (with return_softmax_lse): (batch, nheads, seqlen_q) float32.
     """
-    return attend_over_cache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-        out, plan, batch_invariant, lse_convention, arguments.named_sinks(sinks, s_aux, learnable_sink),
-        (q_descale, k_descale, v_descale, v_descale_axis, out_dtype), k_descale_axis=k_descale_axis,
-    )  # fmt: skip
+    try:
+        return attend_over_cache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+            return_softmax_lse, out, plan, batch_invariant, lse_convention,
+            arguments.named_sinks(sinks, s_aux, learnable_sink),
+            (q_descale, k_descale, v_descale, v_descale_axis, out_dtype), k_descale_axis=k_descale_axis,
+        )  # fmt: skip
+    except (RuntimeError, TypeError) as error:
+        arguments.rename(error, {"sinks": arguments.name_of_sinks(sinks, s_aux, learnable_sink)})
+        raise
 
 
 def attend_over_cache(
@@ -171,6 +176,7 @@ def attend_over_cache(
     arguments.check_cache("v_cache", v_cache)
     lse_ops.check_convention(lse_convention)
     left, right = arguments.window(window_size)
+    return_softmax_lse = arguments.flag("return_softmax_lse", return_softmax_lse)
     causal, num_splits = arguments.flag("causal", causal), arguments.integer("num_splits", num_splits, least=0)
     batch_invariant = arguments.flag("batch_invariant", batch_invariant) or is_batch_invariant()
     sm_margin = arguments.sm_margin(sm_margin)

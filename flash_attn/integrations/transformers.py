@@ -182,7 +182,11 @@ def attention(
         return _over_pages(q, k_cache, v_cache, k, v, cache_seqlens, cu_seq_lens_k, block_table, s_aux, score), None
     if attention_mask is not None:
         return _padded(module, q, k, v, attention_mask, score, training), None
-    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+    given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    missing = [name for name, lengths in given.items() if lengths is None]
+    if len(missing) == 1:
+        raise TypeError(f"{missing[0]}: expected a Tensor, for the other of the two is given, got None")
+    if missing:
         cu_seq_lens_q = cu_seq_lens_k = _packed_by_position(module, q, k, position_ids, score["causal"])
     if cu_seq_lens_q is None:
         return flash_attn.flash_attn_func(q, k, v, **score, **training), None

@@ -25,6 +25,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        context.reject_batched_gradients(grad)
         return _Rotate.apply(grad, *ctx.tables, False, _reversed(ctx.options)), None, None, None, None
 
 
@@ -41,6 +42,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        context.reject_batched_gradients(grad)
         grad = grad.clone(memory_format=torch.contiguous_format)
         return _RotateParts.apply(grad, ctx.parts, ctx.tables, _reversed(ctx.options)), None, None, None
 
@@ -94,12 +96,6 @@ def _rotate_packed(name, x, parts, tables, options):
     # Autograd copies the gradient of a view that is written; where the view is but another shape, the base is rotated.
     shape = x.shape
     return _RotateParts.apply(base, lambda base: parts(base.view(shape)), tables, options).view(shape)
-
-
-def _check_floats(name, x):
-    arguments.check_tensors((name,), (x,))
-    if not x.is_floating_point():
-        raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(x)}")
 
 
 def _check_tables(cos, sin):
@@ -211,7 +207,7 @@ def apply_rotary_emb_qkv_(
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: int, needed with the second shape of qkv.
     """
-    _check_floats("qkv", qkv)
+    arguments.check_floating("qkv", qkv)
     arguments.check_optional_tensors(("cos_k", "sin_k"), (cos_k, sin_k))
     if num_heads_q is not None:
         num_heads_q = arguments.integer("num_heads_q", num_heads_q, least=0)
@@ -234,7 +230,7 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place, and return kv. Arguments: `apply_rotary_emb`."""
-    _check_floats("kv", kv)
+    arguments.check_floating("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(f"kv: expected shape (batch, seqlen, 2, heads, head_dim), got {list(kv.shape)}")
     options = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved, "conjugate": False}
@@ -346,7 +342,9 @@ class RotaryEmbedding(DerivedBuffers):
 
         Returns qkv, or (q, kv) with kv.
         """
-        arguments.check_tensors(("qkv",), (qkv,))
+        arguments.check_floating("qkv", qkv)
+        if qkv.dim() not in (4, 5):
+            raise RuntimeError(f"qkv: expected 4 or 5 dimensions (batch, seqlen, ..., head_dim), got {qkv.dim()}")
         if not isinstance(seqlen_offset, torch.Tensor):
             expected = "an int or an integer tensor"
             seqlen_offset = arguments.integer("seqlen_offset", seqlen_offset, least=0, expected=expected)

@@ -18,6 +18,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn.ops import arguments
 from flash_attn.utils.derived_buffers import DerivedBuffers
 
 
@@ -188,6 +189,7 @@ class CrossAttention(nn.Module):
 
         Returns (batch, seqlen_q, nheads, head_dim); 0 for a query that sees no key. The softmax is taken in float32.
         """
+        _check_inputs(q, kv, key_padding_mask)
         causal = self.causal if causal is None else causal
         scale = 1.0 / math.sqrt(q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
         group = q.shape[2] // kv.shape[3]
@@ -212,12 +214,41 @@ class SelfAttention(CrossAttention):
         causal: bool, instead of the module's, or None. key_padding_mask: bool (batch, seqlen), True where a key is
         kept, or None.
         """
+        _check_packed(qkv, key_padding_mask)
         causal = self.causal if causal is None else causal
         if causal and key_padding_mask is not None:
             position = torch.arange(qkv.shape[1], device=qkv.device)
             key_padding_mask = key_padding_mask[:, None] & (position <= position[:, None])
             causal = False
         return super().forward(qkv[:, :, 0], qkv[:, :, 1:], causal, key_padding_mask)
+
+
+def _check_packed(qkv, key_padding_mask):
+    arguments.check_tensors(("qkv",), (qkv,))
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise RuntimeError(f"qkv: expected shape (batch, seqlen, 3, nheads, head_dim), got {list(qkv.shape)}")
+    _check_mask(key_padding_mask, [[*qkv.shape[:2]]])
+
+
+def _check_inputs(q, kv, key_padding_mask):
+    arguments.check_tensors(("q", "kv"), (q, kv))
+    if q.dim() != 4:
+        raise RuntimeError(f"q: expected shape (batch, seqlen_q, nheads, head_dim), got {list(q.shape)}")
+    batch, seqlen_q, heads, head_dim = q.shape
+    if kv.dim() != 5 or kv.shape[0] != batch or kv.shape[2] != 2 or kv.shape[4] != head_dim:
+        expected = f"({batch}, seqlen_k, 2, nheads_k, {head_dim})"
+        raise RuntimeError(f"kv: expected shape {expected}, got {list(kv.shape)}")
+    if kv.shape[3] == 0 or heads % kv.shape[3] != 0:
+        raise RuntimeError(f"q: expected a head count divisible by the K/V head count {kv.shape[3]}, got {heads}")
+    _check_mask(key_padding_mask, [[batch, kv.shape[1]], [batch, seqlen_q, kv.shape[1]]])
+
+
+def _check_mask(mask, shapes):
+    if mask is not None:
+        arguments.check_tensors(("key_padding_mask",), (mask,))
+        if mask.dtype != torch.bool or list(mask.shape) not in shapes:
+            expected = f"bool of shape {shapes[0]}"
+            raise RuntimeError(f"key_padding_mask: expected {expected}, got {arguments.shown(mask)}")
 
 
 def _visible(seqlen_q, seqlen_k, causal, key_padding_mask, device):

@@ -4,6 +4,7 @@ A number may come as a Python, NumPy or symbolic one or as a tensor of one eleme
 with the argument's name, what was expected and what it was, the same for CPU and GPU.
 """
 
+import math
 import operator
 
 import torch
@@ -12,9 +13,18 @@ from torch import Tensor
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
 
 _BELOW, _BEYOND = -(2**63), 2**63
+_UNBOUNDED = 2**31 - 1
 _STRIDED, _FLOAT32 = torch.strided, torch.float32  # a look-up in torch costs as much as one in the tensor
+_LARGEST = torch.finfo(torch.float32).max
 _AN_INT_OR_TENSOR = "an int or an integer tensor"
 _is_compiling = torch.compiler.is_compiling
+
+
+def rename(error, names):
+    """Put the name that the caller knows in place of the backends' at the beginning of an error's message."""
+    name, colon, rest = str(error).partition(": expected")
+    if colon and names.get(name, name) != name:
+        error.args = (f"{names[name]}{colon}{rest}",)
 
 
 # ---- tensors ----
@@ -64,6 +74,13 @@ def _reject_first(names, values):
         if value.layout is not _STRIDED or value.is_nested:
             layout = "nested" if value.is_nested else str(value.layout).replace("torch.", "")
             raise TypeError(f"{name}: expected a strided Tensor, got a {layout} one")
+
+
+def check_floating(name, x):
+    """A tensor of numbers that PyTorch computes with; those of 8 bits are none."""
+    check_tensors((name,), (x,))
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise RuntimeError(f"{name}: expected a floating point tensor of at least 16 bits, got {shown(x)}")
 
 
 def check_sequences(sequences):
@@ -150,6 +167,12 @@ def named_sinks(sinks, s_aux, learnable_sink):
     return one_of_names(("sinks", "s_aux", "learnable_sink"), (sinks, s_aux, learnable_sink))
 
 
+def name_of_sinks(sinks, s_aux, learnable_sink):
+    """The first of their names that is given."""
+    given = (("sinks", sinks), ("s_aux", s_aux), ("learnable_sink", learnable_sink))
+    return next((name for name, value in given if value is not None), "sinks")
+
+
 def one_of_names(names, values):
     """The one tensor that is given by any of the names of one argument; None stands for none."""
     given = [(name, value) for name, value in zip(names, values) if value is not None]
@@ -165,8 +188,11 @@ def scaling(q, q_descale, k_descale, v_descale, v_descale_axis, out_dtype):
     """What 8-bit tensors bring, as the last fields of the operators' records; () where nothing is given."""
     if q_descale is k_descale is v_descale is v_descale_axis is out_dtype is None:
         return ()
-    if v_descale_axis not in (None, "channel"):
-        raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
+    if v_descale_axis is not None:
+        if not isinstance(v_descale_axis, str) or v_descale_axis != "channel":
+            raise RuntimeError(f"v_descale_axis: expected None or 'channel', got {shown(v_descale_axis)}")
+        if v_descale is None:
+            raise RuntimeError("v_descale_axis: expected None without v_descale, got 'channel'")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype, got {shown(out_dtype)}")
     given = (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
@@ -185,7 +211,7 @@ def _descale(name, q, value):
     if isinstance(value, Tensor):
         check_constant(name, value)
     elif value is not None:
-        value = torch.full((), number(name, value), dtype=_FLOAT32, device=q.device)
+        value = torch.full((), float32(name, value), dtype=_FLOAT32, device=q.device)
     return value
 
 
@@ -309,7 +335,7 @@ def integer(name, value, least=None, expected="an int"):
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
             value = operator.index(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"{name}: expected {expected}, got {shown(value)}") from None
     if type(value) is int and not _is_compiling():
         within, enough = _BELOW < value < _BEYOND, least is None or value >= least
@@ -331,7 +357,7 @@ def number(name, value):
     """value as a float."""
     if type(value) is float:
         return value
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and not (value.is_complex() or value.is_meta):
         _reject_gradient(name, value)
         return float(value)
     if value is not None and not isinstance(value, (str, bytes, Tensor)):
@@ -340,6 +366,14 @@ def number(name, value):
         except (TypeError, ValueError, OverflowError):
             pass
     raise TypeError(f"{name}: expected a number, got {shown(value)}")
+
+
+def float32(name, value):
+    """value as a float that float32 holds: one that is too large for it is an error, infinity is not."""
+    value = number(name, value)
+    if _LARGEST < abs(value) < math.inf:
+        raise RuntimeError(f"{name}: expected a number of at most {_LARGEST:g}, got {value}")
+    return value
 
 
 def flag(name, value):
@@ -354,6 +388,14 @@ def flag(name, value):
     raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
+def device(name, value):
+    """value as a torch.device."""
+    try:
+        return torch.device(value)
+    except (TypeError, RuntimeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: expected a device or its name, got {shown(value)}") from None
+
+
 def scale(softmax_scale, head_dim):
     return head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
@@ -364,7 +406,7 @@ def window(window_size):
     if type(pair) is not tuple and not isinstance(pair, (str, bytes, dict)):
         try:
             pair = tuple(pair.tolist() if isinstance(pair, Tensor) else pair)
-        except TypeError:
+        except (TypeError, NotImplementedError):  # of a tensor on meta
             pair = None
     if type(pair) is not tuple or len(pair) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {shown(window_size)}")
@@ -380,9 +422,15 @@ def window(window_size):
 
 
 def normal_window(causal, window_size):
-    """(left, right) with the causal mask in it and -1 for unbounded: equal for equal masks."""
-    left, right = window(window_size)
-    return max(left, -1), 0 if causal else max(right, -1)
+    """(left, right) with the causal mask in it and -1 for unbounded, which 2^31 - 1 is too, as in the backends."""
+    left, right = map(_side, window(window_size))
+    return left, 0 if causal else right
+
+
+def _side(width):
+    if type(width) is not int:  # symbolic: without a guard
+        return max(width, -1)
+    return width if 0 <= width < _UNBOUNDED else -1
 
 
 def max_seqlens(inputs, sequences, exact):

@@ -21,6 +21,8 @@ def combine(out_partial, lse_partial, out, out_dtype):
     if differentiating and out is not None:
         raise RuntimeError("out: expected None where gradients are recorded, got a tensor (use torch.no_grad())")
     transformed = context.transformed()
+    if out is not None:
+        context.reject_batched("flash_attn_combine with out", ("out_partial", "lse_partial", "out"), (*tensors, out))
     if needs_dispatch or (transformed and out is not None):
         return _combine_op(*tensors, out_dtype) if out is None else (out, _combine_out_op(*tensors, out))
     if differentiating or transformed:
@@ -92,6 +94,11 @@ class _Combine(torch.autograd.Function):
     forward = staticmethod(_new)
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
+    jvp = staticmethod(context.no_jvp)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return context.by_sample(_Combine, info, in_dims, args)
 
 
 def _register(name, schema, function, fake, mutates=()):

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn.flash_attn_interface import flash_attn_func
-from flash_attn.ops import context
+from flash_attn.ops import arguments, context
 from flash_attn.scoped import Scoped
 
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
@@ -29,7 +29,7 @@ _original = _installed = None  # SDPA of torch.nn.functional before the first op
 
 
 @contextmanager
-def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
+def use(devices: str | Sequence[str] = ("cuda",)) -> Iterator[None]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by these kernels within a `with` block.
 
     Calls that they serve come here, all others go to PyTorch as before. Served: query, key and value of four
@@ -42,12 +42,9 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     transformers, diffusers and torch.nn.MultiheadAttention do. Enter it outside of compiled functions.
 
     Arguments:
-        devices: types of the devices whose tensors come here, of "cuda" and "cpu".
+        devices: type of the devices whose tensors come here, "cuda" or "cpu", or several of them.
     """
-    devices = tuple(devices)
-    unknown = [device for device in devices if device not in ("cuda", "cpu")]
-    if unknown:
-        raise RuntimeError(f"devices: expected cuda or cpu, got {', '.join(map(str, unknown))}")
+    devices = _device_types(devices)
     _install()
     _scope.enter(devices)
     try:
@@ -55,6 +52,16 @@ def use(devices: Sequence[str] = ("cuda",)) -> Iterator[None]:
     finally:
         _scope.leave(devices)
         _uninstall()
+
+
+def _device_types(devices):
+    types = (devices,) if isinstance(devices, str) else devices
+    if not isinstance(types, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in types):
+        raise TypeError(f"devices: expected 'cuda', 'cpu' or several of them, got {arguments.shown(devices)}")
+    unknown = [device for device in types if device not in ("cuda", "cpu")]
+    if unknown:
+        raise RuntimeError(f"devices: expected 'cuda', 'cpu' or several of them, got {', '.join(map(repr, unknown))}")
+    return tuple(types)
 
 
 def _install():

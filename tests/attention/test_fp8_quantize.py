@@ -302,10 +302,10 @@ def test_smoothing_is_exact_but_for_rounding(device):
 
 
 @pytest.mark.parametrize("shapes,message", [
-    (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "q: expected heads that those of k divide"),
+    (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "q: expected a head count divisible by that of k .2., got 3"),
     (((1, 4, 2, 8), (4, 2, 8), (1, 4, 2, 8)), "k: expected 4 dimensions"),
     (((1, 4, 2, 8), (1, 4, 2, 8), (4, 2, 8)), "v: expected 4 dimensions"),
-    (((4, 8), (4, 8), (4, 8)), "x: expected 3 or 4 dimensions"),
+    (((4, 8), (4, 8), (4, 8)), "q: expected 3 or 4 dimensions"),
 ])  # fmt: skip
 def test_bad_shapes_are_named(shapes, message):
     with pytest.raises(RuntimeError, match=f"^{message}"):

@@ -271,7 +271,7 @@ BAD_CALLS = [
     (lambda q, k, v: ((q, k, v), {"window_size": 3}), "window_size: expected a pair"),
     (lambda q, k, v: ((q, k, v), {"alibi_slopes": torch.ones(3)}), "alibi_slopes: expected float32 of shape"),
     (lambda q, k, v: ((q, k, v), {"sinks": torch.ones(3)}), "sinks: expected shape"),
-    (lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}), "p_dropout: expected a value in"),
+    (lambda q, k, v: ((q, k, v), {"dropout_p": 1.0}), "dropout_p: expected a value in"),
     (lambda q, k, v: ((q, k, v), {"softcap": "x"}), "softcap: expected a number"),
     (lambda q, k, v: ((q, k, v), {"sm_margin": -1}), "sm_margin: expected a value >= 0, got -1"),
 ]

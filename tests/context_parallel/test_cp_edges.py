@@ -110,7 +110,7 @@ def raises_on_all(tokens, call, message, size=3):
 WRONG_EVERYWHERE = [
     ({"softcap": -1.0}, "softcap: expected a value >= 0"),
     ({"softmax_scale": float("inf")}, "softmax_scale: expected a finite value"),
-    ({"dropout_p": float("nan")}, r"p_dropout: expected a value in \[0, 1\)"),
+    ({"dropout_p": float("nan")}, r"dropout_p: expected a value in \[0, 1\)"),
     ({"sinks": torch.ones(2, dtype=torch.int32)}, "sinks: expected float32"),
     ({"lse_convention": "fa4"}, "lse_convention: expected one of"),
 ]

@@ -372,6 +372,13 @@ def call(device, mask=None, causal=True, seqlen_k=SEQLEN, heads=4, layer=None, *
     return (q, k, v), ours.attention(layer or Layer(), q, k, v, mask, is_causal=causal, **options)[0]
 
 
+@pytest.mark.parametrize("given,missing", (("cu_seq_lens_k", "cu_seq_lens_q"), ("cu_seq_lens_q", "cu_seq_lens_k")))
+def test_lengths_of_one_side_alone(device, given, missing):
+    cu = torch.tensor([0, 20, 60], dtype=torch.int32, device=device)
+    with pytest.raises(TypeError, match=f"^{missing}: expected a Tensor, for the other of the two is given, got None$"):
+        call(device, **{given: cu})
+
+
 def test_dropout(device):
     torch.manual_seed(5)
     (q, k, v), out = call(device, dropout=0.5, scaling=0.3, softcap=2.0)

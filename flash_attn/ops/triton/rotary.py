@@ -119,8 +119,7 @@ def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
     if x.dim() != dims:
         raise RuntimeError(f"x: expected {dims} dimensions {axes}, got {x.dim()}")
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        if not tensor.is_floating_point():
-            raise RuntimeError(f"{name}: expected a floating point tensor, got {arguments.shown(tensor)}")
+        arguments.check_floating(name, tensor)
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         expected = f"(seqlen_rotary, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
         raise RuntimeError(f"cos: expected shape {expected}, got {list(cos.shape)}")
