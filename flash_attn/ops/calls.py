@@ -49,21 +49,27 @@ def _to_int32(name, x):
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs, backend=None):
-    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
+def forward(args: AttentionArgs, backend=None, out=None):
+    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
+
+    out: packed rows, for the result. A call with 8-bit tensors may leave it and return another tensor.
+    """
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
-        return _forward(args, backend, {})
+        return _forward(args, backend, {}, out)
     if not args.q.is_cpu:
         return scaled.forward(
-            args, lambda: _forward_fp8(args, backend), lambda operands, scaling: _forward(operands, backend, scaling)
+            args,
+            lambda: _forward_fp8(args, backend),
+            # Without scaling the operands are copies, and the result is converted.
+            lambda operands, scaling: _forward(operands, backend, scaling, out if scaling else None),
         )
     scaled.check_unpacked(args)
-    return _forward(args, backend, args.scaling())
+    return _forward(args, backend, args.scaling(), out)
 
 
-def _forward(args: AttentionArgs, backend, scaling):
-    """scaling: what calls with 8-bit tensors have beside the others, by name."""
+def _forward(args: AttentionArgs, backend, scaling, out=None):
+    """scaling: what calls with 8-bit tensors have beside the others, by name. out: of packed rows."""
     q, k, v = map(rows_contiguous, unpack(args.q, args.k, args.v))
     if args.cu_seqlens_q is None:
         result = backend.fwd(
@@ -73,7 +79,7 @@ def _forward(args: AttentionArgs, backend, scaling):
         )  # fmt: skip
     else:
         result = backend.varlen_fwd(
-            q, k, v, None, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
+            q, k, v, out, _index("cu_seqlens_q", args.cu_seqlens_q), _index("cu_seqlens_k", args.cu_seqlens_k),
             _index("seqused_k", args.seqused_k), _index("leftpad_k", args.leftpad_k),
             _index("block_table", args.block_table), args.alibi_slopes, args.max_seqlen_q, args.max_seqlen_k,
             args.dropout_p, args.softmax_scale, False, args.causal, args.window_left, args.window_right, args.softcap,
@@ -116,7 +122,7 @@ def forward_in_use(
     scores: (softmax_scale, causal, window_left, window_right, softcap). scaling: those of SCALING that a call with
     8-bit tensors has, by name. out: written and returned, packed. A maximum that is None is the most that there can be.
     """
-    straight = out is not None and rows.order is None and not scaling
+    straight = out if rows.order is None else None
     most_keys = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
     softmax_scale, *mask = scores
     queries, max_seqlen_q, max_seqlen_k = rows.gather(q), max_seqlen_q or q.shape[0], max_seqlen_k or most_keys
@@ -126,17 +132,17 @@ def forward_in_use(
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, *mask, False, False, False, batch_invariant,
             sm_margin=sm_margin, **scaling,
         )  # fmt: skip
-        result, lse = forward(args)[:2]
+        result, lse = forward(args, out=straight)[:2]
     else:
         result, lse = backends.of(q).varlen_fwd(
-            *map(rows_contiguous, (queries, k, v)), out if straight else None,
+            *map(rows_contiguous, (queries, k, v)), straight,
             _index("cu_seqlens_q", rows.cu_seqlens), _index("cu_seqlens_k", cu_seqlens_k),
             _index("seqused_k", seqused_k), _index("leftpad_k", leftpad_k), _index("block_table", block_table),
             alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, False, *mask, False, None, 0, False,
             batch_invariant, sinks=sinks, sm_margin=sm_margin,
         )[:2]  # fmt: skip
     result, lse = rows.scatter(result), rows.scatter(lse, 1)
-    return result if straight else copied(out, result), lse
+    return result if result is out else copied(out, result), lse
 
 
 def forward_fake(args: AttentionArgs):
