@@ -54,31 +54,37 @@ def _to_int32(name, x):
     return x.clamp(limits.min, limits.max).to(torch.int32)
 
 
-def forward(args: AttentionArgs, backend=None):
-    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted."""
+def forward(args: AttentionArgs, backend=None, out=None):
+    """Attention forward -> (out, lse, S_dmask, rng_state), and max_logit if wanted.
+
+    out: for the result, if given. A call with 8-bit tensors may leave it as it is and return another tensor.
+    """
     backend = backend or backends.of(args.q)
     if not args.is_scaled():
-        return _forward(args, backend, {})
+        return _forward(args, backend, {}, out)
     if not args.q.is_cpu:
         return scaled.forward(
-            args, lambda: _forward_fp8(args, backend), lambda operands, scaling: _forward(operands, backend, scaling)
+            args,
+            lambda: _forward_fp8(args, backend),
+            # Without scaling the operands are copies, and the result is converted.
+            lambda operands, scaling: _forward(operands, backend, scaling, out if scaling else None),
         )
     scaled.check_unpacked(args)
-    return _forward(args, backend, args.scaling())
+    return _forward(args, backend, args.scaling(), out)
 
 
 def forward_into(args: AttentionArgs, out, inputs):
     """`forward` with its result in out. inputs: (q, k, v) as the caller gave them, without padding."""
-    straight = not args.is_scaled() and args.v.shape[-1:] == inputs[2].shape[-1:]
-    if not straight or _has_copies(args, inputs):
+    is_padded = args.v.shape[-1:] != inputs[2].shape[-1:]
+    if is_padded or args.is_scaled() or _has_copies(args, inputs):
         outputs.check_result(out, args.q, inputs[2], args.out_dtype, {**args._asdict(), **dict(zip("qkv", inputs))})
-    if not straight:
-        result, *others = forward(args)
-        return (out.copy_(result[..., : out.shape[-1]]), *others)
     context.check_writable(("out",), (out,))
-    result = _forward(args, backends.of(args.q), {}, out)
-    context.written((out,))
-    return result
+    result, *others = forward(args, out=None if is_padded else out)
+    if result is out:
+        context.written((out,))
+    else:
+        out.copy_(result[..., : out.shape[-1]])
+    return (out, *others)
 
 
 def _has_copies(args: AttentionArgs, inputs):
