@@ -17,7 +17,7 @@ class CpCache:
 
     Position p is on rank p // interleave % size, in row p // (interleave * size) * interleave + p % interleave of the
     sequence's own rows there. An interleave of the rows that a rank has makes its shard contiguous. Made once, by all
-    ranks, and used by all layers.
+    ranks, and used by all layers in the thread that made it.
 
     Attributes:
         rank, size: of the group.

@@ -47,7 +47,8 @@ class CpPlan:
     """The tokens of one batch, shared out to the ranks of a group; made once per batch, used by all layers.
 
     Every rank makes it from the same lengths, on the host; a hash is compared across ranks. Made by `CpPlan.dense` or
-    `CpPlan.varlen`. Any lengths, any number of ranks; ranks may have different numbers of tokens, or none.
+    `CpPlan.varlen`, and used by the thread that made it. Any lengths, any number of ranks; ranks may have different
+    numbers of tokens, or none.
 
     Attributes:
         rank, size: of the group.
@@ -105,9 +106,9 @@ class CpPlan:
                 mesh of two dimensions "all_gather", "ring" or "auto": along the first.
             causal, window_size: the mask by which "balanced" counts work. Calls may have any.
             tile: chunks end at multiples of it, where they are long.
-            check: the same on every rank. "calls" compares what every call is asked for across ranks (the default where
-                the group has a CPU backend), "plan" the plan and the first call of each kind (the default elsewhere:
-                comparing waits for the GPU), "none" nothing.
+            check: the same on every rank. "calls" compares across ranks what every call is asked for, and of which call
+                every backward is (the default where the group has a CPU backend); "plan" the plan, the first call and
+                the first backward of each kind (the default elsewhere: comparing waits for the GPU); "none" nothing.
             copies: whether all_gather's keys are copied between the GPUs of one host, where messages would wait for
                 multiprocessors; of a group with NCCL, whose calls then follow each other in one stream.
 

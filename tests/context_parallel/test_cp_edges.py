@@ -386,11 +386,11 @@ def test_a_plan_is_of_the_thread_that_made_it(check):
             lambda: plan.unshard(q, 1),
             lambda: flash_attn_cp_kvcache(q, q, q, 2, shards=shards),
         )
-        for call, name in zip(calls, ("plan", "plan", "shards")):
-            expected = call()
+        for own_call, name in zip(calls, ("plan", "plan", "shards")):
+            expected = own_call()
             with pytest.raises(RuntimeError, match=f"^{name}: expected calls from the thread that made it"):
-                in_thread(call)
-            torch.testing.assert_close(call(), expected)
+                in_thread(own_call)
+            torch.testing.assert_close(own_call(), expected)
         return True
 
     assert LocalGroup(2, SECONDS).run(run) == [True] * 2

@@ -319,8 +319,10 @@ def test_transformers_refuses(models, device):
             ):
                 model(**inputs, position_ids=others)
             is_bad = rank.rank == 1  # before the plan is known
-            for given, name in (({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)}, "attention_mask"),
-                                ({"cp_plan": None}, "cp_plan")):
+            for given, name in (
+                ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)}, "attention_mask"),
+                ({"cp_plan": None}, "cp_plan"),
+            ):
                 told = rf"got errors on ranks \[1\] \(rank 1: [A-Za-z]+: {name}: expected"
                 with pytest.raises((NotImplementedError, TypeError, RuntimeError), match=name if is_bad else told):
                     model(**{**inputs, **(given if is_bad else {})}, position_ids=positions)
