@@ -167,13 +167,8 @@ def extend(made, batch, scales=(None, None)):
         cache_seqlens_int32=batch.lengths, max_seq_len_q=max(LENGTHS_Q), cu_seqlens_q=batch.cu_q,
         cu_seqlens_k=batch.cu_q, page_table=batch.table,
     )  # fmt: skip
-    forward_batch = SimpleNamespace(
-        forward_mode=module.ForwardMode.EXTEND,
-        batch_size=len(LENGTHS_Q),
-        spec_algorithm=None,
-        attn_cp_metadata=None,
-        spec_info=None,
-    )
+    mode = module.ForwardMode.EXTEND
+    forward_batch = SimpleNamespace(forward_mode=mode, batch_size=len(LENGTHS_Q), attn_cp_metadata=None)
     layer = SimpleNamespace(
         layer_id=0, is_cross_attention=False, attn_type=None, sliding_window_size=-1, head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM, tp_q_head_num=HEADS, tp_k_head_num=HEADS_K, tp_v_head_num=HEADS_K,
