@@ -10,7 +10,7 @@ import torch
 from einops import rearrange  # noqa: F401 - clients import the name from here
 from torch import Tensor
 
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, conditions
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ def unpad_input_for_concatenated_sequences(
     lengths, max_seqlen = attention_mask_in_length.flatten(), 0
     if lengths.numel() > 0:
         shortest, longest_row, max_seqlen = torch.stack([lengths.min(), row_lengths.max(), lengths.max()]).tolist()
-        if not arguments.holds(shortest >= 0):
+        if not conditions.holds(shortest >= 0):
             raise RuntimeError(f"attention_mask_in_length: expected lengths >= 0, got {shortest}")
-        if not arguments.holds(longest_row <= seqlen):
+        if not conditions.holds(longest_row <= seqlen):
             raise RuntimeError(
                 f"attention_mask_in_length: expected lengths of a row that sum to at most {seqlen}, got {longest_row}"
             )

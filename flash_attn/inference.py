@@ -194,7 +194,8 @@ def attend_over_cache(
         lengths = arguments.cache_lengths(cache_seqlens, q, k_cache, k, block_table)
     scale = arguments.scale(softmax_scale, arguments.head_dim("q", q))
     *scaling, v_descale_axis, out_dtype = scaling
-    channel, v_axis = (v_descale_axis, None) if v_descale_axis == "channel" else (None, v_descale_axis)
+    is_channel = isinstance(v_descale_axis, str) and v_descale_axis == "channel"
+    channel, v_axis = ("channel", None) if is_channel else (None, v_descale_axis)
     scaling = arguments.scaling(q, *scaling, channel, out_dtype)
     scaling, tokens = arguments.cache_descales(scaling, (k_descale_axis, v_axis), (k_cache, v_cache), k)
     args = KvCacheArgs(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn.ops import arguments, context
+from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.rotary import apply_rotary
 from flash_attn.utils.derived_buffers import DerivedBuffers, has_values
 
@@ -118,7 +118,7 @@ def _key_of_kv(kv):
 
 def _splits(heads, num_heads_q):
     """Whether the heads after those of q are as many of k as of v."""
-    return arguments.holds(num_heads_q <= heads) and arguments.holds((heads - num_heads_q) % 2 == 0)
+    return conditions.holds(num_heads_q <= heads) and conditions.holds((heads - num_heads_q) % 2 == 0)
 
 
 def _query_and_key(num_heads_q, joint):
@@ -299,7 +299,7 @@ class RotaryEmbedding(DerivedBuffers):
 
     def _tables_covering(self, seqlen, device, dtype):
         """`_tables` of the positions 0 .. seqlen - 1 at least; kept, unless compiled code learns seqlen as it runs."""
-        if not arguments.is_decided(seqlen <= self._seq_len_cached):
+        if not conditions.is_decided(seqlen <= self._seq_len_cached):
             return self._tables(torch.arange(seqlen, device=device, dtype=torch.float32), seqlen, dtype)
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._kept_tables()

@@ -29,7 +29,7 @@ from flash_attn.modules.inner_attention import (
     SelfAttention,
     get_alibi_slopes,
 )
-from flash_attn.ops import arguments
+from flash_attn.ops import arguments, conditions
 from flash_attn.utils.generation import InferenceParams
 
 __all__ = [
@@ -348,7 +348,7 @@ class MHA(nn.Module):
         return self._run(flash_attn_cp_func, q, k, v, plan=plan, **self.inner_attn._options(causal, q.device))
 
     def _attend_with_cache(self, heads, params):
-        prefill = arguments.is_known(params.seqlen_offset == 0)
+        prefill = conditions.is_known(params.seqlen_offset == 0)
         lengths = params.lengths_per_sample
         if lengths is not None:
             lengths = lengths[params.batch_size_offset :][: heads.shape[0]]

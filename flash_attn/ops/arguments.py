@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.eight_bit import E4M3, EIGHT_BIT, named
+from flash_attn.ops import conditions
 
 _BELOW, _BEYOND = -(2**63), 2**63
 _UNBOUNDED = 2**31 - 1
@@ -221,9 +222,8 @@ def cache_descales(scaling, axes, caches, new):
     axes: what descales of K and of V are of, where their shapes may be those of pages and of rows: "page", "row", None.
     """
     if not scaling:
-        if axes != (None, None):
-            for name, axis in zip("kv", axes):
-                _check_descale_axis(name, axis, None, None)
+        for name, axis in zip("kv", axes):
+            _check_descale_axis(name, axis, None, None)
         return scaling, (None, None)
     q_descale, k_descale, v_descale, v_per_channel, out_dtype = scaling
     k_descale, k_written = _written_apart("k", axes[0], k_descale, caches[0], new)
@@ -246,7 +246,7 @@ def _check_descale_axis(name, axis, descale, cache):
         known = "None, 'page' or 'row'" if name == "k" else "None, 'channel', 'page' or 'row'"
         raise RuntimeError(f"{name}_descale_axis: expected {known}, got {shown(axis)}")
     if descale is None:
-        raise RuntimeError(f"{name}_descale: expected a tensor with {name}_descale_axis, got None")
+        raise RuntimeError(f"{name}_descale_axis: expected None without {name}_descale, got {axis!r}")
     if cache.dim() == 4:
         shape = [cache.shape[0], cache.shape[1] if axis == "row" else 1, cache.shape[2]]
         if list(descale.shape) != shape:
@@ -294,42 +294,6 @@ def shown(value):
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:80]}..."
 
 
-# Compiled code learns some numbers only when it runs (`.item()`): conditions on them cannot be told before.
-
-
-def may_hold(condition):
-    """A condition on numbers; True where compiled code cannot tell."""
-    return _guard("guard_or_true", condition)
-
-
-def holds(condition):
-    """A condition on numbers that a call requires: where compiled code cannot tell, it checks that when it runs."""
-    if not may_hold(condition):
-        return False
-    if _is_compiling() and not is_known(condition):
-        torch._check(condition)
-    return True
-
-
-def is_known(condition):
-    """A condition on numbers; False where compiled code cannot tell."""
-    return _guard("guard_or_false", condition)
-
-
-def is_decided(condition):
-    """Whether compiled code can tell if a condition on numbers holds."""
-    return is_known(condition) or not may_hold(condition)
-
-
-def _guard(name, condition):
-    if type(condition) is bool and not _is_compiling():
-        return condition
-    from torch.fx.experimental import symbolic_shapes  # sympy, which eager code has no need of
-
-    guard = getattr(symbolic_shapes, name, None)  # torch 2.8 and newer; before, such numbers break the graph
-    return condition if guard is None else guard(condition)
-
-
 def integer(name, value, least=None, expected="an int"):
     """value as an int; one that torch.compile keeps symbolic stays so. least: the least value allowed, if any."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -340,8 +304,8 @@ def integer(name, value, least=None, expected="an int"):
     if type(value) is int and not _is_compiling():
         within, enough = _BELOW < value < _BEYOND, least is None or value >= least
     else:
-        within = may_hold(value > _BELOW) and may_hold(value < _BEYOND)
-        enough = least is None or holds(value >= least)
+        within = conditions.may_hold(value > _BELOW) and conditions.may_hold(value < _BEYOND)
+        enough = least is None or conditions.holds(value >= least)
     if not within:
         raise RuntimeError(f"{name}: expected {expected} of at most 64 bits, got {value}")
     if not enough:
@@ -466,7 +430,7 @@ def cache_lengths(cache_seqlens, q, k_cache, k, block_table):
     length = integer("cache_seqlens", cache_seqlens, expected=_AN_INT_OR_TENSOR)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     new = 0 if k is None else k.shape[1]
-    if not (holds(length >= -1) and holds(length <= capacity - new)):
+    if not (conditions.holds(length >= -1) and conditions.holds(length <= capacity - new)):
         raise RuntimeError(
             f"cache_seqlens: expected cache length plus {new} new rows of at most {capacity}, got {length} + {new}"
         )

@@ -75,9 +75,10 @@ def forward(args: AttentionArgs, backend=None, out=None):
 
 def forward_into(args: AttentionArgs, out, inputs):
     """`forward` with its result in out. inputs: (q, k, v) as the caller gave them, without padding."""
-    is_padded = args.v.shape[-1:] != inputs[2].shape[-1:]
+    *_, v = inputs
+    is_padded = args.v.shape[-1:] != v.shape[-1:]
     if is_padded or args.is_scaled() or _has_copies(args, inputs):
-        outputs.check_result(out, args.q, inputs[2], args.out_dtype, {**args._asdict(), **dict(zip("qkv", inputs))})
+        outputs.check_result(out, args.q, v, args.out_dtype, {**args._asdict(), **dict(zip("qkv", inputs))})
     context.check_writable(("out",), (out,))
     result, *others = forward(args, out=None if is_padded else out)
     if result is out:

@@ -150,6 +150,8 @@ def check_writable(names, tensors):
 
 def check_savable(names, tensors):
     """Raise RuntimeError for one (some None) that autograd will not save for a backward."""
+    if _is_compiling():
+        return
     for name, x in zip(names, tensors):
         if x is not None and x.is_inference():
             raise RuntimeError(
@@ -159,7 +161,7 @@ def check_savable(names, tensors):
 
 def savable(x):
     """x, or a copy where autograd will not save it for it was made in inference mode. None passes."""
-    return x.clone() if x is not None and x.is_inference() else x
+    return x if x is None or _is_compiling() or not x.is_inference() else x.clone()
 
 
 def check_distinct(name, x):

@@ -47,7 +47,8 @@ def attention_into(args: AttentionArgs, out, inputs):
     needs_dispatch = context.survey((*ATTENTION_INPUTS, "out"), (*given, out))[0]
     if not needs_dispatch and not context.transformed():
         return calls.forward_into(args, out, inputs)
-    outputs.check_result(out, args.q, inputs[2], args.out_dtype, {})
+    *_, v = inputs
+    outputs.check_result(out, args.q, v, args.out_dtype, {})
     result, *others = attention(args)
     return (out.copy_(result[..., : out.shape[-1]]), *others)
 

@@ -138,7 +138,7 @@ def call_context_parallel(layout, comparing):
         plan = CpPlan.dense(SEQLEN, group=rank)
         with comparing:
             q, k, v = (layout(torch.randn(BATCH, SEQLEN, HEADS, HEAD_DIM)).requires_grad_() for _ in "qkv")
-            args = operators.CpArgs(q, k, v, None, None, operators.handle_of(plan), *OPTIONS, False, 0)
+            args = operators.CpArgs(q, k, v, None, None, plan.handle, *OPTIONS, False, 0)
             out, lse, _ = operators.attention(args)
             torch.autograd.grad((out, lse), (q, k, v), (layout(torch.randn_like(out)), torch.ones_like(lse)))
 

@@ -17,7 +17,7 @@ from flash_attn.layers import rotary
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.modules.inner_attention import FlashCrossAttention, FlashSelfAttention
 from flash_attn.modules.mha import MHA
-from flash_attn.ops import arguments
+from flash_attn.ops import conditions
 from flash_attn.ops.triton.rotary import apply_rotary
 from flash_attn.utils.generation import InferenceParams
 
@@ -55,7 +55,7 @@ class Inputs:
             "packed_qkv": rows(device, *packed, 3, *heads),
             "packed_kv": rows(device, *packed, 2, *heads),
             "cache": rows(device, BATCH, CAPACITY, *heads),
-            "cos": torch.rand(CAPACITY, HEAD_DIM // 2, device=device),
+            "cos": torch.rand(CAPACITY, HEAD_DIM // 2, device=device, dtype=dtype_of(device)),
             "cu": torch.tensor([0, 5, 14], dtype=torch.int32, device=device),
             "lengths": torch.tensor([4, 7], dtype=torch.int32, device=device),
             "in_length": torch.tensor([[2, 3, *[0] * 7], [9, *[0] * 8]], device=device),
@@ -215,5 +215,7 @@ def test_what_does_not_fit_is_found_when_it_runs(device):
 
 def test_conditions_of_known_numbers():
     for condition in (False, True):
-        assert arguments.may_hold(condition) is arguments.holds(condition) is arguments.is_known(condition) is condition
-        assert arguments.is_decided(condition)
+        assert (
+            conditions.may_hold(condition) is conditions.holds(condition) is conditions.is_known(condition) is condition
+        )
+        assert conditions.is_decided(condition)

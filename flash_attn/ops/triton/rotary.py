@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn.ops import arguments, context
+from flash_attn.ops import arguments, conditions, context
 from flash_attn.ops.triton.dispatch import device_of, kernel_serves, power_of_two
 
 
@@ -147,7 +147,7 @@ def _check_positions(x, cos, seqlen_offsets, cu_seqlens, max_seqlen):
     longest = x.shape[1]
     if cu_seqlens is not None:
         longest = 0 if max_seqlen is None else arguments.integer("max_seqlen", max_seqlen)
-    if not arguments.holds(longest + seqlen_offsets <= cos.shape[0]):
+    if not conditions.holds(longest + seqlen_offsets <= cos.shape[0]):
         raise RuntimeError(f"cos: expected at least {longest + seqlen_offsets} rows, got {cos.shape[0]}")
     return seqlen_offsets
 
