@@ -7,6 +7,7 @@ FLASH_ATTN_LOAD_PROCESSES make a longer run of it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from flash_attn.fp8 import quantize_qkv
 
 pytestmark = pytest.mark.devices("cuda")
 
-ROUNDS = int(os.environ.get("FLASH_ATTN_LOAD_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("FLASH_ATTN_LOAD_ROUNDS", "50"))
 PROCESSES = int(os.environ.get("FLASH_ATTN_LOAD_PROCESSES", "3"))
 LAYERS = 3  # calls in a row, each with the output of the one before as its queries
 
@@ -44,10 +45,20 @@ while not stop.is_set():
 
 
 @pytest.fixture(scope="module")
-def load():
-    """Other processes that keep the GPU busy during the tests of this module."""
+def load(tmp_path_factory):
+    """Other processes that keep the GPU busy during the tests of this module. One worker of a run starts them."""
     if not torch.cuda.is_available():
         pytest.skip("torch.cuda is not available")
+    with open(tmp_path_factory.getbasetemp().parent / "gpu_load.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except OSError:
+            yield
+            return
+        yield from load_processes()
+
+
+def load_processes():
     command = [sys.executable, "-c", LOAD]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)
