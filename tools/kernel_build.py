@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from build_folder import alone_in, build_folder
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
@@ -173,11 +174,16 @@ def summary(results: list[dict], files: int, wall: float, cpu: float, archive: P
 def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
     """Build the archive. Returns its build info; also writes build_report.json beside it."""
     check_archs(toolkit, build.archs)
+    with alone_in(build.out_dir):
+        return build_alone(build, toolkit, site_dirs)
+
+
+def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
+    """build_kernels() while no other process writes to build.out_dir."""
     files = kernel_files(build.source_dir)
     selected = select(files, build.head_dims, build.dtypes, build.archs)
     passes = pass_files(build.source_dir)
-    cutlass = find_cutlass(ROOT, site_dirs, ROOT / "build" / "cutlass")
-    build.out_dir.mkdir(parents=True, exist_ok=True)
+    cutlass = find_cutlass(ROOT, site_dirs, build_folder() / "cutlass")
 
     info = build_info(selected, build.archs, toolkit.version)
     digest = interface_digest(build.source_dir)
@@ -203,11 +209,11 @@ def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]
 
 def out_dir_for(archs: list[str]) -> Path:
     """Where an install keeps objects: one folder per set of architectures, so that changing it back costs nothing."""
-    return ROOT / "build" / "kernels" / "-".join(f"sm{arch}" for arch in archs)
+    return build_folder() / "kernels" / "-".join(f"sm{arch}" for arch in archs)
 
 
 def build_from_environment(site_dirs: list[str], toolkit: CudaToolkit, archs: list[str], environ=os.environ) -> Path:
-    """The archive that the knobs of the environment ask for, built in the source tree's build folder."""
+    """The archive that the knobs of the environment ask for, built in build_folder()."""
     build = KernelBuild(
         source_dir=ROOT / "csrc" / "flash_attn",
         out_dir=out_dir_for(archs),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import build_folder
 import compile_commands
 import kernel_build
 import kernel_manifest
@@ -364,6 +366,21 @@ def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
     header.write_text(FLASH_H + "// changed\n")
     stand_in()
     assert kernel_compilations(tmp_path) == 2
+
+
+@needs_ninja
+@needs_compiler
+def test_builds_of_one_folder_take_turns(stand_in, tmp_path, capfd):
+    """Two installs of one checkout share its objects: one compiles them, the other waits and finds them."""
+    with ThreadPoolExecutor() as pool:
+        with build_folder.alone_in(tmp_path / "out"):
+            builds = [pool.submit(stand_in) for _ in range(2)]
+            printed = ""
+            while printed.count("waiting for another build in") < 2:
+                printed += capfd.readouterr().out
+            assert not (tmp_path / "out" / "build.ninja").exists()
+        first, second = [build.result() for build in builds]
+    assert first == second and kernel_compilations(tmp_path) == 1
 
 
 @needs_ninja
