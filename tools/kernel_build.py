@@ -52,6 +52,12 @@ COMPILE_FLAGS = (
 )
 
 
+def compression_flags(toolkit: CudaToolkit) -> list[str]:
+    """nvcc compresses PTX by default, and machine code only if it is asked to: to 0.15 of its size."""
+    has_size_mode = int(toolkit.version.split(".")[0]) >= 13  # from CUDA 12 it needs newer drivers than its code does
+    return ["-Xfatbin=-compress-all", *(["--compress-mode=size"] if has_size_mode else [])]
+
+
 @dataclass(frozen=True)
 class KernelBuild:
     """What to build from where to where. head_dims and dtypes: a development subset; None means all."""
@@ -112,7 +118,7 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
     tools = Path(__file__).resolve().parent
     source_dir = build.source_dir.resolve()
     includes = [f"-I{source_dir}"]
-    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *includes, f"-I{cutlass_include}"]
+    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *compression_flags(toolkit), *includes, f"-I{cutlass_include}"]
     script = tools / "compile_kernel.py"
     compiler = [sys.executable, str(script), "--source", "$in", "--object", "$out", "--depfile", "$depfile"]
     checked = [*compiler, "--budget", str(build.budget), "--toolkit", toolkit.full_version, "--", *nvcc]

@@ -51,7 +51,7 @@ else:
     with open(os.environ["FAKE_CALLS"], "a") as calls:
         calls.write(" ".join(arguments) + "\\n")
     source = arguments[arguments.index("-c") + 1]
-    dropped = ("-gencode", "-Xptxas", "--use_fast_math", "--expt", "-Xcompiler")
+    dropped = ("-gencode", "-Xptxas", "--use_fast_math", "--expt", "-Xcompiler", "-Xfatbin", "--compress")
     host = [a for a in arguments if not a.startswith(dropped) and a not in ("-c", source)]
     if source.endswith(".cu"):
         print(open(os.environ["FAKE_PTXAS"]).read())
@@ -338,7 +338,7 @@ def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
+    assert {"-std=c++17", "--compress-mode=size", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
     assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
 
 
@@ -406,6 +406,13 @@ def test_compile_errors_are_shown(stand_in, tmp_path):
     (tmp_path / "source with space" / "params" / "flash.h").write_text("#error broken header\n")
     with pytest.raises(BuildError, match="broken header"):
         stand_in()
+
+
+@pytest.mark.parametrize("version, mode", [("12.4", []), ("12.9", []), ("13.0", ["--compress-mode=size"])])
+def test_machine_code_is_compressed_for_every_driver_of_its_cuda(version, mode):
+    """Code of CUDA 12 in mode size needs a driver of 550.54, which CUDA 12.0 to 12.3 do not."""
+    toolkit = toolchain.CudaToolkit(Path("nvcc"), Path("/"), version, f"{version}.1")
+    assert kernel_build.compression_flags(toolkit) == ["-Xfatbin=-compress-all", *mode]
 
 
 def test_unknown_arch_is_refused(stand_in, tmp_path):
