@@ -452,13 +452,27 @@ def sources(tmp_path):
     return Path(shutil.copytree(CSRC, tmp_path / "csrc"))
 
 
-def compiler_dependencies(files):
-    """What the host's preprocessor reads of csrc/flash_attn for `files`; headers that it does not find are skipped."""
-    include = [f"-I{CSRC}"]
-    command = ["g++", "-x", "c++", "-std=c++17", "-MM", "-MG", *include, *map(str, files)]
+def includes(files, *options):
+    """Names of what the preprocessor of nvcc's host pass includes, with the device pass's macro in `options` of that."""
+    command = ["g++", "-x", "c++", "-std=c++17", "-M", "-MG", *options, f"-I{CSRC}", *map(str, files)]
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    paths = {Path(word).resolve() for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+    return {word for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+
+
+def compiler_dependencies(files):
+    """What both passes read of csrc/flash_attn for `files`; headers that are not found are skipped."""
+    paths = {Path(word).resolve() for word in includes(files) | includes(files, "-D__CUDA_ARCH__=900")}
     return {path for path in paths if path.is_relative_to(CSRC) and path.is_file()}
+
+
+@needs_compiler
+def test_the_host_pass_of_launches_leaves_cute_out():
+    """It would take longer than the kernels of some files."""
+    of_family = {(f.direction, f.family): f.path for f in kernel_manifest.kernel_files(CSRC)}
+    for path in of_family.values():
+        libraries = {name for name in includes([path]) if name.startswith(("cute/", "cutlass/"))}
+        assert libraries == {"cute/int_tuple.hpp", "cute/underscore.hpp"}, path.name
+        assert "cute/tensor.hpp" in includes([path], "-D__CUDA_ARCH__=900"), path.name
 
 
 @needs_compiler
@@ -467,7 +481,7 @@ def test_the_digest_covers_what_the_compiler_reads():
     covered = set(kernel_manifest.shared_sources(CSRC))
     assert {CSRC / "plan" / name for name in ("grid.h", "decode_plan.h", "tiles.h")} <= covered
     read = compiler_dependencies(files)
-    assert CSRC / "plan" / "grid.h" in read
+    assert {CSRC / "plan" / "grid.h", CSRC / "kernels" / "sm90" / "fwd_mainloop.h"} <= read
     assert read <= covered
     assert not [path for path in covered if CSRC / "api" in path.parents], "headers of the binding alone"
 

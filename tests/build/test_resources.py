@@ -63,7 +63,11 @@ def test_whole_archives_are_small():
     for report in REPORTS:
         content = json.loads(report.read_text(encoding="utf-8"))
         info, archs = content["info"], ";".join(content["info"]["archs"])
-        if set(info["dtypes"]) == dtypes and set(info["head_dims"]) == head_dims and archs in BUDGET["archive_megabytes"]:
+        if (
+            set(info["dtypes"]) == dtypes
+            and set(info["head_dims"]) == head_dims
+            and archs in BUDGET["archive_megabytes"]
+        ):
             assert content["archive_bytes"] <= 1e6 * BUDGET["archive_megabytes"][archs], report.parent.name
 
 
