@@ -18,6 +18,7 @@ SOURCE_DIR = ROOT / "csrc" / "flash_attn"
 sys.path.insert(0, str(ROOT / "tools"))
 
 from binding_build import MODULE, build_binding
+from build_folder import alone_in, build_folder, is_writable, scratch_folder
 from errors import BuildError
 from install_plan import Plan, make_plan
 from kernel_build import build_from_environment, default_archs
@@ -29,6 +30,7 @@ from toolchain import cuda_header_dirs
 
 # dist_info builds nothing, but pip runs it before it downloads dependencies: a missing torch is best reported then.
 BUILD_COMMANDS = {"bdist_wheel", "editable_wheel", "build", "build_ext", "install", "develop", "dist_info"}
+EDITABLE_COMMANDS = {"editable_wheel", "develop"}
 
 
 class PlannedDistribution(Distribution):
@@ -41,15 +43,13 @@ class PlannedDistribution(Distribution):
 
 
 class BuildPython(build_py):
-    """Copies the package into an empty folder (an old one may hold removed files) and writes the build's identity.
+    """Copies the package and writes the build's identity.
 
     Without kernels the module's place is taken by one that says so.
     """
 
     def run(self) -> None:
         editable = getattr(self, "editable_mode", False)
-        if not editable:
-            shutil.rmtree(Path(self.build_lib, "flash_attn"), ignore_errors=True)
         super().run()
         plan = self.distribution.plan
         folder = ROOT / "flash_attn" if editable else Path(self.build_lib, "flash_attn")
@@ -71,28 +71,30 @@ class BuildBinding(build_ext):
     """Builds the kernel archive, unless one is given, and the module."""
 
     def build_extension(self, extension: Extension) -> None:
-        plan = self.distribution.plan
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        site_dirs = [*sys.path, *plan.torch.site_dirs]
         try:
-            if plan.archive is not None:
-                archive = plan.archive
-                say(f"kernels: {archive} (FLASH_ATTN_KERNEL_ARCHIVE)")
-            else:
-                knob = os.environ.get("FLASH_ATTN_CUDA_ARCHS")
-                archs = parse_archs(knob) if knob else default_archs()
-                archive = build_from_environment(site_dirs, plan.toolkit, archs)
-            headers = (
-                [plan.toolkit.include] if plan.toolkit else cuda_header_dirs(site_dirs, plan.torch.cuda.split(".")[0])
-            )
-            module = ROOT / "build" / "binding" / target.name
-            module.parent.mkdir(parents=True, exist_ok=True)
-            info = build_binding(plan.torch, SOURCE_DIR, archive, headers, commit_of(ROOT), module)
+            with alone_in(build_folder()):  # until the module is copied: another install may ask for other kernels
+                module = build_folder() / "binding" / target.name
+                info = build_module(self.distribution.plan, module)
+                shutil.copy2(module, target)
         except BuildError as error:
             sys.exit(f"error: {error}")
-        shutil.copy2(module, target)
         say(f"built {MODULE}: {info}")
+
+
+def build_module(plan: Plan, module: Path) -> str:
+    """Builds the kernel archive, unless one is given, and `module`. Returns its build info."""
+    site_dirs = [*sys.path, *plan.torch.site_dirs]
+    if plan.archive is not None:
+        archive = plan.archive
+        say(f"kernels: {archive} (FLASH_ATTN_KERNEL_ARCHIVE)")
+    else:
+        knob = os.environ.get("FLASH_ATTN_CUDA_ARCHS")
+        archs = parse_archs(knob) if knob else default_archs()
+        archive = build_from_environment(site_dirs, plan.toolkit, archs)
+    headers = [plan.toolkit.include] if plan.toolkit else cuda_header_dirs(site_dirs, plan.torch.cuda.split(".")[0])
+    return build_binding(plan.torch, SOURCE_DIR, archive, headers, commit_of(ROOT), module)
 
 
 def wheel_command() -> type:
@@ -119,12 +121,35 @@ def wheel_command() -> type:
     return BuildWheel
 
 
+def own_folders(commands: set[str]) -> dict:
+    """Options that keep an install's files out of the checkout, where an install at the same time would change and
+    delete them. Not those of commands whose result belongs there: build, develop, sdist."""
+    scratch = str(scratch_folder())
+    options = {}
+    if not commands & {"build", "build_ext", "develop"}:
+        options["build"] = {"build_base": scratch}
+    if not commands & {"develop", "sdist"}:
+        options["egg_info"] = {"egg_base": scratch}
+    return options
+
+
+def make_checked_plan(building: set[str]) -> Plan:
+    """make_plan(), after what no plan can mend."""
+    if building & EDITABLE_COMMANDS and not is_writable():
+        raise BuildError(
+            f"editable install: expected a checkout that this user can write, got {ROOT}; pip install . copies it"
+        )
+    if not is_writable():
+        say(f"{ROOT} is read-only: building in {build_folder()}, which is removed afterwards")
+    return make_plan(ROOT, SOURCE_DIR)
+
+
 def main() -> None:
     building = BUILD_COMMANDS.intersection(sys.argv[1:])
     if building:
-        log_to(ROOT / "build" / "build.log")
+        log_to(build_folder() / "build.log")
         try:
-            PlannedDistribution.plan = make_plan(ROOT, SOURCE_DIR)
+            PlannedDistribution.plan = make_checked_plan(building)
         except BuildError as error:
             sys.exit(f"error: {error}")
         plan = PlannedDistribution.plan
@@ -141,6 +166,7 @@ def main() -> None:
         distclass=PlannedDistribution,
         ext_modules=[Extension(MODULE, sources=["csrc/flash_attn/flash_api.cpp"])],
         cmdclass=commands,
+        options=own_folders(set(sys.argv[1:])),
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from build_folder import alone_in, build_folder
 from errors import BuildError
 from kernel_manifest import (
     DEFAULT_ARCHS,
@@ -49,6 +50,12 @@ COMPILE_FLAGS = (
     "-Xptxas=-v",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
+
+
+def compression_flags(toolkit: CudaToolkit) -> list[str]:
+    """nvcc compresses PTX by default, and machine code only if it is asked to: to 0.15 of its size."""
+    has_size_mode = int(toolkit.version.split(".")[0]) >= 13  # from CUDA 12 it needs newer drivers than its code does
+    return ["-Xfatbin=-compress-all", *(["--compress-mode=size"] if has_size_mode else [])]
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def build_file(build: KernelBuild, toolkit: CudaToolkit, cutlass_include: Path, 
     tools = Path(__file__).resolve().parent
     source_dir = build.source_dir.resolve()
     includes = [f"-I{source_dir}"]
-    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *includes, f"-I{cutlass_include}"]
+    nvcc = [str(toolkit.nvcc), *COMPILE_FLAGS, *compression_flags(toolkit), *includes, f"-I{cutlass_include}"]
     script = tools / "compile_kernel.py"
     compiler = [sys.executable, str(script), "--source", "$in", "--object", "$out", "--depfile", "$depfile"]
     checked = [*compiler, "--budget", str(build.budget), "--toolkit", toolkit.full_version, "--", *nvcc]
@@ -173,11 +180,16 @@ def summary(results: list[dict], files: int, wall: float, cpu: float, archive: P
 def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
     """Build the archive. Returns its build info; also writes build_report.json beside it."""
     check_archs(toolkit, build.archs)
+    with alone_in(build.out_dir):
+        return build_alone(build, toolkit, site_dirs)
+
+
+def build_alone(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]) -> dict:
+    """build_kernels() while no other process writes to build.out_dir."""
     files = kernel_files(build.source_dir)
     selected = select(files, build.head_dims, build.dtypes, build.archs)
     passes = pass_files(build.source_dir)
-    cutlass = find_cutlass(ROOT, site_dirs, ROOT / "build" / "cutlass")
-    build.out_dir.mkdir(parents=True, exist_ok=True)
+    cutlass = find_cutlass(ROOT, site_dirs, build_folder() / "cutlass")
 
     info = build_info(selected, build.archs, toolkit.version)
     digest = interface_digest(build.source_dir)
@@ -203,11 +215,11 @@ def build_kernels(build: KernelBuild, toolkit: CudaToolkit, site_dirs: list[str]
 
 def out_dir_for(archs: list[str]) -> Path:
     """Where an install keeps objects: one folder per set of architectures, so that changing it back costs nothing."""
-    return ROOT / "build" / "kernels" / "-".join(f"sm{arch}" for arch in archs)
+    return build_folder() / "kernels" / "-".join(f"sm{arch}" for arch in archs)
 
 
 def build_from_environment(site_dirs: list[str], toolkit: CudaToolkit, archs: list[str], environ=os.environ) -> Path:
-    """The archive that the knobs of the environment ask for, built in the source tree's build folder."""
+    """The archive that the knobs of the environment ask for, built in build_folder()."""
     build = KernelBuild(
         source_dir=ROOT / "csrc" / "flash_attn",
         out_dir=out_dir_for(archs),

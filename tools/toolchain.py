@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from build_folder import alone_in
 from errors import BuildError
 
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
@@ -144,7 +145,9 @@ def find_cutlass(root: Path, site_dirs: list[str], download_dir: Path) -> Cutlas
     for include in [*places, unpacked]:
         if (include / "cutlass" / "version.h").is_file():
             return _describe_cutlass(include)
-    _download_cutlass(download_dir)
+    with alone_in(download_dir):
+        if not (unpacked / "cutlass" / "version.h").is_file():
+            _download_cutlass(download_dir)
     return _describe_cutlass(unpacked)
 
 
@@ -158,7 +161,6 @@ def _describe_cutlass(include: Path) -> CutlassHeaders:
 
 def _download_cutlass(folder: Path) -> None:
     """Fetch the pinned wheel with pip (or uv, where there is no pip), check its hash, unpack the headers only."""
-    folder.mkdir(parents=True, exist_ok=True)
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{CUTLASS_REQUIREMENT} --hash=sha256:{CUTLASS_WHEEL_SHA256}\n", encoding="utf-8")
     arguments = ["--quiet", "--no-deps", "--require-hashes", "-r", str(requirement)]

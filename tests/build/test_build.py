@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import build_folder
 import compile_commands
 import kernel_build
 import kernel_manifest
@@ -49,7 +51,7 @@ else:
     with open(os.environ["FAKE_CALLS"], "a") as calls:
         calls.write(" ".join(arguments) + "\\n")
     source = arguments[arguments.index("-c") + 1]
-    dropped = ("-gencode", "-Xptxas", "--use_fast_math", "--expt", "-Xcompiler")
+    dropped = ("-gencode", "-Xptxas", "--use_fast_math", "--expt", "-Xcompiler", "-Xfatbin", "--compress")
     host = [a for a in arguments if not a.startswith(dropped) and a not in ("-c", source)]
     if source.endswith(".cu"):
         print(open(os.environ["FAKE_PTXAS"]).read())
@@ -336,7 +338,7 @@ def test_compile_commands_are_the_compilers_own(stand_in, tmp_path):
     assert Path(entry["directory"]) == tmp_path / "out"
     arguments = entry["arguments"]
     assert arguments[0] == str(tmp_path / "bin" / "nvcc")
-    assert {"-std=c++17", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
+    assert {"-std=c++17", "--compress-mode=size", f"-I{tmp_path / 'source with space'}"} <= set(arguments)
     assert arguments[-4:] == ["-c", entry["file"], "-o", "flash_fwd_hdim64_fp16_sm80.o"]
 
 
@@ -368,6 +370,21 @@ def test_rebuild_follows_contents_not_times(stand_in, tmp_path, capfd):
 
 @needs_ninja
 @needs_compiler
+def test_builds_of_one_folder_take_turns(stand_in, tmp_path, capfd):
+    """Two installs of one checkout share its objects: one compiles them, the other waits and finds them."""
+    with ThreadPoolExecutor() as pool:
+        with build_folder.alone_in(tmp_path / "out"):
+            builds = [pool.submit(stand_in) for _ in range(2)]
+            printed = ""
+            while printed.count("waiting for another build in") < 2:
+                printed += capfd.readouterr().out
+            assert not (tmp_path / "out" / "build.ninja").exists()
+        first, second = [build.result() for build in builds]
+    assert first == second and kernel_compilations(tmp_path) == 1
+
+
+@needs_ninja
+@needs_compiler
 @pytest.mark.parametrize(
     "log, message",
     [
@@ -389,6 +406,13 @@ def test_compile_errors_are_shown(stand_in, tmp_path):
     (tmp_path / "source with space" / "params" / "flash.h").write_text("#error broken header\n")
     with pytest.raises(BuildError, match="broken header"):
         stand_in()
+
+
+@pytest.mark.parametrize("version, mode", [("12.4", []), ("12.9", []), ("13.0", ["--compress-mode=size"])])
+def test_machine_code_is_compressed_for_every_driver_of_its_cuda(version, mode):
+    """Code of CUDA 12 in mode size needs a driver of 550.54, which CUDA 12.0 to 12.3 do not."""
+    toolkit = toolchain.CudaToolkit(Path("nvcc"), Path("/"), version, f"{version}.1")
+    assert kernel_build.compression_flags(toolkit) == ["-Xfatbin=-compress-all", *mode]
 
 
 def test_unknown_arch_is_refused(stand_in, tmp_path):
@@ -428,13 +452,27 @@ def sources(tmp_path):
     return Path(shutil.copytree(CSRC, tmp_path / "csrc"))
 
 
-def compiler_dependencies(files):
-    """What the host's preprocessor reads of csrc/flash_attn for `files`; headers that it does not find are skipped."""
-    include = [f"-I{CSRC}"]
-    command = ["g++", "-x", "c++", "-std=c++17", "-MM", "-MG", *include, *map(str, files)]
+def includes(files, *options):
+    """Names of what the preprocessor of nvcc's host pass includes, with the device pass's macro in `options` of that."""
+    command = ["g++", "-x", "c++", "-std=c++17", "-M", "-MG", *options, f"-I{CSRC}", *map(str, files)]
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    paths = {Path(word).resolve() for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+    return {word for word in rules.replace("\\\n", " ").split() if not word.endswith(".o:")}
+
+
+def compiler_dependencies(files):
+    """What both passes read of csrc/flash_attn for `files`; headers that are not found are skipped."""
+    paths = {Path(word).resolve() for word in includes(files) | includes(files, "-D__CUDA_ARCH__=900")}
     return {path for path in paths if path.is_relative_to(CSRC) and path.is_file()}
+
+
+@needs_compiler
+def test_the_host_pass_of_launches_leaves_cute_out():
+    """It would take longer than the kernels of some files."""
+    of_family = {(f.direction, f.family): f.path for f in kernel_manifest.kernel_files(CSRC)}
+    for path in of_family.values():
+        libraries = {name for name in includes([path]) if name.startswith(("cute/", "cutlass/"))}
+        assert libraries == {"cute/int_tuple.hpp", "cute/underscore.hpp"}, path.name
+        assert "cute/tensor.hpp" in includes([path], "-D__CUDA_ARCH__=900"), path.name
 
 
 @needs_compiler
@@ -443,7 +481,7 @@ def test_the_digest_covers_what_the_compiler_reads():
     covered = set(kernel_manifest.shared_sources(CSRC))
     assert {CSRC / "plan" / name for name in ("grid.h", "decode_plan.h", "tiles.h")} <= covered
     read = compiler_dependencies(files)
-    assert CSRC / "plan" / "grid.h" in read
+    assert {CSRC / "plan" / "grid.h", CSRC / "kernels" / "sm90" / "fwd_mainloop.h"} <= read
     assert read <= covered
     assert not [path for path in covered if CSRC / "api" in path.parents], "headers of the binding alone"
 

@@ -29,18 +29,8 @@ def installed(tmp_path_factory):
             pytest.skip(f"{tool} is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    source = folder.parent / "source"  # a build writes into its source tree
-    copy_sources(source)
-    subprocess.run([*command, "--target", str(folder), str(source)], check=True, capture_output=True, text=True)
+    subprocess.run([*command, "--target", str(folder), str(SOURCE)], check=True, capture_output=True, text=True)
     return folder
-
-
-def copy_sources(target):
-    for path in SOURCE.rglob("*"):
-        if path.is_file() and not {"__pycache__", "build"} & set(path.parts) and ".egg-info" not in str(path):
-            copy = target / path.relative_to(SOURCE)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
 
 
 def python(installed, code, check=True):

@@ -289,12 +289,12 @@ def tree(tmp_path):
     return copied_tree(tmp_path)
 
 
-def run_setup(tree, *arguments, program=("setup.py",), **variables):
-    """setup.py with only the given knobs set. program: what runs it, if not Python itself."""
+def run_setup(tree, *arguments, program=("setup.py",), prefix=(), **variables):
+    """setup.py with only the given knobs set. program: what runs it, if not Python itself; prefix: what runs Python."""
     knobs = ("FLASH_ATTN", "FLASH_ATTENTION", "CUDA_HOME", "CUDA_PATH", "CUTLASS_PATH", "MAX_JOBS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(knobs)}
     environment.update(variables)
-    command = [sys.executable, *program, "-q", *arguments]
+    command = [*prefix, sys.executable, *program, "-q", *arguments]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -321,6 +321,83 @@ def test_cpu_only_wheel(tree, knob):
     assert "\nVersion: 2.8.3\n" in metadata
     assert "BSD-3-Clause" in metadata
     assert "\nRequires-Dist: torch>=2.4\n" in metadata
+
+
+def pip_installs(folder, targets, prefix=()):
+    """Runs `pip install --target` of one checkout for every target, all at once: [(exit status, output)]."""
+    command = [*prefix, sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
+    environment = {**os.environ, "FLASH_ATTN_CPU_ONLY": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    installs = [
+        subprocess.Popen(
+            [*command, "--target", target, folder],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for target in targets
+    ]
+    outputs = [install.communicate()[0] for install in installs]
+    return [(install.returncode, output) for install, output in zip(installs, outputs)]
+
+
+def modules_of(folder):
+    """Names of the Python files under `folder`, without those of an sdist that are no part of an install."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "setup.py"}
+
+
+@pytest.mark.parametrize("project", ["flash_attn", "flash_attn_3"])
+def test_installs_of_one_checkout_at_once_are_complete(tree, tmp_path, project):
+    """Each in a folder of its own, so that none deletes what another is about to copy."""
+    if project == "flash_attn":
+        folder, expected = tree, {f"flash_attn/{name}" for name in modules_of(ROOT / "flash_attn")}
+        expected.add("flash_attn_2_cuda.py")
+    else:
+        folder = Path(shutil.copytree(ROOT / project, tmp_path / project, ignore=shutil.ignore_patterns("build")))
+        expected = modules_of(folder)
+    targets = [tmp_path / "first", tmp_path / "second"]
+    for target, (status, output) in zip(targets, pip_installs(folder, targets)):
+        assert status == 0, output
+        assert modules_of(target) == expected
+    assert not list(folder.glob("build/*lib*")), "of an install, in the checkout"
+
+
+def without_override():
+    """What takes the power to write anywhere from the user root; nothing for others."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed, and root writes to read-only folders")
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+
+
+@pytest.fixture
+def read_only(tree):
+    """A tree that this user cannot write."""
+    folders = [tree, *(path for path in tree.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    yield tree
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+def test_a_read_only_checkout_is_installed(read_only, tmp_path):
+    before = sorted(read_only.rglob("*"))
+    ((status, output),) = pip_installs(read_only, [tmp_path / "target"], without_override())
+    assert status == 0, output
+    assert "flash_attn/flash_attn_interface.py" in modules_of(tmp_path / "target")
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_a_read_only_checkout_cannot_be_installed_editable(read_only, tmp_path):
+    variables = {"FLASH_ATTN_CPU_ONLY": "1"}
+    arguments = ("editable_wheel", "--dist-dir", str(tmp_path))
+    result = run_setup(read_only, *arguments, prefix=without_override(), **variables)
+    assert result.returncode != 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: editable install: expected a checkout that this user can write, got {read_only}")
+    assert "pip install ." in line and "Traceback" not in result.stderr
 
 
 def test_missing_torch_says_what_to_install(tree, tmp_path):

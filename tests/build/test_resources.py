@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import compile_kernel
 import kernel_build
+import kernel_manifest
 import resources
 import sass
 
@@ -54,6 +55,20 @@ def test_every_kernel_file_holds_a_kernel_for_every_arch():
         for record in content["files"]:
             archs = {"sm_90a"} if record["file"].endswith("_sm90.cu") else wanted
             assert {kernel["arch"] for kernel in record["kernels"]} == archs, record["file"]
+
+
+@needs_build
+def test_whole_archives_are_small():
+    dtypes, head_dims = set(kernel_manifest.ALL_DTYPES), {32, 64, 96, 128, 192, 256}
+    for report in REPORTS:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        info, archs = content["info"], ";".join(content["info"]["archs"])
+        if (
+            set(info["dtypes"]) == dtypes
+            and set(info["head_dims"]) == head_dims
+            and archs in BUDGET["archive_megabytes"]
+        ):
+            assert content["archive_bytes"] <= 1e6 * BUDGET["archive_megabytes"][archs], report.parent.name
 
 
 def machine_code_of(archive):

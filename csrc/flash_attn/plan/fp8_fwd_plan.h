@@ -29,6 +29,9 @@ constexpr Sm90FwdTile sm90_fp8_fwd_tile(int head_dim) {
 // Rows of V^T in shared memory; the last ones are ones, of which P V makes the row sums.
 constexpr int fp8_vt_rows(const Sm90FwdTile& tile) { return tile.value_dim() + 8; }
 
+// Columns of a swizzle atom of Q and K, and of the TMA box that writes it.
+constexpr int fp8_atom_cols(int head_dim) { return head_dim < 128 ? head_dim : 128; }
+
 // Whether there is a kernel of codes straight from the scores: at head dim 256 products bound both.
 constexpr bool fp8_has_codes(int head_dim) { return head_dim <= 128; }
 

@@ -204,6 +204,9 @@ constexpr int sm90_fwd_threads(const Sm90FwdTile& tile) {
   return 128 * (tile.consumer_groups * (tile.block_m / 64) + 1);
 }
 
+// Columns of a swizzle atom of a 16-bit tile, and of the TMA box that writes it: rows of 128 or 64 bytes.
+constexpr int swizzle_atom_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
+
 struct BwdTile {
   int head_dim;
   int block_m;  // query rows per step
@@ -270,6 +273,9 @@ struct Sm90BwdTile {
 
 // Whether dQ has a warpgroup of its own: where dK and dV of 128 keys leave the registers for it.
 constexpr bool has_dq_warpgroup(const Sm90BwdTile& tile) { return tile.block_n == 128 && tile.head_dim <= 64; }
+
+// Row ranges of a K or V tile with barriers of their own: with a dQ warpgroup those of each consumer.
+constexpr int sm90_bwd_kv_parts(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 
 // Whether dQ has a pass of its own: where dK and dV leave no registers for it, where with 64 keys fp32 additions to dQ
 // would be the bound, or where sequences are so short that clearing and converting its sum takes too long.

@@ -2,7 +2,7 @@
 // Tensors are row_col_views or transposed ones, with matching coordinates.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"

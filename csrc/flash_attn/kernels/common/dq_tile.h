@@ -2,7 +2,7 @@
 // contiguous bytes (128 before sm_90), and the conversion pass reads in the same order.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 namespace flash {
 

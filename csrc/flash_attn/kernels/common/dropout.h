@@ -1,7 +1,7 @@
 // Dropout of probabilities in accumulators; core/dropout_mask.h defines the mask.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "core/dropout_mask.h"
 #include "kernels/common/origin.h"

@@ -2,7 +2,7 @@
 // softmax.h lets the whole warp decide when the row max is updated.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "kernels/common/accumulator.h"
 

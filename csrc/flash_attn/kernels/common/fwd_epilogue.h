@@ -1,7 +1,7 @@
 // Epilogue of the forward's softmax, for all kernel families: o_scale = 1 / row_sum, and the LSE.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "kernels/common/accumulator.h"
 #include "kernels/common/sequence.h"

@@ -1,7 +1,7 @@
 // Keys outside the visible range of a row become -inf. Runs on masked blocks only.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "core/bwd_schedule.h"
 #include "core/visibility.h"

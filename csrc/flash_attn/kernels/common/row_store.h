@@ -1,7 +1,7 @@
 // Rows of a staged tile in shared memory to a strided matrix, in 16-byte vectors.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "kernels/common/convert.h"
 

@@ -6,7 +6,7 @@
 // modifier is written here only. apply<Modifiers>() and kernels/sm90/fwd_softmax_step.h have faster forms.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "core/softcap_series.h"
 #include "params/flash.h"

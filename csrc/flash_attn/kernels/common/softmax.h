@@ -1,7 +1,7 @@
 // Online softmax in base 2 (Milakov & Gimelshein 2018; Dao et al. 2022): running row maximum and row sum.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include "kernels/common/accumulator.h"
 #include "params/flash.h"

@@ -1,6 +1,7 @@
 // Everything the decode kernel derives from (dtype, head dim, tile size).
 #pragma once
 
+#include "kernels/decode/variant.h"
 #include "kernels/decode/vector_swizzle.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/kvcache.h"
@@ -11,11 +12,6 @@ namespace flash {
 namespace decode {
 
 using namespace sm80;  // the warp-level instructions
-
-// kPlain leaves out what decoding rarely needs, and with it half of the instructions, which are fetched from device
-// memory at first use: score modifiers, rotary queries, pages that a step may straddle, rows without 16-byte alignment
-// or with padded head dims, equal and fixed splits.
-enum class KvVariant { kAll, kPlain };
 
 // kDtype: of the cache. Codes of 8 bits are converted to fp16 in registers; Q, of either 16-bit type, in shared memory.
 template <Dtype kDtype_, int kHeadDim_, int kSize, KvVariant kVariant>

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <type_traits>
 
-#include "kernels/common/convert.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/decode/descales.h"

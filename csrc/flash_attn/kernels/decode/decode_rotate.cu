@@ -2,10 +2,10 @@
 #include <atomic>
 
 #include "core/static_switch.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/decode/request.h"
 #include "kernels/decode/rotary.h"
-#include "kernels/sm80/operand_layouts.h"
 
 namespace flash {
 namespace {

@@ -2,13 +2,29 @@
 #pragma once
 
 #include "kernels/common/launch.h"
+#include "kernels/decode/variant.h"
+#include "params/kvcache.h"
+#include "plan/kv_tiles.h"
+#ifdef __CUDA_ARCH__
 #include "kernels/decode/kernel.h"
+#else
+#include "kernels/common/host_pass.h"
+#endif
 
 namespace flash {
 namespace decode {
 
+#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
+template <Dtype kDtype, int kHeadDim, int kSize, KvVariant kVariant>
+struct KvConfig;
 template <class Config>
+__global__ void flash_fwd_split_kernel(const __grid_constant__ Flash_kvcache_params params) {}
+#endif
+
+template <Dtype kDtype, int kHeadDim, int kSize, KvVariant kVariant>
 cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t stream) {
+  using Config = KvConfig<kDtype, kHeadDim, kSize, kVariant>;
+  constexpr plan::KvTile kTile = plan::kv_tile(kHeadDim, kSize, kDtype);
   static std::atomic<uint64_t> configured_devices{0};
   if (params.stages == 0) return cudaErrorInvalidConfiguration;
   if (params.in_clusters) {
@@ -22,19 +38,19 @@ cudaError_t run_flash_fwd_split(Flash_kvcache_params& params, cudaStream_t strea
     status = allow_shared_memory(flash_fwd_split_kernel<Config>, most, params.device, configured_devices);
   }
   if (status != cudaSuccess) return status;
-  const int smem_bytes = plan::kv_smem_bytes(Config::kTile, params.stages);
-  return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, Config::kThreads, smem_bytes, params,
-                          params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
+  const int smem_bytes = plan::kv_smem_bytes(kTile, params.stages);
+  return launch_dependent(flash_fwd_split_kernel<Config>, params.thread_blocks, plan::kv_threads(kTile), smem_bytes,
+                          params, params.device, stream, configured_devices, params.in_clusters ? 2 : 1);
 }
 
 template <Dtype kDtype, int kHeadDim, int kSize>
 cudaError_t run_flash_fwd_split_variant(Flash_kvcache_params& params, cudaStream_t stream) {
   if constexpr (plan::kv_tile(kHeadDim, kSize, kDtype).has_plain) {
     if (params.is_plain) {
-      return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kPlain>>(params, stream);
+      return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kPlain>(params, stream);
     }
   }
-  return run_flash_fwd_split<KvConfig<kDtype, kHeadDim, kSize, KvVariant::kAll>>(params, stream);
+  return run_flash_fwd_split<kDtype, kHeadDim, kSize, KvVariant::kAll>(params, stream);
 }
 
 template <Dtype kDtype, int kHeadDim>

@@ -1,7 +1,7 @@
 // Final rows of attention over a KV cache: normalised, converted and stored, with their LSE.
 #pragma once
 
-#include "kernels/common/convert.h"
+#include "kernels/common/element.h"
 #include "kernels/common/partial.h"
 #include "kernels/decode/packed_rows.h"
 #include "kernels/decode/request.h"

@@ -1,7 +1,7 @@
 // Rows in units of eight columns, which a thread reads, multiplies and writes at once: codes, or 16-bit numbers.
 #pragma once
 
-#include "kernels/common/convert.h"
+#include "kernels/common/element.h"
 #include "kernels/common/sequence.h"
 #include "kernels/decode/eight_bit.h"
 

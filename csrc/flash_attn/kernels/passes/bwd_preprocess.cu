@@ -9,7 +9,7 @@
 
 #include "core/static_switch.h"
 #include "core/unmasked.h"
-#include "kernels/common/convert.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/sequence.h"

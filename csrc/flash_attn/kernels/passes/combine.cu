@@ -7,7 +7,7 @@
 #include <cute/arch/copy_sm80.hpp>
 
 #include "core/static_switch.h"
-#include "kernels/common/convert.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/partial.h"
 #include "kernels/common/pdl.h"

@@ -6,8 +6,8 @@
 #include <atomic>
 
 #include "core/static_switch.h"
-#include "kernels/common/convert.h"
 #include "kernels/common/dropout.h"
+#include "kernels/common/element.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/origin.h"
 #include "kernels/common/paged_kv.h"

@@ -5,6 +5,7 @@
 
 #include "kernels/common/accumulator.h"
 #include "kernels/common/row_loader.h"
+#include "kernels/sm80/bwd_launch_params.h"
 #include "kernels/sm80/operand_layouts.h"
 #include "params/flash.h"
 #include "plan/tiles.h"
@@ -12,11 +13,7 @@
 namespace flash {
 namespace sm80 {
 
-// kAccumulate: with or without dropout; dK and dV are added to fp32 matrices. A branch in the others would make them
-// spill.
-enum class BwdVariant { kPlain, kDropout, kAccumulate };
-
-template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, bool kSmallTile = false>
+template <Dtype kDtype, int kHeadDim_, BwdVariant kVariant_, bool kSmallTile>
 struct BwdConfig {
   using Element = ElementOf<kDtype>;
   static constexpr bool kMayDrop = kVariant_ != BwdVariant::kPlain;

@@ -46,12 +46,6 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params& 
             tiles + Config::kSmemKv);
 }
 
-struct BwdLaunch {
-  Flash_bwd_params params;
-  int stages;    // buffers of Q and of dO
-  BwdGrid grid;  // of the main kernel
-};
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {

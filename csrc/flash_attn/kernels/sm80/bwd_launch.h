@@ -4,23 +4,37 @@
 #include <type_traits>
 
 #include "kernels/common/launch.h"
-#include "kernels/sm80/bwd_kernel.h"
+#include "kernels/sm80/bwd_launch_params.h"
 #include "plan/bwd_plan.h"
+#ifdef __CUDA_ARCH__
+#include "kernels/sm80/bwd_kernel.h"
+#else
+#include "kernels/common/host_pass.h"
+#endif
 
 namespace flash {
 namespace sm80 {
 
+#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
+template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, bool kSmallTile>
+struct BwdConfig;
+template <class Config>
+__global__ void flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {}
+template <class Config>
+__global__ void flash_bwd_convert_dq_kernel(const __grid_constant__ Flash_bwd_params params) {}
+#endif
+
 template <class Config>
 cudaError_t run_flash_bwd(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(flash_bwd_kernel<Config>, plan.grid, Config::kThreads, plan.smem_bytes,
+  return launch(flash_bwd_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes,
                 BwdLaunch{params, plan.stages, plan.order}, params.device, stream, configured_devices);
 }
 
 template <class Config>
 cudaError_t run_flash_bwd_convert_dq(const Flash_bwd_params& params, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return launch(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, Config::kThreads, plan.dq_smem_bytes, params,
+  return launch(flash_bwd_convert_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes, params,
                 params.device, stream, configured_devices);
 }
 

@@ -2,17 +2,31 @@
 #pragma once
 
 #include "kernels/common/launch.h"
-#include "kernels/sm80/fwd_kernel.h"
+#include "params/flash.h"
 #include "plan/fwd_plan.h"
+#ifdef __CUDA_ARCH__
+#include "kernels/sm80/fwd_kernel.h"
+#else
+#include "kernels/common/host_pass.h"
+#endif
 
 namespace flash {
 namespace sm80 {
 
+using plan::FwdVariant;
+
+#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
+template <Dtype kDtype, int kHeadDim, FwdVariant kVariant>
+struct FwdConfig;
+template <class Config>
+__global__ void flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {}
+#endif
+
 template <class Config>
 cudaError_t run_flash_fwd(const Flash_fwd_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  return launch_dependent(flash_fwd_kernel<Config>, plan.grid, Config::kThreads, Config::kSmemBytes, params,
-                          params.device, stream, configured_devices);
+  return launch_dependent(flash_fwd_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes, params, params.device,
+                          stream, configured_devices);
 }
 
 template <Dtype kDtype, int kHeadDim>

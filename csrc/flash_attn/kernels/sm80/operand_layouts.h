@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/convert.h"
+#include "plan/tiles.h"
 
 namespace flash {
 namespace sm80 {
@@ -12,9 +13,9 @@ template <Dtype kDtype>
 using MmaAtomOf = std::conditional_t<kDtype == Dtype::kFp16, cute::MMA_Atom<cute::SM80_16x8x16_F32F16F16F32_TN>,
                                      cute::MMA_Atom<cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
-// Rows of 64 (or 32) elements are XOR-swizzled in 16-byte vectors: ldmatrix and cp.async have no bank conflicts.
-constexpr int swizzle_atom_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
+using plan::swizzle_atom_cols;
 
+// Rows of 64 (or 32) elements are XOR-swizzled in 16-byte vectors: ldmatrix and cp.async have no bank conflicts.
 template <int kCols>
 using SwizzleAtom =
     decltype(cute::composition(cute::Swizzle<swizzle_atom_cols(kCols) == 64 ? 3 : 2, 3, 3>{},

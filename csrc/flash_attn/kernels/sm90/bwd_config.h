@@ -14,11 +14,7 @@
 namespace flash {
 namespace sm90 {
 
-// Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
-// shared memory, by a thread block that computes all n_blocks of a head.
-enum class DqLocation { kGlobal, kShared };
-
-template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation = DqLocation::kGlobal>
+template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant_, DqLocation kDqLocation>
 struct BwdConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
@@ -80,7 +76,8 @@ struct BwdConfig {
   static constexpr int kSmemDs = kBlockM * kBlockN;
   static constexpr int kKvStages = kHasDqWarpgroup && !kDqInSmem ? 2 : 1;  // buffers of K and V
   static constexpr int kKvParts =
-      kHasDqWarpgroup ? kWarpGroups : 1;              // row ranges of a K/V tile with barriers of their own
+      plan::sm90_bwd_kv_parts(kHeadDim);  // row ranges of a K/V tile with barriers of their own
+  static_assert(kKvParts == (kHasDqWarpgroup ? kWarpGroups : 1));
   static constexpr int kDqTile = kBlockM * kHeadDim;  // floats
   static constexpr int kWarpDq = kDqTile / kDqWarps;  // floats of one warp
   static constexpr int kDqBuffers = kHasDqWarpgroup ? 2 : 1;

@@ -299,6 +299,9 @@ using SecondConsumer = std::conditional_t<Config::kSplitsByRole, DkConsumer<Conf
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_dkv_kernel(const __grid_constant__ BwdPassLaunch launch) {
+  static_assert(
+      sizeof(DkvStorage<Config>) == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
+      "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   DkvStorage<Config>& storage = *reinterpret_cast<DkvStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();

@@ -397,6 +397,9 @@ struct DqConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {
+  static_assert(
+      sizeof(DqStorage<Config>) == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
+      "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   DqStorage<Config>& storage = *reinterpret_cast<DqStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();

@@ -111,6 +111,9 @@ struct BwdConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_bwd_kernel(const __grid_constant__ BwdLaunch launch) {
+  static_assert(sizeof(BwdStorage<Config>) ==
+                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
+                "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();
@@ -166,6 +169,9 @@ __device__ __forceinline__ void for_each_n_block(const BwdLaunch& launch, const 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_bwd_heads_kernel(const __grid_constant__ BwdLaunch launch) {
+  static_assert(sizeof(BwdStorage<Config>) ==
+                    plan::sm90_bwd_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDqInSmem, Config::kDtype),
+                "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   BwdStorage<Config>& storage = *reinterpret_cast<BwdStorage<Config>*>(smem);
   if (threadIdx.x == 0) storage.init_barriers();

@@ -1,26 +1,18 @@
 // Shared memory of the wgmma backward: tiles, mbarriers, and the producers and consumers of each mbarrier.
 #pragma once
 
-#include <cuda.h>
-
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
 #include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/bwd_launch_params.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
+#include "plan/sm90_smem.h"
 
 namespace flash {
 namespace sm90 {
 
 using namespace tma;
-
-struct BwdLaunch {
-  Flash_bwd_params params;
-  BwdGrid grid;
-  int* tile_count_semaphore;  // null: static scheduler
-  CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
-  CUtensorMap dq_map;  // for DqLocation::kShared
-};
 
 template <class Config>
 struct BwdStorage {

@@ -9,5 +9,9 @@ namespace sm90 {
 // how ptxas schedules the loop.
 enum class BwdVariant { kPlain, kGeneral, kAccumulate };
 
+// Where dQ is accumulated. kGlobal: in fp32 tiles in global memory, into which every n_block reduces. kShared: in
+// shared memory, by a thread block that computes all n_blocks of a head.
+enum class DqLocation { kGlobal, kShared };
+
 }  // namespace sm90
 }  // namespace flash

@@ -13,7 +13,7 @@
 namespace flash {
 namespace sm90 {
 
-template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_ = kHeadDim_>
+template <Dtype kDtype_, int kHeadDim_, BwdVariant kVariant, int kHeadDimV_>
 struct BwdWideConfig {
   static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;

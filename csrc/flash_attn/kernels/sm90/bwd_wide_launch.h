@@ -2,15 +2,30 @@
 #pragma once
 
 #include "kernels/common/launch.h"
+#include "kernels/sm90/bwd_launch_params.h"
+#include "kernels/sm90/bwd_variant.h"
+#include "kernels/tma/tensor_map.h"
+#include "plan/bwd_plan.h"
+#ifdef __CUDA_ARCH__
 #include "kernels/sm90/bwd_dkv_pass.h"
 #include "kernels/sm90/bwd_dq_pass.h"
-#include "plan/bwd_plan.h"
+#else
+#include "kernels/common/host_pass.h"
+#endif
 
 namespace flash {
 namespace sm90 {
 
+#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
+template <Dtype kDtype, int kHeadDim, BwdVariant kVariant, int kHeadDimV>
+struct BwdWideConfig;
 template <class Config>
-cudaError_t make_pass_maps(BwdPassLaunch& launch) {
+__global__ void flash_bwd_dkv_kernel(const __grid_constant__ BwdPassLaunch launch) {}
+template <class Config>
+__global__ void flash_bwd_dq_kernel(const __grid_constant__ BwdPassLaunch launch) {}
+#endif
+
+inline cudaError_t make_pass_maps(BwdPassLaunch& launch, Dtype dtype) {
   const Flash_bwd_params& params = launch.params;
   struct Matrix {
     CUtensorMap& map;
@@ -26,9 +41,9 @@ cudaError_t make_pass_maps(BwdPassLaunch& launch) {
       {launch.v_map, params.v_ptr, params.v_strides, false, params.d_v},
   };
   for (const Matrix& matrix : matrices) {
-    const cudaError_t status = make_tensor_map(
-        matrix.map, tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim),
-        Config::kDtype, {Config::kAtomCols, Config::kTileRows});
+    const cudaError_t status = tma::make_tensor_map(
+        matrix.map, tma::tensor_map_source(params, matrix.data, matrix.strides, matrix.is_query, matrix.head_dim),
+        dtype, {64, 64});
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -37,28 +52,22 @@ cudaError_t make_pass_maps(BwdPassLaunch& launch) {
 template <class Config>
 cudaError_t run_flash_bwd_dkv(BwdPassLaunch launch, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  constexpr int kBytes = static_cast<int>(sizeof(DkvStorage<Config>));
-  static_assert(kBytes == plan::sm90_dkv_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
-                "plan and kernel agree on the shared memory");
   launch.num_tiles = static_cast<int>(plan.order.blocks);
   launch.tile_count_semaphore = plan.is_dynamic ? launch.params.tile_count_semaphore : nullptr;
-  return launch_dependent(flash_bwd_dkv_kernel<Config>, plan.grid, Config::kThreads, kBytes, launch,
+  return launch_dependent(flash_bwd_dkv_kernel<Config>, plan.grid, plan.threads, plan.smem_bytes, launch,
                           launch.params.device, stream, configured_devices);
 }
 
 template <class Config>
 cudaError_t run_flash_bwd_dq(BwdPassLaunch launch, const plan::BwdPlan& plan, cudaStream_t stream) {
   static std::atomic<uint64_t> configured_devices{0};
-  constexpr int kBytes = static_cast<int>(sizeof(DqStorage<Config>));
-  static_assert(kBytes == plan::sm90_dq_smem_bytes(Config::kTile, Config::kIsGeneral, Config::kDtype),
-                "plan and kernel agree on the shared memory");
   launch.num_tiles = static_cast<int>(plan.dq_tiles);
   launch.tile_count_semaphore = plan.dq_is_dynamic ? launch.params.tile_count_semaphore + 1 : nullptr;
   if (!plan.dq_overlaps) {
-    return flash::launch(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
+    return flash::launch(flash_bwd_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes, launch,
                          launch.params.device, stream, configured_devices);
   }
-  return launch_dependent(flash_bwd_dq_kernel<Config>, plan.dq_grid, Config::kThreads, kBytes, launch,
+  return launch_dependent(flash_bwd_dq_kernel<Config>, plan.dq_grid, plan.dq_threads, plan.dq_smem_bytes, launch,
                           launch.params.device, stream, configured_devices);
 }
 
@@ -68,8 +77,8 @@ cudaError_t run_flash_bwd_passes(const Flash_bwd_params& params, const plan::Bwd
   BwdPassLaunch launch{};
   launch.params = params;
   launch.grid = plan.order;
-  cudaError_t status = make_pass_maps<Config>(launch);
-  if (status == cudaSuccess) status = run_softmax_d(params, Config::kDtype, stream);
+  cudaError_t status = make_pass_maps(launch, plan.dtype);
+  if (status == cudaSuccess) status = run_softmax_d(params, plan.dtype, stream);
   if (status == cudaSuccess) status = run_flash_bwd_dkv<Config>(launch, plan, stream);
   return status == cudaSuccess ? run_flash_bwd_dq<DqConfig>(launch, plan, stream) : status;
 }

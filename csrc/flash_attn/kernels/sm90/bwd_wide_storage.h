@@ -1,26 +1,18 @@
 // Shared memory of the wgmma backward's passes above head dim 128, with the producers and consumers of each mbarrier.
 #pragma once
 
-#include <cuda.h>
-
 #include "core/dropout_mask.h"
 #include "kernels/common/sequence.h"
+#include "kernels/sm90/bwd_launch_params.h"
 #include "kernels/sm90/bwd_wide_config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
+#include "plan/sm90_smem.h"
 
 namespace flash {
 namespace sm90 {
 
 using namespace tma;
-
-struct BwdPassLaunch {
-  Flash_bwd_params params;
-  BwdGrid grid;               // of the dK and dV pass
-  int num_tiles;              // work tiles of the pass
-  int* tile_count_semaphore;  // null: static scheduler
-  CUtensorMap q_map, do_map, k_map, v_map;
-};
 
 // Of the dK and dV pass. Barrier: arrivals of a phase -> waited for by.
 // k_full, v_full, of each tile: load warp (1, plus the TMA bytes) -> the one consumer that reads it. k_empty, v_empty:

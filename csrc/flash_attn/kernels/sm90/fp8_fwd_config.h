@@ -87,7 +87,7 @@ struct Fp8FwdConfig {
   static_assert(decltype(cute::tile_size<1>(MmaQk{}))::value == kStepKeys);
 
   // A row of a swizzle atom is one of Q or K, or half of it, or one of a block of V^T.
-  static constexpr int kAtomCols = kHeadDim < 128 ? kHeadDim : 128, kAtoms = kHeadDim / kAtomCols, kAtomsV = 1;
+  static constexpr int kAtomCols = plan::fp8_atom_cols(kHeadDim), kAtoms = kHeadDim / kAtomCols, kAtomsV = 1;
   template <int kRowBytes>
   using KMajorAtom = std::conditional_t<kRowBytes == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -103,8 +103,8 @@ struct Fp8FwdConfig {
   static constexpr int kSmemV = kBlockN * kVtRows;
 
   static constexpr bool kSeparateOSmem = true;
-  static constexpr int kOutAtomCols = 64;           // columns of O in a swizzle atom
-  static constexpr int kStagedCols = kTile.o_cols;  // of O, staged at a time
+  static constexpr int kOutAtomCols = plan::swizzle_atom_cols(kHeadDim);  // columns of O in a swizzle atom
+  static constexpr int kStagedCols = kTile.o_cols;                        // of O, staged at a time
   static constexpr int kSmemO = 64 * kStagedCols;
 };
 

@@ -7,18 +7,14 @@
 
 #include "kernels/common/fwd_epilogue.h"
 #include "kernels/common/pdl.h"
+#include "kernels/sm90/fp8_fwd_launch_params.h"
 #include "kernels/sm90/fp8_fwd_mainloop.h"
 #include "kernels/sm90/fwd_epilogue.h"
 #include "kernels/sm90/fwd_producer.h"
-#include "params/fp8.h"
+#include "plan/fp8_fwd_plan.h"
 
 namespace flash {
 namespace sm90 {
-
-struct Fp8FwdLaunch : FwdLaunch {
-  Descale q_descale, k_descale, v_descale;
-  uint32_t code_shift;  // of Fp8Softmax
-};
 
 __device__ __forceinline__ float descale_of(const Descale& descale, const WorkTile& tile) {
   if (descale.ptr == nullptr) return 1.0f;
@@ -165,6 +161,8 @@ __device__ __forceinline__ void fill_ones(FwdStorage<Config>& storage) {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_fwd_fp8_kernel(const __grid_constant__ Fp8FwdLaunch launch) {
+  static_assert(sizeof(FwdStorage<Config>) == plan::sm90_fp8_fwd_smem_bytes(Config::kTile),
+                "plan and kernel agree on the shared memory");
   extern __shared__ __align__(1024) char smem[];
   FwdStorage<Config>& storage = *reinterpret_cast<FwdStorage<Config>*>(smem);
   if (threadIdx.x < 32) {

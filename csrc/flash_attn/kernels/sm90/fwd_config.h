@@ -31,8 +31,9 @@ struct QkOp<Element, 80> {
   using Type = Wgmma64x80x16<Element>;
 };
 
-template <Dtype kDtype, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_ = kHeadDim_>
+template <Dtype kDtype_, int kHeadDim_, FwdVariant kVariant_, int kHeadDimV_>
 struct FwdConfig {
+  static constexpr Dtype kDtype = kDtype_;
   using Element = ElementOf<kDtype>;
   using OutElement = Element;
   static constexpr FwdVariant kVariant = kVariant_;
@@ -116,7 +117,7 @@ struct FwdConfig {
                                                            cute::GMMA::Major::K, cute::GMMA::Major::MN>())>::Mma;
 
   // A tile is a sequence of swizzle atoms of kAtomCols columns, as a TMA box writes them: rows of 128 (or 64) bytes.
-  static constexpr int kAtomCols = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kAtomCols = plan::swizzle_atom_cols(kHeadDim);
   static constexpr int kAtoms = kHeadDim / kAtomCols, kAtomsV = kHeadDimV / kAtomCols;
   static_assert(kHeadDimV % kAtomCols == 0, "Q, K, V and O have swizzle atoms of one width");
   using KMajorAtom = std::conditional_t<kAtomCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,

@@ -130,6 +130,9 @@ struct FwdConsumer {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {
+  static_assert(Config::kConsumerGroups * static_cast<int>(sizeof(FwdStorage<Config>)) ==
+                    plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, Config::kDtype),
+                "plan and kernel agree on the shared memory");
   // Splits could wait as late as other calls do, but without this branch ptxas spills at head dim 256.
   if (is_split_kv<Config>(launch)) wait_for_previous_kernel();
   extern __shared__ __align__(1024) char smem[];

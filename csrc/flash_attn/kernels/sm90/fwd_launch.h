@@ -2,42 +2,56 @@
 #pragma once
 
 #include "kernels/common/launch.h"
-#include "kernels/sm90/fwd_kernel.h"
+#include "kernels/sm90/fwd_launch_params.h"
+#include "kernels/tma/tensor_map.h"
 #include "plan/fwd_plan.h"
+#ifdef __CUDA_ARCH__
+#include "kernels/sm90/fwd_kernel.h"
+#else
+#include "kernels/common/host_pass.h"
+#endif
 
 namespace flash {
 namespace sm90 {
 
-// Boxes of rows within a page; without them rows are copied one by one.
+using plan::FwdVariant;
+
+#ifndef __CUDA_ARCH__  // kernels/common/host_pass.h
+template <Dtype kDtype, int kHeadDim, FwdVariant kVariant, int kHeadDimV>
+struct FwdConfig;
 template <class Config>
-cudaError_t make_page_maps(FwdLaunch& launch, Dtype dtype) {
+__global__ void flash_fwd_kernel(const __grid_constant__ FwdLaunch launch) {}
+#endif
+
+// Boxes of rows within a page; without them rows are copied one by one.
+inline cudaError_t make_page_maps(FwdLaunch& launch, Dtype dtype, int atom_cols) {
   const Flash_fwd_params& params = launch.params;
   if (launch.page_box_rows == 0) return cudaSuccess;
   auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, int head_dim) {
-    const TensorMapSource pool{data,       strides, false, params.paged.num_pages, params.paged.page_size.divisor,
-                               params.h_k, head_dim};
-    return make_tensor_map(map, pool, dtype, {Config::kAtomCols, launch.page_box_rows});
+    const tma::TensorMapSource pool{data,       strides, false, params.paged.num_pages, params.paged.page_size.divisor,
+                                    params.h_k, head_dim};
+    return tma::make_tensor_map(map, pool, dtype, {atom_cols, launch.page_box_rows});
   };
   const cudaError_t status = make(launch.k_map, params.k_ptr, params.k_strides, params.d);
   return status == cudaSuccess ? make(launch.v_map, params.v_ptr, params.v_strides, params.d_v) : status;
 }
 
-template <class Config>
-cudaError_t make_tensor_maps(FwdLaunch& launch, Dtype dtype) {
+// stored_rows: of O, that leave by one TMA store.
+inline cudaError_t make_tensor_maps(FwdLaunch& launch, const plan::FwdPlan& plan, int stored_rows) {
   const Flash_fwd_params& params = launch.params;
+  const int atom_cols = plan::swizzle_atom_cols(plan.head_dim);
   auto make = [&](CUtensorMap& map, const void* data, const MatrixStrides& strides, bool is_query, int rows,
                   int head_dim) {
-    return make_tensor_map(map, tensor_map_source(params, data, strides, is_query, head_dim), dtype,
-                           {Config::kAtomCols, rows});
+    return tma::make_tensor_map(map, tma::tensor_map_source(params, data, strides, is_query, head_dim), plan.dtype,
+                                {atom_cols, rows});
   };
   cudaError_t status = make(launch.q_map, params.q_ptr, params.q_strides, true, 64, params.d);
-  constexpr int kStoredRows = Config::kHasStoreWarp ? 64 : 16;
-  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, kStoredRows, params.d_v);
+  if (status == cudaSuccess) status = make(launch.o_map, params.o_ptr, params.o_strides, true, stored_rows, params.d_v);
   if (status != cudaSuccess || params.seqlen_k == 0) return status;  // no key is ever loaded
-  if (params.is_paged()) return make_page_maps<Config>(launch, dtype);
-  status = make(launch.k_map, params.k_ptr, params.k_strides, false, Config::kBlockN, params.d);
+  if (params.is_paged()) return make_page_maps(launch, plan.dtype, atom_cols);
+  status = make(launch.k_map, params.k_ptr, params.k_strides, false, plan.block_n, params.d);
   if (status != cudaSuccess) return status;
-  return make(launch.v_map, params.v_ptr, params.v_strides, false, Config::kBlockN, params.d_v);
+  return make(launch.v_map, params.v_ptr, params.v_strides, false, plan.block_n, params.d_v);
 }
 
 inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::FwdPlan& plan) {
@@ -60,34 +74,32 @@ inline FwdLaunch fwd_launch(const Flash_fwd_split_params& params, const plan::Fw
   return launch;
 }
 
-template <class Config>
-cudaError_t launch_kernel(const FwdLaunch& launch, const plan::FwdPlan& plan, cudaStream_t stream) {
-  static std::atomic<uint64_t> configured_devices{0};
+inline cudaError_t launch_kernel(void (*kernel)(FwdLaunch), const FwdLaunch& launch, const plan::FwdPlan& plan,
+                                 cudaStream_t stream, std::atomic<uint64_t>& configured_devices) {
   const int device = launch.params.device;
   if (plan.pdl) {
-    return flash::launch_dependent(flash_fwd_kernel<Config>, plan.grid, Config::kThreads, plan.smem_bytes, launch,
-                                   device, stream, configured_devices);
+    return flash::launch_dependent(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, device, stream,
+                                   configured_devices);
   }
-  return flash::launch(flash_fwd_kernel<Config>, plan.grid, Config::kThreads, plan.smem_bytes, launch, device, stream,
-                       configured_devices);
+  return flash::launch(kernel, plan.grid, plan.threads, plan.smem_bytes, launch, device, stream, configured_devices);
 }
 
-template <class Config, Dtype kDtype>
+template <Dtype kDtype, int kHeadDim, FwdVariant kVariant, int kHeadDimV = kHeadDim>
 cudaError_t run_flash_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
-  static_assert(Config::kConsumerGroups * static_cast<int>(sizeof(FwdStorage<Config>)) ==
-                    plan::sm90_fwd_smem_bytes(Config::kTile, Config::kVariant, kDtype),
-                "plan and kernel agree on the shared memory");
-  static_assert(sizeof(WorkTile) == plan::kWorkTileBytes);
+  static std::atomic<uint64_t> configured_devices{0};
+  constexpr plan::FwdPolicy kPolicy = plan::sm90_fwd_policy(kHeadDim, kHeadDimV, kVariant);
   FwdLaunch launch = fwd_launch(params, plan);
-  const cudaError_t status = make_tensor_maps<Config>(launch, kDtype);
-  return status == cudaSuccess ? launch_kernel<Config>(launch, plan, stream) : status;
+  const cudaError_t status = make_tensor_maps(launch, plan, kPolicy.has(plan::fwd_feature::kHasStoreWarp) ? 64 : 16);
+  if (status != cudaSuccess) return status;
+  return launch_kernel(flash_fwd_kernel<FwdConfig<kDtype, kHeadDim, kVariant, kHeadDimV>>, launch, plan, stream,
+                       configured_devices);
 }
 
 // Variants without a kernel are in no plan.
 template <Dtype kDtype, int kHeadDim, FwdVariant kVariant>
 cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if constexpr (plan::sm90_has_variant(kHeadDim, kVariant)) {
-    return run_flash_fwd<FwdConfig<kDtype, kHeadDim, kVariant>, kDtype>(params, plan, stream);
+    return run_flash_fwd<kDtype, kHeadDim, kVariant>(params, plan, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -95,7 +107,7 @@ cudaError_t run_variant(const Flash_fwd_split_params& params, const plan::FwdPla
 template <Dtype kDtype, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t run_mha_fwd(const Flash_fwd_split_params& params, const plan::FwdPlan& plan, cudaStream_t stream) {
   if constexpr (kHeadDimV != kHeadDim) {
-    return run_flash_fwd<FwdConfig<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>, kDtype>(params, plan, stream);
+    return run_flash_fwd<kDtype, kHeadDim, FwdVariant::kPlain, kHeadDimV>(params, plan, stream);
   } else {
     switch (plan.variant) {
       case FwdVariant::kPlain: return run_variant<kDtype, kHeadDim, FwdVariant::kPlain>(params, plan, stream);

@@ -5,6 +5,7 @@
 
 #include "core/fast_div.h"
 #include "params/flash.h"
+#include "plan/tiles.h"
 #include "plan/work_tile_order.h"
 
 namespace flash {
@@ -34,7 +35,7 @@ __device__ __forceinline__ bool is_split_kv(const FwdLaunch& launch) {
 // Whether the launch may overlap its neighbours by PDL (kernels/common/pdl.h).
 template <class Config>
 __host__ __device__ __forceinline__ bool overlaps_launches(const FwdLaunch& launch) {
-  return Config::kVariant == FwdVariant::kOneWave || (Config::kSplitKv && launch.splits.count > 1);
+  return Config::kVariant == plan::FwdVariant::kOneWave || (Config::kSplitKv && launch.splits.count > 1);
 }
 
 }  // namespace sm90

@@ -10,6 +10,7 @@
 #include "kernels/sm90/fwd_config.h"
 #include "kernels/tma/mbarrier.h"
 #include "kernels/tma/pipeline_state.h"
+#include "plan/sm90_smem.h"
 
 namespace flash {
 namespace sm90 {
@@ -32,6 +33,8 @@ template <class T>
 struct alignas(16) Slot {
   T value;
 };
+
+static_assert(sizeof(WorkTile) == plan::kWorkTileBytes, "plan and kernels agree");
 
 template <class Config>
 struct FwdStorage {

@@ -1,0 +1,21 @@
+// Variants and kernel parameters of the mma.sync backward.
+#pragma once
+
+#include "core/bwd_schedule.h"
+#include "params/flash.h"
+
+namespace flash {
+namespace sm80 {
+
+// kAccumulate: with or without dropout; dK and dV are added to fp32 matrices. A branch in the others would make them
+// spill.
+enum class BwdVariant { kPlain, kDropout, kAccumulate };
+
+struct BwdLaunch {
+  Flash_bwd_params params;
+  int stages;    // buffers of Q and of dO
+  BwdGrid grid;  // of the main kernel
+};
+
+}  // namespace sm80
+}  // namespace flash

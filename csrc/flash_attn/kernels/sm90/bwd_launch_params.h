@@ -1,0 +1,30 @@
+// Kernel parameters of the wgmma backward.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/bwd_schedule.h"
+#include "params/flash.h"
+
+namespace flash {
+namespace sm90 {
+
+struct BwdLaunch {
+  Flash_bwd_params params;
+  BwdGrid grid;
+  int* tile_count_semaphore;  // null: static scheduler
+  CUtensorMap q_map, do_map, k_map, v_map, dk_map, dv_map;
+  CUtensorMap dq_map;  // for DqLocation::kShared
+};
+
+// Of the passes above head dim 128.
+struct BwdPassLaunch {
+  Flash_bwd_params params;
+  BwdGrid grid;               // of the dK and dV pass
+  int num_tiles;              // work tiles of the pass
+  int* tile_count_semaphore;  // null: static scheduler
+  CUtensorMap q_map, do_map, k_map, v_map;
+};
+
+}  // namespace sm90
+}  // namespace flash
