@@ -1,4 +1,4 @@
-"""Backward attention on CPU tensors, by recomputation of the probabilities from the log-sum-exp."""
+"""Backward attention on CPU tensors: probabilities recomputed from the log-sum-exp, or PyTorch's fused operator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from . import checks
+from . import checks, torch_flash
 from .dq_stage import DqStage
 from .entry import entry_point
 from .explain import Problem, explain_attention
@@ -58,8 +58,10 @@ def sink_gradient(sinks, lse, delta) -> torch.Tensor:
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
-    """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas.
+def attend_backward(
+    dout, q, k, v, out, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None, may_fuse: bool
+) -> None:
+    """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas. may_fuse: delta is that of out alone.
 
     Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
     k has; rows with an infinite lse (fully masked) get no gradient. Sums over tiles and over the query heads of a group
@@ -71,6 +73,9 @@ def attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, drop
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         dk.zero_()
         dv.zero_()
+        return
+    is_plain = may_fuse and dropout is None
+    if is_plain and torch_flash.attend_backward(dout, q, k, v, out, lse, dq, dk, dv, rule):
         return
     lo, hi = rule.key_range(first_row, sq, sq, sk)
     for grad in (dk, dv):
@@ -199,10 +204,10 @@ def bwd(
     stage.check(q, dq, dk, dv, d_shape)
     check_written({"dq": dq, "dk": dk, "dv": dv, "dq_sum": dq_sum}, read)
 
-    rule = ScoreRule.create(options, batch, q.dtype)
+    rule, may_fuse = ScoreRule.create(options, batch, q.dtype), stage.may_fuse(dlse)
     if explain:
         problems = [Problem(1, sq, k.shape[1])] * batch if batch_invariant else [Problem(batch, sq, k.shape[1])]
-        return explain_attention("backward", q, k, v, rule, problems)
+        return explain_attention("backward", q, k, v, rule, problems, may_fuse and p_dropout == 0.0)
     if dq_stage == "end":
         return stage.end(q, dq)
     softmax_d = stage.softmax_d(q, d_shape)
@@ -218,12 +223,12 @@ def bwd(
         dk, dv = sums.parts
     dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
     dropout = dropout_of_state(p_dropout, rng_state)
-    arguments = (dout, q, k, v, softmax_lse, delta, dq, dk, dv)
+    arguments = (dout, q, k, v, out, softmax_lse, delta, dq, dk, dv)
     if batch_invariant or options.origins is not None:
         for i, entry in enumerate(zip(*(x.split(1) for x in arguments))):
-            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]))
+            attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]), may_fuse)
     else:
-        attend_backward(*arguments, rule, dropout)
+        attend_backward(*arguments, rule, dropout, may_fuse)
     if sums is not None:
         dk, dv = sums.added()
     return [stage.added(dq), dk, dv, softmax_d, *dsinks]

@@ -45,14 +45,18 @@ class DqStage:
         """For row_deltas: other calls may have keys for rows that this one has none for."""
         return None if self.stage else first_unmasked
 
+    def may_fuse(self, dlse) -> bool:
+        """Whether rowsum(dout * out) is all that the call subtracts from dP, as in PyTorch's fused operator."""
+        return self.stage == "" and dlse is None
+
     def softmax_d(self, q, shape) -> torch.Tensor:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
     def new_dq(self, q, dq) -> torch.Tensor:
-        """Where the call writes its part."""
+        """Where the call writes its part; cleared where there is a sum."""
         if self.stage:
             return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
-        return q.new_zeros(q.shape) if dq is None else dq.zero_()
+        return q.new_empty(q.shape) if dq is None else dq
 
     def added(self, part) -> torch.Tensor:
         """The call's dq, or the sum with its part."""

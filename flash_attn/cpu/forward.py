@@ -1,4 +1,4 @@
-"""Forward attention on CPU tensors: online softmax over tiles, or PyTorch's fused kernel where it is the same maths."""
+"""Forward attention on CPU tensors: online softmax over tiles, or PyTorch's fused operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..dropout import dropout_streams, dropout_threshold, keep_mask, keep_scale
 from ..eight_bit import Descales
-from . import checks
+from . import checks, torch_flash
 from .entry import entry_point
 from .explain import Problem, explain_attention
 from .overlap import check_written
@@ -19,8 +19,6 @@ from .tiles import HeadRange, blocks, head_ranges, tile_shape
 
 DENSE_Q_AXES = "batch, seqlen, heads, head_dim"
 S_DMASK_MULTIPLE = 128
-_CACHE_LINE_BYTES = 64
-_FUSED_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, s
     fill_fully_masked_lse(lse[:, :, :first_row], sinks)
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         return
-    if sinks is None and max_logit is None and _fused_kernel_fits(q, k, v, rule, dropout):
-        _attend_fused(q, k, v, out, lse, rule)
+    is_plain = dropout is None and sinks is None and max_logit is None
+    if is_plain and torch_flash.attend(q, k, v, out, lse, rule):
         return
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
@@ -198,51 +196,6 @@ class _RowState:
         out = self.acc_o.mul_(o_scale / self.row_sum.masked_fill(empty, 1.0))
         lse = (self.row_max + self.row_sum.log2()).mul_(LN2)
         return out, lse.masked_fill_(empty, math.inf)
-
-
-def _fused_kernel_fits(q, k, v, rule: ScoreRule, dropout: Dropout | None) -> bool:
-    """Whether torch's CPU flash kernel computes this, of scores that are all finite."""
-    shapes_fit = rule.fits_torch_kernel(q.shape[1], k.shape[1]) and q.shape[-1] == v.shape[-1] > 0
-    return q.dtype == k.dtype == v.dtype and shapes_fit and dropout is None and _scores_are_finite(q, k, rule)
-
-
-def _scores_are_finite(q, k, rule: ScoreRule) -> bool:
-    """Whether no score of q and k can be NaN or infinite: torch's kernel gives out 0 for some of those."""
-    bound = q.shape[-1] * max(rule.scale, 1.0)
-    for x in (q, k):
-        low, high = torch.aminmax(x)  # NaN if there is one
-        bound *= max(abs(low.item()), abs(high.item()))
-    return bound < torch.finfo(compute_dtype(q.dtype)).max  # not if it is NaN
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x in the one layout for which the matrix products of equal values are bitwise equal."""
-    if x.is_contiguous() and x.data_ptr() % _CACHE_LINE_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _attend_fused(q, k, v, out, lse, rule: ScoreRule) -> None:
-    """Run torch's kernel without repeating K and V for the query heads of a group.
-
-    Without a mask the heads of a group are stacked as rows of one call; under a causal mask each member is a call.
-    """
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    sq, sk, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    groups = (kv_heads, q.shape[2] // kv_heads)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    q, out, lse = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
-    if rule.is_unmasked(sq, sk):
-        stacked = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        fused_out, fused_lse = _FUSED_KERNEL(stacked, keys, values, 0.0, False, scale=rule.scale)
-        out.copy_(fused_out.unflatten(2, (groups[1], sq)).permute(0, 3, 1, 2, 4))
-        lse.copy_(fused_lse.unflatten(2, (groups[1], sq)))
-        return
-    for member in range(groups[1]):
-        queries = q[:, :, :, member].transpose(1, 2)
-        fused_out, fused_lse = _FUSED_KERNEL(queries, keys, values, 0.0, True, scale=rule.scale)
-        out[:, :, :, member].copy_(fused_out.transpose(1, 2))
-        lse[:, :, member].copy_(fused_lse)
 
 
 def write_s_dmask(q, k, lse, rule: ScoreRule, dropout: Dropout, s_dmask: torch.Tensor) -> None:
