@@ -60,22 +60,30 @@ def sink_gradient(sinks, lse, delta) -> torch.Tensor:
 
 def attend_backward(
     dout, q, k, v, out, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None, may_fuse: bool
-) -> None:
-    """Write dq, dk, dv (like q, k, v) in place; delta (b, h, sq): see row_deltas. may_fuse: delta is that of out alone.
+) -> list[torch.Tensor]:
+    """[dq, dk, dv], like q, k, v: those given, written in place, or new ones for None. delta (b, h, sq): see
+    row_deltas; may_fuse says that it is rowsum(dout * out) alone.
 
     Dao, "FlashAttention-2" (2023), algorithm 2. lse (b, h, sq) may come from another call and may cover more keys than
     k has; rows with an infinite lse (fully masked) get no gradient. Sums over tiles and over the query heads of a group
     are taken in the compute dtype.
     """
+    given = (dq, dk, dv)
+    fused = torch_flash.gradients(dout, q, k, v, out, lse, rule) if may_fuse and dropout is None else None
+    if fused is not None:
+        return [new.to(q.dtype) if old is None else old.copy_(new) for old, new in zip(given, fused)]
+    dq, dk, dv = (x.new_empty(x.shape) if old is None else old for old, x in zip(given, (q, k, v)))
+    _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule, dropout)
+    return [dq, dk, dv]
+
+
+def _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule: ScoreRule, dropout: Dropout | None) -> None:
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     dq[:, :first_row].zero_()
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
         dk.zero_()
         dv.zero_()
-        return
-    is_plain = may_fuse and dropout is None
-    if is_plain and torch_flash.attend_backward(dout, q, k, v, out, lse, dq, dk, dv, rule):
         return
     lo, hi = rule.key_range(first_row, sq, sq, sk)
     for grad in (dk, dv):
@@ -221,14 +229,14 @@ def bwd(
         return [dq, None, None, softmax_d, *dsinks]
     if sums is not None:
         dk, dv = sums.parts
-    dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dk, k), (dv, v)))
     dropout = dropout_of_state(p_dropout, rng_state)
-    arguments = (dout, q, k, v, out, softmax_lse, delta, dq, dk, dv)
+    read = (dout, q, k, v, out, softmax_lse, delta)
     if batch_invariant or options.origins is not None:
-        for i, entry in enumerate(zip(*(x.split(1) for x in arguments))):
+        dq, dk, dv = (x.new_empty(x.shape) if grad is None else grad for grad, x in ((dq, q), (dk, k), (dv, v)))
+        for i, entry in enumerate(zip(*(x.split(1) for x in (*read, dq, dk, dv)))):
             attend_backward(*entry, *part_of(i, options, rule, dropout, sq, k.shape[1]), may_fuse)
     else:
-        attend_backward(*arguments, rule, dropout, may_fuse)
+        dq, dk, dv = attend_backward(*read, dq, dk, dv, rule, dropout, may_fuse)
     if sums is not None:
         dk, dv = sums.added()
     return [stage.added(dq), dk, dv, softmax_d, *dsinks]

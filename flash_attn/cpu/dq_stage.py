@@ -52,11 +52,9 @@ class DqStage:
     def softmax_d(self, q, shape) -> torch.Tensor:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype)) if self._softmax_d is None else self._softmax_d
 
-    def new_dq(self, q, dq) -> torch.Tensor:
-        """Where the call writes its part; cleared where there is a sum."""
-        if self.stage:
-            return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
-        return q.new_empty(q.shape) if dq is None else dq
+    def new_dq(self, q, dq):
+        """Where the call writes its part, None if that is new: what is given, or zeros for a sum."""
+        return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype)) if self.stage else dq
 
     def added(self, part) -> torch.Tensor:
         """The call's dq, or the sum with its part."""

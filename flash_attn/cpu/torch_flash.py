@@ -40,28 +40,25 @@ def attend(q, k, v, out, lse, rule: ScoreRule) -> bool:
     return True
 
 
-def attend_backward(dout, q, k, v, out, lse, dq, dk, dv, rule: ScoreRule) -> bool:
-    """`backward.attend_backward` without dropout and dlse; False, and nothing is written, where the tiles must do it.
+def gradients(dout, q, k, v, out, lse, rule: ScoreRule) -> list[torch.Tensor] | None:
+    """dq, dk, dv of calls without dropout and dlse, new tensors in the compute dtype; None where the tiles must do it.
 
     The operator adds up the gradients in the dtype of its operands, so they are given in the compute dtype. An infinite
     LSE, which another call's keys may bring, has no meaning for it.
     """
-    if not _fits(q, k, v, rule) or not lse.isfinite().all():
-        return False
-    sq, sk, group, dtype = q.shape[1], k.shape[1], q.shape[2] // k.shape[2], compute_dtype(q.dtype)
+    if q.numel() == 0 or k.numel() == 0 or not _fits(q, k, v, rule) or not lse.isfinite().all():
+        return None
+    kv_heads, group, dtype = k.shape[2], q.shape[2] // k.shape[2], compute_dtype(q.dtype)
     q, k, v, dout, out = (_aligned(x.to(dtype)) for x in (q, k, v, dout, out))
     if not _scores_are_finite(q, k, rule):
-        return False
+        return None
+    is_causal = not rule.is_unmasked(q.shape[1], k.shape[1])
     if group > 1:
         k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    grads = _BACKWARD(*operands, lse.to(dtype), 0.0, not rule.is_unmasked(sq, sk), scale=rule.scale)
-    for target, grad in zip((dq, dk, dv), grads):
-        grad = grad.transpose(1, 2)
-        if target.shape[2] < grad.shape[2]:
-            grad = grad.unflatten(2, (-1, group)).sum(3)
-        target.copy_(grad)
-    return True
+    grads = _BACKWARD(*operands, lse.to(dtype), 0.0, is_causal, scale=rule.scale)
+    dq, *dkv = (grad.transpose(1, 2) for grad in grads)
+    return [dq, *(dkv if group == 1 else (grad.unflatten(2, (kv_heads, group)).sum(3) for grad in dkv))]
 
 
 def _fits(q, k, v, rule: ScoreRule) -> bool:

@@ -293,7 +293,8 @@ def varlen_bwd(
     if dq_stage == "end":
         return stage.end(q, dq)
     dropout = dropout_of_state(p_dropout, rng_state)
-    grads = [stage.new_dq(q, dq).zero_(), None, None]
+    dq = stage.new_dq(q, dq)
+    grads = [q.new_zeros(q.shape) if dq is None else dq.zero_(), None, None]
     if stage.adds:
         if sums is not None:
             dk, dv = sums.parts
