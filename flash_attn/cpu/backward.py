@@ -71,7 +71,10 @@ def attend_backward(
     given = (dq, dk, dv)
     fused = torch_flash.gradients(dout, q, k, v, out, lse, rule) if may_fuse and dropout is None else None
     if fused is not None:
-        return [new.to(q.dtype) if old is None else old.copy_(new) for old, new in zip(given, fused)]
+        return [
+            new.to(q.dtype, memory_format=torch.contiguous_format) if old is None else old.copy_(new)
+            for old, new in zip(given, fused)
+        ]
     dq, dk, dv = (x.new_empty(x.shape) if old is None else old for old, x in zip(given, (q, k, v)))
     _attend_backward_tiled(dout, q, k, v, lse, delta, dq, dk, dv, rule, dropout)
     return [dq, dk, dv]

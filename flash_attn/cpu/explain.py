@@ -32,7 +32,8 @@ def explain_attention(
 ) -> dict[str, Any]:
     """The plan of these problems, which have the heads, head dims and dtype of q, k and v.
 
-    is_plain: no dropout; forward: no sinks or max_logit; backward: no dlse, no stages. block_keys: keys of a block where rows are computed one by one.
+    is_plain: no dropout, in the forward no sinks or max_logit, in the backward no dlse or stage. block_keys: keys of a
+    block where rows are computed one by one.
     kernel is "tiled", "by_row", "none", or "torch_flash": PyTorch's own, where all scores are finite. Problems that
     differ may have several, joined by "+"; block sizes are then the largest, num_work_tiles the sum.
     """

@@ -94,21 +94,34 @@ def new_max_logit(q: torch.Tensor, wanted: bool):
     return q.new_full((q.shape[-2],), -math.inf, dtype=compute_dtype(q.dtype)) if wanted else None
 
 
-def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None) -> None:
+def attend(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None = None, sinks=None, max_logit=None):
     """Exact attention: q (b, sq, h, d), k (b, sk, h_k, d), v (b, sk, h_k, d_v) -> out (b, sq, h, d_v) and lse
-    (b, h, sq), written in place. k and v may be of other dtypes than q.
+    (b, h, sq): those given, written in place, or new ones for None. k and v may be of other dtypes than q.
 
-    Dao, "FlashAttention-2" (2023), algorithm 1, on tiles. sinks: None or (h). Fully masked rows: out 0, lse the
-    sink, or +inf without one. Keys that no row sees are never read. max_logit: None or (h), updated in place.
+    sinks: None or (h). Fully masked rows: out 0, lse the sink, or +inf without one. Keys that no row sees are never
+    read. max_logit: None or (h), updated in place.
     """
+    is_plain = dropout is None and sinks is None and max_logit is None
+    fused = torch_flash.attend(q, k, v, rule) if is_plain else None
+    if fused is not None:
+        return tuple(new if old is None else old.copy_(new) for old, new in zip((out, lse), fused))
+    out = q.new_empty(checks.output_shape(q, v)) if out is None else out
+    lse = new_lse(q) if lse is None else lse
+    _attend_tiled(q, k, v, out, lse, rule, dropout, sinks, max_logit)
+    return out, lse
+
+
+def new_lse(q) -> torch.Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=compute_dtype(q.dtype))
+
+
+def _attend_tiled(q, k, v, out, lse, rule: ScoreRule, dropout: Dropout | None, sinks, max_logit) -> None:
+    """Dao, "FlashAttention-2" (2023), algorithm 1, on tiles."""
     sq, sk = q.shape[1], k.shape[1]
     first_row = rule.first_unmasked_row(sq, sk)
     out[:, :first_row].zero_()
     fill_fully_masked_lse(lse[:, :, :first_row], sinks)
     if first_row == sq or q.shape[0] == 0 or q.shape[2] == 0:
-        return
-    is_plain = dropout is None and sinks is None and max_logit is None
-    if is_plain and torch_flash.attend(q, k, v, out, lse, rule):
         return
     dtype = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
@@ -303,19 +316,22 @@ def fwd(
         is_plain = p_dropout == 0.0 and sinks is None and not return_max_logit and call is None
         return explain_attention("forward", q, k, v, rule, problems, is_plain)
     dropout = dropout_of_call(p_dropout, gen, rng_state)
-    if out is None:
+    by_entry = batch_invariant or options.origins is not None
+    if out is None and (by_entry or call is not None):
         out = q.new_empty(checks.output_shape(q, v), dtype=output_dtype(q, v, call))
     scaling = scaling_of(q, k, v, call)
     if scaling is not None:
         q, k, v = scaling.queries(q), scaling.scaled(k, scaling.k_rows), scaling.scaled(v, scaling.v_rows)
     result = result_like(out, scaling)
-    lse = q.new_empty((batch, heads, sq), dtype=compute_dtype(q.dtype))
     max_logit = new_max_logit(q, return_max_logit)
-    if batch_invariant or options.origins is not None:
+    if by_entry:
+        lse = new_lse(q)
         _attend_each(q, k, v, result, lse, options, rule, dropout, sinks, max_logit)
     else:
-        attend(q, k, v, result, lse, rule, dropout, sinks, max_logit)
-    if scaling is not None:
+        result, lse = attend(q, k, v, result, None, rule, dropout, sinks, max_logit)
+    if scaling is None:
+        out = result
+    else:
         scaling.store(out, result)
     s_dmask = new_s_dmask(out, (batch, heads, sq, k.shape[1]), return_softmax, dropout)
     if s_dmask.numel():
