@@ -1,7 +1,7 @@
 """Small forward and backward problems that cover the kernels' code paths, each checked, to run under compute-sanitizer.
 
-compute-sanitizer --tool memcheck python tools/sanitize_cases.py [--device cuda|cpu] [--only TEXT] [--shard I/N]
-    [--nan-outputs]
+compute-sanitizer --tool memcheck python tests/sanitize/sanitize_cases.py [--device cuda|cpu] [--only TEXT]
+    [--shard I/N] [--nan-outputs]
 
 The problems are made and checked by the tests' own harness (tests/harness.py), so unused rows and pages are NaN; each
 has the same values in every run, with --only and --shard too. The exit status is 1 when a result is wrong. Shards, of
@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import cp_kernel_harness
 import dq_stage_harness

@@ -1,4 +1,4 @@
-"""Packed and paged calls whose K and V are codes, for tools/sanitize_cases.py: cu_seqlens that are no sums, and table
+"""Packed and paged calls whose K and V are codes, for sanitize_cases.py: cu_seqlens that are no sums, and table
 entries that name no page. A GPU decodes over the codes or reads what a pass makes of them; the CPU says what is right.
 """
 

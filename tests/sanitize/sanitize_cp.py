@@ -1,4 +1,4 @@
-"""What context parallelism asks of the kernels, for tools/sanitize_cases.py: scores that begin at an origin, gradients
+"""What context parallelism asks of the kernels, for sanitize_cases.py: scores that begin at an origin, gradients
 of keys added to float32 sums, sums of dq kept over calls, and calls of ranks as threads, whose parts are combined.
 """
 

@@ -1,4 +1,4 @@
-"""Small calls of the KV cache functions for tools/sanitize_cases.py, requests that do not fit the cache among them."""
+"""Small calls of the KV cache functions for sanitize_cases.py, requests that do not fit the cache among them."""
 
 from __future__ import annotations
 

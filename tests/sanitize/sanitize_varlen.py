@@ -1,4 +1,4 @@
-"""Packed batches whose cu_seqlens are no sums, for tools/sanitize_cases.py.
+"""Packed batches whose cu_seqlens are no sums, for sanitize_cases.py.
 
 The bounds of the sequences are the running maximum, within the rows that exist: whatever cu_seqlens hold, every row of
 every result is written and nothing outside is touched.
