@@ -1,14 +1,14 @@
 """Context-parallel attention on N GPUs of one machine: speed per GPU, bandwidths, the model's prediction in each row.
 
-    python benchmarks/context_parallel.py --out result.json --plot result.png     # all GPUs that torch sees
-    python benchmarks/context_parallel.py --device cpu --ranks 2 --toy            # gloo, to see that it runs
+    python benchmarks/context_parallel.py --out result.json               # all GPUs that torch sees
+    python benchmarks/context_parallel.py --device cpu --ranks 2 --toy    # gloo, to see that it runs
 
 Starts a process per rank. Each row is one problem and one method: the time of a forward, and of forward and backward,
-the slowest rank's median, beside the time in which one GPU does the whole problem, taken in turns on all GPUs at once.
-Calls follow each other as layers do, so that the host is ahead, as many as LEAST_SECONDS take, behind as many that have
-no time: a time is that of one. A GPU whose last calls took less power has a higher clock for a while, hence an order of
-its own in each round.
-`per_gpu` is one GPU's time over ranks times ours. Peers are measured where they can be imported.
+the slowest rank's median; and the time in which one GPU does the whole problem, in turns with it, on all GPUs at once.
+As many calls as take LEAST_SECONDS follow each other like layers, after as many that are not timed, so that the host
+is ahead of the GPU; a time is that of one. A GPU whose last calls took less power has a higher clock for a while, so
+each round has another order. `per_gpu` is one GPU's time over ranks times ours. Peers are measured if they can be
+imported.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def parse(arguments=None):
     parser.add_argument("--row-seconds", type=float, default=MOST_SECONDS, help="of a row's rounds, of which 2 are run")
     parser.add_argument("--seconds", type=float, default=480, help="rows that would start later are left out")
     parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
     if options.ranks < 1 or (options.device == "cuda" and torch.cuda.device_count() < options.ranks):
@@ -402,28 +401,6 @@ def markdown(rows) -> str:
     return "\n".join(lines)
 
 
-def plot(rows, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    causal = [row for row in rows if row["problem"] == "causal" and "forward" in row]
-    for axis, mode in zip(axes, ("forward", "both")):
-        for name in dict.fromkeys(row["name"] for row in causal):
-            own = [row for row in causal if row["name"] == name]
-            (line,) = axis.plot([r["tokens"] for r in own], [100 * r[mode]["per_gpu"] for r in own], "o-", label=name)
-            if "predicted" in own[0][mode]:
-                predicted = [100 * r[mode]["predicted"] for r in own]
-                axis.plot([r["tokens"] for r in own], predicted, ":", color=line.get_color())
-        axis.set(xscale="log", xlabel="tokens over all GPUs", title=f"{mode}, causal; dotted: predicted", ylim=(0, 105))
-        axis.legend()
-    axes[0].set_ylabel("% of one GPU, per GPU")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main(arguments=None) -> None:
     options = parse(arguments)
     context = get_context("forkserver")
@@ -449,8 +426,6 @@ def main(arguments=None) -> None:
                 process.kill()
     document = answers[0]
     write(document, options)
-    if options.plot:
-        plot(document["rows"], options.plot)
     print(json.dumps(document["bandwidth"]))
     print(markdown(document["rows"]))
 

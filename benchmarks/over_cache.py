@@ -235,29 +235,3 @@ def relative_error(row, inputs, result):
     reference = attention(q, keys, values, **options).out
     ours = result[-1:, -queries:, -heads:]
     return (torch.linalg.norm(ours - reference) / torch.linalg.norm(reference)).item()
-
-
-def read_ceiling(device, gib=4, repeats=20):
-    """{"gbs": fastest read of device memory seen, "method": how}; the share of a row is measured against it."""
-    buffer = torch.ones(gib * 2**28, dtype=torch.float32, device=device)
-    methods = {"torch.sum": lambda: buffer.sum(), "torch.amax": lambda: buffer.amax()}
-    try:
-        from read_kernel import make_reader
-
-        methods["triton"] = make_reader(buffer)
-        methods["triton"]()
-    except Exception:  # as for the clock: Triton raises its own types; torch's reductions remain
-        methods.pop("triton", None)
-    best = {}
-    for name, read in methods.items():
-        times = []
-        for _ in range(repeats):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            read()
-            stop.record()
-            torch.cuda.synchronize(device)
-            times.append(start.elapsed_time(stop))
-        best[name] = buffer.numel() * 4 / min(times) / 1e6
-    method = max(best, key=best.get)
-    return {"gbs": best[method], "method": method}

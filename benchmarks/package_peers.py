@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from rows import windows
+from shared import ROOT
 
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
@@ -13,6 +16,7 @@ def first(result):
 
 
 def triton_comparator(row, inputs):
+    sys.path.append(str(ROOT / "benchmarks" / "lab"))
     from triton_attention import triton_attention
 
     q, k, v, causal = inputs.q, inputs.k, inputs.v, row.case.causal
@@ -73,3 +77,49 @@ def xformers_attention(row, inputs):
         return out.squeeze(0) if packed else out
 
     return call
+
+
+def cudnn_fp8(row, inputs):
+    """cuDNN's forward of q, k and v quantised by tensor, by nvidia-cudnn-frontend; its result is bf16."""
+    import cudnn
+
+    from flash_attn.fp8 import quantize
+
+    q, v = inputs.q, inputs.v
+    values, descales = zip(*(quantize(x, "tensor") for x in (q, inputs.k, v)))
+    e4m3, single = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    handle = cudnn.create_handle()
+    graph = cudnn.pygraph(
+        io_data_type=e4m3, intermediate_data_type=single, compute_data_type=single, handle=handle
+    )  # fmt: skip
+    matrices = [graph.tensor(dim=heads_first(x).shape, stride=heads_first(x).stride(), data_type=e4m3) for x in values]
+    one = torch.ones(1, 1, 1, 1, device=q.device)
+    scalars = [*(descale.reshape(1, 1, 1, 1) for descale in descales), one, one.clone(), one.clone()]
+    named = [graph.tensor(dim=x.shape, stride=x.stride(), data_type=single) for x in scalars]
+    result, _, amax_s, amax_o = graph.sdpa_fp8(
+        *matrices, *named, generate_stats=False, attn_scale=q.shape[-1] ** -0.5, use_causal_mask=row.case.causal
+    )
+    out = torch.empty(*q.shape[:-1], v.shape[-1], device=q.device, dtype=torch.bfloat16)
+    shape, stride = heads_first(out).shape, heads_first(out).stride()
+    result.set_output(True).set_dim(shape).set_stride(stride).set_data_type(cudnn.data_type.BFLOAT16)
+    maxima = [torch.empty(1, 1, 1, 1, device=q.device) for _ in range(2)]
+    for tensor, memory in zip((amax_s, amax_o), maxima):
+        tensor.set_output(True).set_dim(memory.shape).set_stride(memory.stride()).set_data_type(single)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(graph.get_workspace_size(), device=q.device, dtype=torch.uint8)
+    operands = dict(zip((*matrices, *named, result, amax_s, amax_o), (*values, *scalars, out, *maxima)))
+
+    def call():
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(operands, workspace, handle=handle)
+        return out
+
+    return call
+
+
+def heads_first(x):
+    return x.transpose(1, 2)

@@ -1,13 +1,12 @@
-"""What each technique of the forward is worth: `python benchmarks/ablate.py --out DIR/h200_ablate.json`.
+"""What each technique of the forward is worth: `python benchmarks/lab/ablate.py --out ablate.json`.
 
-Measures every entry of lab_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with one
-thing changed; full and causal. Then those of lab_sm90.py, the Hopper forward. Compiles what is missing on all cores
-(build/lab/kernels keeps it), compares each kernel with float64 attention, times them interleaved, prints the tables and
-writes the JSON and, in plots_ablate beside it, a bar plot for each family. `python benchmarks/report.py --docs` puts a
-stored result into docs/tuning/ablation.md.
-A kernel that hangs ends the program after half a minute; the same command goes on without it. --without leaves designs
-out by their labels. Needs nvcc and the CUTLASS headers, or what `lab.py --build-only` made, torch and a GPU;
---compile-only no GPU, --list nothing, --from-json a result.
+Measures every entry of sm80_designs.py: the ladder from plain loads to the kernel in use, and the kernel in use with
+one thing changed; full and causal. Then those of sm90_designs.py, the Hopper forward. Compiles what is missing on all
+cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times them in turns, writes the JSON
+and prints the tables.
+A kernel that hangs ends the program after half a minute; the same command continues without it. --without leaves
+designs out by their labels. Needs nvcc and the CUTLASS headers, or what `run_all.py --build-only` made, torch and a
+GPU; --compile-only no GPU, --list nothing, --from-json a result.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import platform
 import sys
@@ -24,17 +22,18 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import ablate_report
-import lab_designs
-import lab_sm90
+import sm80_designs
+import sm90_designs
 from ablate_report import LIBRARY
-from lab_build import BuildError, forward, make_compiler, source_key
-from lab_progress import Ended, Progress, say
+from kernel_library import BuildError, forward, make_compiler, source_key
+from results import ROOT, load
+from resumable import Ended, Progress, say
 
-FAMILIES = {"mma_sync": lab_designs.entries, "wgmma": lab_sm90.entries}
+FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
 SEQLENS = (1024, 4096)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
 DEVICE = "cuda"  # the CPU in a dry run
@@ -130,8 +129,7 @@ def failures(designs, compiled, progress, check):
 
 def measure(torch, timer, progress, family, head_dim, entries, compiled, budget):
     """One head dim of a family as plain data."""
-    from cases import bench_cells
-    from reference import attention
+    from shared import attention, bench_cells
 
     designs = list(dict.fromkeys(entry.design for entry in entries))
     failed = failures(designs, compiled, progress, lambda design: refusal(torch, attention, design))
@@ -168,16 +166,6 @@ def origin(torch, compiler):
     return describe_run(torch.device(DEVICE), versions)
 
 
-def report(result, path):
-    """Prints the tables, draws the plots beside the JSON at `path`."""
-    say("\n" + ablate_report.report(result))
-    for family in result["families"]:
-        try:
-            ablate_report.write_plot(result, family, path.parent / ablate_report.PLOTS.name / f"{family}.png")
-        except ImportError as error:
-            say(f"no plot: {error}")
-
-
 def listing(families, head_dims):
     """What would be measured, a line each."""
     return [
@@ -190,7 +178,7 @@ def listing(families, head_dims):
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES), help="default: all")
-    parser.add_argument("--head-dims", nargs="+", type=int, choices=lab_designs.HEAD_DIMS, default=[64, 128])
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=sm80_designs.HEAD_DIMS, default=[64, 128])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "lab" / "ablate.json", help="the JSON result")
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")
     parser.add_argument("--min-ms", type=float, default=25.0, help="time per kernel and cell")
@@ -206,7 +194,7 @@ def run(arguments):
         print("\n".join(listing(arguments.family, arguments.head_dims)))
         return
     if arguments.from_json:
-        report(json.loads(arguments.from_json.read_text(encoding="utf-8")), arguments.from_json)
+        say(ablate_report.report(load(arguments.from_json)))
         return
     todo = work(arguments.family, arguments.head_dims, arguments.without)
     compiler = make_compiler()
@@ -227,7 +215,7 @@ def run(arguments):
             parts[str(head_dim)] = found
             progress.write()
     progress.finish()
-    report(progress.result, arguments.out)
+    say("\n" + ablate_report.report(progress.result))
 
 
 def main(argv=None):

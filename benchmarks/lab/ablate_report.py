@@ -1,14 +1,12 @@
-"""What an ablation found: tables and a bar plot. Plain data in, text or a PNG out."""
+"""What an ablation found, as tables in Markdown."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import geometric_mean
 
-from scores import run_line, stored_path
+from markdown import markdown_table
+from results import run_line
 
-RESULT = stored_path("ablate")
-PLOTS = Path("benchmarks", "results", "plots_ablate")
 LIBRARY = "library"
 TITLES = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
 
@@ -26,16 +24,6 @@ def in_use(found):
     return {"ms": times} if times else None
 
 
-def row_before(index, entries):
-    """What a step of the ladder is compared with: None for the first."""
-    return entries[index - 1] if index else None
-
-
-def of_mask(entry, mask):
-    """The entry with the cells of one mask."""
-    return {**entry, "ms": {cell: ms for cell, ms in entry["ms"].items() if cell.split()[0] == mask}}
-
-
 def speed(entry, base):
     """Geometric mean over the cells that both have of (time of base / time of entry); None without such a cell."""
     ratios = [base["ms"][cell] / entry["ms"][cell] for cell in entry["ms"] if base and cell in base["ms"]]
@@ -47,7 +35,7 @@ def percent(ratio):
 
 
 def tflops(found, entry, cell):
-    return found["flops"][cell] / entry["ms"][cell] / 1e9 if cell in entry["ms"] else None
+    return f"{found['flops'][cell] / entry['ms'][cell] / 1e9:.0f}" if cell in entry["ms"] else "–"
 
 
 def loop_text(loop):
@@ -63,101 +51,71 @@ def resource_cells(entry):
     if not facts:
         return ["–"] * 4
     occupancy = f"{facts['ctas_per_sm']} × {facts['threads'] // 32}"
-    memory = f"{facts['smem_bytes'] / 1024:.1f}"
     note = ", serialised" if facts["serialized"] else ""
+    memory = f"{facts['smem_bytes'] / 1024:.1f}"
     return [f"{facts['registers']}, {facts['spills']}{note}", memory, occupancy, loop_text(facts["loop"])]
 
 
-def table(found, kind, delta_name, base_of):
-    """Rows of one kind; base_of(index, entries) is what an entry is compared with."""
-    cells = list(found["flops"])
-    heads = ["design", *cells, delta_name, "registers, spills", "KB", "CTAs × warps", "loop (an MMA)"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    entries = measured(found, kind)
+def table(found, kind):
+    """All of one kind: a step of the ladder against the row before it, a switch against the design in use."""
+    cells, entries, base, rows = list(found["flops"]), measured(found, kind), in_use(found), []
     for index, entry in enumerate(entries):
-        speeds = [tflops(found, entry, cell) for cell in cells]
-        figures = ["–" if value is None else f"{value:.0f}" for value in speeds]
-        base = base_of(index, entries)
-        delta = percent(speed(entry, base)) if base else "–"
-        lines.append("| " + " | ".join([entry["label"], *figures, delta, *resource_cells(entry)]) + " |")
-    return lines
+        if kind == "ladder":
+            base = entries[index - 1] if index else None
+        figures = [tflops(found, entry, cell) for cell in cells]
+        rows.append([entry["label"], *figures, percent(speed(entry, base)), *resource_cells(entry)])
+    return markdown_table(
+        ["design", *cells, "Δ %", "registers, spills", "KB", "CTAs × warps", "loop (an MMA)"], rows
+    )  # fmt: skip
 
 
-def section(result, family, head_dim):
-    """One head dim of one family as Markdown."""
-    found = result["families"][family][head_dim]
-    base = in_use(found)
-    title = f"### {TITLES[family]}, head dim {head_dim}"
-    lines = [title, "", "TFLOPS by mask and sequence length; Δ %: speed, geometric mean over these cells.", ""]
-    if len(measured(found, "ladder")) > 1:
-        lines += ["From plain loads to the design in use, each row with one technique more than the one before:", ""]
-        lines += table(found, "ladder", "Δ %, row before", row_before)
-        lines += ["", "The design in use with one thing changed:", ""]
-    else:
-        lines += ["The design in use:", "", *table(found, "ladder", "Δ %", lambda *_: None)]
-        lines += ["", "With one thing changed:", ""]
-    lines += table(found, "switch", "Δ %", lambda *_: base)
-    library = measured(found, LIBRARY)
-    if library:
-        figures = ", ".join(f"{cell} {tflops(found, library[0], cell):.0f}" for cell in library[0]["ms"])
+def section(found, family, head_dim):
+    """One head dim of one family, with everything that was measured."""
+    lines = ["", f"### {TITLES[family]}, head dim {head_dim}: TFLOPS, and the change of speed", ""]
+    lines += [*table(found, "ladder"), "", *table(found, "switch")]
+    for entry in measured(found, LIBRARY):
+        figures = ", ".join(f"{cell} {tflops(found, entry, cell)}" for cell in entry["ms"])
         lines += ["", f"The library, with all its features, on the same cells: {figures}."]
     left_out = [f"{entry['label']}: {entry['failed']}" for entry in found["entries"] if entry["failed"]]
-    return "\n".join([*lines, *(["", "Left out: " + "; ".join(left_out) + "."] if left_out else [])])
+    return [*lines, *(["", "Left out: " + "; ".join(left_out) + "."] if left_out else [])]
 
 
 def report(result):
-    """All families and head dims as Markdown."""
-    parts = [run_line(result)]
+    """All families and head dims."""
+    lines = [run_line(result)]
     for family, dims in result["families"].items():
-        parts += [section(result, family, head_dim) for head_dim in dims]
-    return "\n\n".join(parts)
+        for head_dim, found in dims.items():
+            lines += section(found, family, head_dim)
+    return "\n".join(lines)
 
 
-def bars(found, mask):
-    """([(label, TFLOPS)] of the ladder, [(label, Δ %)] of the switches) over the cells of one mask."""
-    ladder = []
-    for entry in (of_mask(entry, mask) for entry in measured(found, "ladder")):
-        if entry["ms"]:
-            ladder.append((entry["label"], geometric_mean(tflops(found, entry, cell) for cell in entry["ms"])))
-    base = in_use(found)
-    switches = measured(found, "switch") if base else []
-    ratios = [(entry["label"], speed(of_mask(entry, mask), base)) for entry in switches]
-    return ladder, [(label, 100 * (ratio - 1)) for label, ratio in ratios if ratio is not None]
+def ladder_table(result):
+    """The ladder of each head dim: TFLOPS, geometric mean of its cells, and the change against the row before."""
+    columns = {}
+    for head_dim, found in result["families"]["mma_sync"].items():
+        entries, cells = measured(found, "ladder"), {}
+        for index, entry in enumerate(entries):
+            rate = geometric_mean(found["flops"][cell] / ms / 1e9 for cell, ms in entry["ms"].items())
+            change = f" ({percent(speed(entry, entries[index - 1]))})" if index else ""
+            cells[entry["label"]] = f"{rate:.0f}{change}"
+        columns[f"d {head_dim}"] = cells
+    return side_by_side("each row adds", columns)
 
 
-def draw(axes, by_mask, title, unit):
-    """Grouped horizontal bars of {mask: [(label, value)]}, the first label on top."""
-    labels = list(dict.fromkeys(label for values in by_mask.values() for label, _ in values))
-    height = 0.8 / max(1, len(by_mask))
-    for index, (mask, values) in enumerate(by_mask.items()):
-        places = [labels.index(label) + (index - (len(by_mask) - 1) / 2) * height for label, _ in values]
-        drawn = axes.barh(places, [value for _, value in values], height, label=mask)
-        axes.bar_label(drawn, fmt="%.0f" if unit == "TFLOPS" else "%+.1f", fontsize=7, padding=2)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(unit)
-    axes.grid(axis="x", alpha=0.3)
+def switch_table(result, family):
+    """Change of speed in percent with one thing changed, a column for each kernel in use."""
+    columns = {}
+    for head_dim, found in result["families"][family].items():
+        base = in_use(found)
+        for entry in measured(found, "switch"):
+            kernel, _, label = entry["label"].rpartition(": ")
+            cells = columns.setdefault(f"d {head_dim} {kernel}".strip(), {})
+            cells[label] = percent(speed(entry, base))
+    return side_by_side(f"{TITLES[family]}: one thing changed", columns)
 
 
-def write_plot(result, family, path):
-    """One row of panels for each head dim: the ladder in TFLOPS, the switches in %; ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    dims = result["families"][family]
-    figure = Figure(figsize=(13, 5.2 * len(dims)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(dims), 2, squeeze=False)
-    for row, (head_dim, found) in zip(panels, dims.items()):
-        masks = list(dict.fromkeys(cell.split()[0] for cell in found["flops"]))
-        drawn = {mask: bars(found, mask) for mask in masks}
-        draw(row[0], {mask: both[0] for mask, both in drawn.items()}, f"head dim {head_dim}: the ladder", "TFLOPS")
-        title = f"head dim {head_dim}: the design in use with one thing changed"
-        draw(row[1], {mask: both[1] for mask, both in drawn.items()}, title, "speed, %")
-        row[0].legend(fontsize=8)
-    figure.suptitle(f"{TITLES[family]}: {run_line(result)}", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+def side_by_side(title, columns):
+    """{column: {label: cell}} as one table."""
+    labels = dict.fromkeys(label for cells in columns.values() for label in cells)
+    rows = [[label, *(cells.get(label, "–") for cells in columns.values())] for label in labels]
+    return markdown_table([title, *columns], rows)

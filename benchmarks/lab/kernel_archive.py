@@ -1,7 +1,8 @@
 """Compiled kernels of the laboratory as one file: made where nvcc is, measured where a GPU is.
 
-`lab.py --build-only` writes it: the libraries of ablation and sweep, an index of what they are built from, the program
-of the teaching kernels. `lab.py --kernels FILE` unpacks it and tells the programs by FLASH_ATTN_LAB_KERNELS.
+`run_all.py --build-only` writes it: the libraries of ablation and sweep, an index of what they are built from, the
+program of the teaching kernels. `run_all.py --kernels FILE` unpacks it and tells the programs by
+FLASH_ATTN_LAB_KERNELS.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import time
 from pathlib import Path
 
 import ablate
-import lab_tiles
-from lab_build import INDEX, KERNELS, ROOT, BuildError, Compiler, by_library, source_key
+import tile_designs
+from kernel_library import INDEX, KERNELS, ROOT, BuildError, Compiler, by_library, source_key
 
 MINIMAL = ROOT / "examples" / "minimal"
 MINIMAL_ARCH = "sm_90a"
 # Which experiments need what.
 DESIGNS = {
     "ablate": lambda: [e.design for entries in ablate.work(ablate.FAMILIES, (64, 128)).values() for e in entries],
-    "sweep": lambda: [entry.design for entries in lab_tiles.groups().values() for entry in entries],
+    "sweep": lambda: [entry.design for entries in tile_designs.groups().values() for entry in entries],
 }
 PROGRAM = "minimal"
 

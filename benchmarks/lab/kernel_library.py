@@ -1,13 +1,13 @@
 """Compiles the laboratory's kernels on demand, one shared library for each design, and calls them.
 
-    from lab_build import forward
-    from lab_designs import default_design
+    from kernel_library import forward
+    from sm80_designs import default_design
     forward(default_design(64), q, k, v, out, causal=True)
 
 Libraries lie in build/lab/kernels by the hash of design, sources and compiler. Needs nvcc and the CUTLASS headers, or
-what lab_archive.py made elsewhere, in the folder that FLASH_ATTN_LAB_KERNELS names. A design says what is in a kernel:
-header() and overlay() its headers, launcher and more_sources its files, entry a part of the kernel's name where the
-library has others, mma_per_step what the inner loop is found by (0: it is not counted).
+what kernel_archive.py made elsewhere, in the folder that FLASH_ATTN_LAB_KERNELS names. A design says what is in a
+kernel: header() and overlay() its headers, launcher and more_sources its files, entry a part of the kernel's name where
+the library has others, mma_per_step what the inner loop is found by (0: it is not counted).
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import sass
 from errors import BuildError
 from kernel_build import COMPILE_FLAGS
-from lab_designs import LAB, ctas_per_sm
-from lab_sass import inner_loop
 from machine import parallel_jobs
 from resources import fatal_diagnostics, parse_ptxas_log, spill_bytes
-from sass import find_cuobjdump, listing
+from sm80_designs import SOURCES, ctas_per_sm
 from toolchain import find_cutlass, find_toolkit
 
 CSRC = ROOT / "csrc" / "flash_attn"
@@ -42,6 +41,7 @@ KERNELS = ROOT / "build" / "lab" / "kernels"
 ARCH = "90"
 PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # the environment variable
 INDEX = "index.json"
+COUNTED = ("HMMA", "HGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STS", "SHFL")  # instructions of a loop
 DTYPE_NAMES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -61,7 +61,7 @@ def included_files(*files):
             continue
         found.add(path)
         for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            places = (base / name for base in (path.parent, LAB, CSRC))
+            places = (base / name for base in (path.parent, SOURCES, CSRC))
             todo += [place.resolve() for place in places if place.is_file()][:1]
     return sorted(found)
 
@@ -93,6 +93,21 @@ def by_library(designs, library):
     for design in dict.fromkeys(designs):
         found.setdefault(library(design), []).append(design)
     return found
+
+
+def inner_loop(text, opcode, at_least):
+    """{"all": instructions, "HMMA": of them, …} of the shortest loop with `at_least` instructions `opcode` in a listing
+    of one kernel: the one over unmasked blocks, since masks only add to it. None if there is no such loop."""
+    best = None
+    for code in sass.functions(text).values():
+        for loop in sass.loops(code):
+            names = [sass.opcode(instruction) for instruction in loop]
+            if names.count(opcode) >= at_least and (best is None or len(names) < len(best)):
+                best = names
+    if best is None:
+        return None
+    counts = {name: best.count(name) for name in COUNTED if name in best}
+    return {"all": len(best), **counts}
 
 
 class Prebuilt:
@@ -165,7 +180,7 @@ class Compiler:
 
     def nvcc(self, arch, *includes):
         """The compiler's call as far as the files; `includes` come first."""
-        others = [f"-I{LAB}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
+        others = [f"-I{SOURCES}", f"-I{CSRC}", f"-I{self.cutlass.include}"]
         gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
         return [str(self.toolkit.nvcc), *COMPILE_FLAGS, gencode, *includes, *others]
 
@@ -205,11 +220,11 @@ class Compiler:
         """Registers and spills from ptxas, the inner loop from the machine code (None without cuobjdump), and whether
         ptxas made each wgmma wait for the one before or ignored setmaxnreg."""
         (kernel,) = [kernel for kernel in parse_ptxas_log(log) if design.entry in kernel["name"]]
-        cuobjdump = find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
+        cuobjdump = sass.find_cuobjdump(self.toolkit.root) if design.mma_per_step else None
         loop = None
         if cuobjdump is not None:
             opcode = "HMMA" if design.family == "mma_sync" else "HGMMA"
-            loop = inner_loop(listing(cuobjdump, library), opcode, design.mma_per_step)
+            loop = inner_loop(sass.listing(cuobjdump, library), opcode, design.mma_per_step)
         return {
             "registers": kernel["registers"],
             "spills": spill_bytes(kernel),

@@ -1,7 +1,7 @@
 """The plan headers of the shipped kernels as the laboratory reads and replaces them.
 
 A kernel with another row of a table is compiled from the shipped sources: a copy of the header, in which the function
-that looks the row up returns another one first, is found before the shipped one. lab/plan_check.cpp tells what the
+that looks the row up returns another one first, is found before the shipped one. kernels/plan_check.cpp tells what the
 tables hold and what does not fit, by the shipped plan itself.
 """
 
@@ -13,9 +13,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from lab_designs import LAB
+from sm80_designs import SOURCES
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc" / "flash_attn"
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "flash_attn"
 TILES, POLICY = "plan/tiles.h", "plan/fwd_policy_sm90.h"
 
 
@@ -29,10 +29,10 @@ def names(header, enum):
 
 @functools.lru_cache(None)
 def checker():
-    """A function that runs lab/plan_check.cpp, compiled once, and returns what it prints."""
+    """A function that runs kernels/plan_check.cpp, compiled once, and returns what it prints."""
     folder = tempfile.TemporaryDirectory()
     program = Path(folder.name, "plan_check")
-    command = ["g++", "-std=c++17", "-O1", f"-I{CSRC}", str(LAB / "plan_check.cpp"), "-o", str(program)]
+    command = ["g++", "-std=c++17", "-O1", f"-I{CSRC}", str(SOURCES / "plan_check.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
 
     def run(*words, _keeps=folder):

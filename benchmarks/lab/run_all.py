@@ -1,19 +1,18 @@
-"""The laboratory: every experiment whose figures the documents quote, and the command that measures it again.
+"""Every experiment whose figures the documents quote, and the command that measures it again.
 
-python benchmarks/lab.py                        the list: what each shows, its time, what it writes and who reads it
-python benchmarks/lab.py theory minimal         run some, in this order, and collect their results in --out
-python benchmarks/lab.py --all [--dry-run]      all that documents read and need one GPU; --dry-run prints the commands
-python benchmarks/lab.py --all --small          the same in miniature on a CPU, those that can; tells whether they run
+python benchmarks/lab/run_all.py                        the list: what each shows, its time, which page reads it
+python benchmarks/lab/run_all.py theory minimal         run some, in this order, and collect their results in --out
+python benchmarks/lab/run_all.py --all [--dry-run]      all that pages read and one GPU measures; --dry-run: commands
+python benchmarks/lab/run_all.py --all --small          the same in miniature on a CPU: tells whether they run
+python benchmarks/report.py --publish build/lab/run     takes the results into benchmarks/results and the documents
 
 One run in several sittings, its kernels compiled where there is no GPU:
-python benchmarks/lab.py --all --build-only                                   writes build/lab/kernels.tar.xz
-python benchmarks/lab.py --all --resume --within 480 --kernels build/lab/kernels.tar.xz --archive RUN.tgz
-...                                             again, until nothing is left for another sitting: --resume passes over
-                                                what --out (build/lab/run) holds already, RUN.tgz unpacked
-python benchmarks/lab_publish.py build/lab/run  into benchmarks/results, with plots, and from there into the documents
+python benchmarks/lab/run_all.py --all --build-only     writes build/lab/kernels.tar.xz
+python benchmarks/lab/run_all.py --all --resume --within 480 --kernels build/lab/kernels.tar.xz --archive RUN.tgz
+...                                                     again, until nothing is left for another sitting: --resume
+                                                        skips what --out (build/lab/run) holds, RUN.tgz unpacked
 
-Results are named as those in benchmarks/results, after the GPU that measured them. The seconds are those that the GPU
-is held: of the measurement, of starting Python, and of what is compiled there.
+The seconds of the list are those for which the GPU is held: starting Python, compiling there, measuring.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -33,35 +31,33 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
-from lab_progress import under_way
+from results import ROOT
+from resumable import under_way
 
-ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "lab" / "run"
 ARCHIVE = ROOT / "build" / "lab" / "kernels.tar.xz"
-PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # as lab_build.py, which needs more than this program
-STATE = "lab.json"  # in the folder of results: {experiment: how it ended}
-MMA_SYNC = {"FLASH_ATTN_FAMILY": "mma_sync"}
+PREBUILT = "FLASH_ATTN_LAB_KERNELS"  # as kernel_library.py, which needs more than this program
+STATE = "state.json"  # in the folder of results: {experiment: how it ended}
 START_SECONDS = 12  # Python, torch, the GPU's context, clocks
 GRACE_SECONDS = 15  # of --within, to write what there is
-MOST_TRIES = 6  # of a program whose kernels may hang: one is left out each time
+MOST_TRIES = 6  # of a program whose kernels may hang: each try leaves one out
 CPU_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """command: of the repository's root, with {python}, {out} (the folder of results) and {gpu} (like h200) in it.
-    seconds: of its measurement; compiles: what it compiles on the machine of the GPU takes beside that.
-    result: the JSON it leaves in {out}, of {gpu} too; written: how the program itself calls that file, where it has no
-    say. document: what quotes the result, if anything does. small: what --small adds, if a CPU can run it at all."""
+    """command: in the repository's root, with {python}, {out} (the folder of results) and {result} (NAME.json in it).
+    seconds: of its measurement, without what it compiles on the machine of the GPU (compiles). written: what the
+    program itself calls its result, where it has no choice. page: what quotes the result. small: what --small adds."""
 
     name: str
     shows: str
     command: str
     seconds: int
-    result: str
-    document: str
+    page: str = "docs/benchmarks.md"
     written: str = ""
     gpus: int = 1
     environment: tuple[tuple[str, str], ...] = ()
@@ -72,96 +68,71 @@ class Experiment:
     def total_seconds(self):
         return self.seconds + self.compiles + START_SECONDS
 
-    @property
-    def of_the_run(self):
-        """Whether the documents' figures need it."""
-        return self.gpus == 1 and bool(self.document)
+    def path(self, out):
+        return out / f"{self.name}.json"
 
-    def words(self, out, gpu, python=sys.executable):
+    def words(self, out, python=sys.executable):
         """The command's words."""
-        values = {"python": python, "out": str(out), "gpu": gpu}
+        values = {"python": python, "out": str(out), "result": str(self.path(out))}
         return [word.format(**values) for word in shlex.split(self.command)]
 
-    def result_path(self, out, gpu):
-        return out / self.result.format(gpu=gpu)
 
-
-def grid(name, shows, modes, groups, peers, seconds, document="docs/benchmarks.md", environment=(), more=""):
-    """An experiment of benchmarks/run.py. `seconds` is its budget, what its implementations compile included."""
+def grid(name, shows, modes, groups, peers, seconds, more="", page="docs/benchmarks.md", environment=()):
+    """An experiment of benchmarks/run.py. `seconds` is its budget, which covers what its implementations compile."""
     command = f"{{python}} benchmarks/run.py --mode {modes} --groups {groups} --peers {peers} --budget {seconds}"
-    command += f" --out {{out}} --name {{gpu}}_{name}{more}"
-    result, small = f"{{gpu}}_{name}.json", "--device cpu --quick --peers sdpa_flash --min-ms 1 --min-rounds 1"
-    return Experiment(name, shows, command, seconds, result, document, environment=tuple(environment), small=small)
+    command += f" --out {{out}} --name {name}{more}"
+    small = "--device cpu --quick --peers sdpa_flash --min-ms 1 --min-rounds 1"
+    return Experiment(name, shows, command, seconds, page, environment=tuple(environment), small=small)
 
 
+LAB_PAGE = "benchmarks/lab/README.md"
 EVERYONE = "sdpa_flash sdpa_cudnn flex triton naive"
 SHORT = " --min-rounds 8 --min-ms 25"
 EXPERIMENTS = (
     Experiment(
-        "triton_ladder", "the Triton comparator step by step, beside SDPA and ours",
-        "{python} benchmarks/triton_ladder.py --budget 75 --out {out}/{gpu}_triton_ladder.json", 75,
-        "{gpu}_triton_ladder.json", "docs/tuning/triton.md", compiles=90,
+        "triton_ladder", "the Triton comparator step by step, in turns with SDPA and ours",
+        "{python} benchmarks/lab/triton_ladder.py --budget 75 --out {result}", 75, LAB_PAGE, compiles=90,
     ),
-    grid("grid", "every implementation on the same cells, naive and Triton too: the README's figures",
-         "fwd bwd fwd+bwd", "cells gqa", EVERYONE, 240, more=SHORT),
+    grid("grid", "every implementation on the same cells: the README's figures", "fwd bwd fwd+bwd", "cells gqa",
+         EVERYONE, 240, SHORT),
     grid("decode", "attention over a KV cache, of 16 and of 8 bits", "fwd",
          "decode decode_layers decode_eager decode_tokens decode_append decode_invariant decode_8bit decode_features "
          "prefill_cache", "sdpa_flash", 36),
-    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 130,
-         more=SHORT),
+    grid("grid_b4h8", "every implementation at batch 4 and 8 heads", "fwd bwd fwd+bwd", "b4h8", EVERYONE, 130, SHORT),
     grid("fwd_other", "what features, packing and small problems cost", "fwd",
          "gqa window varlen varlen_equal features value_dim small one_wave small_eager", "sdpa_flash sdpa_cudnn", 45),
     grid("deterministic", "the deterministic backward", "bwd", "deterministic", "sdpa_flash", 22),
     grid("fwd_bwd", "the mma.sync forward and backward", "fwd bwd", "cells dims gqa window varlen features",
-         "sdpa_flash sdpa_cudnn", 60, environment=MMA_SYNC.items()),
+         "sdpa_flash sdpa_cudnn", 60, environment=(("FLASH_ATTN_FAMILY", "mma_sync"),)),
+    grid("fp8", "the e4m3 forward", "fwd", "fp8", "", 60, " --max-ms 900", page="docs/fp8.md"),
     Experiment(
-        "minimal", "what each technique of the teaching kernel gives, beside the library",
-        "bash examples/minimal/run.sh {out}/minimal", 45, "{gpu}_minimal.json", "examples/minimal/README.md",
-        written="minimal/minimal.json",
+        "minimal", "what each technique of the teaching kernel gives", "bash examples/minimal/run.sh {out}/minimal", 45,
+        "examples/minimal/README.md", written="minimal/minimal.json",
     ),
     Experiment(
-        "theory", "six kernels against one: bytes, FLOP, predicted and measured speed-up, memory",
-        "{python} benchmarks/theory.py --measure --out {out}/{gpu}_theory.json", 60, "{gpu}_theory.json",
-        "docs/theory.md", small="--device cpu",
+        "theory", "six kernels and one: bytes, FLOP, predicted and measured speed-up, memory",
+        "{python} benchmarks/lab/theory.py --measure --out {result}", 60, LAB_PAGE, small="--device cpu",
     ),
     Experiment(
-        "ablate", "each technique of both forwards switched off, and a ladder to today",
-        "{python} benchmarks/ablate.py --out {out}/{gpu}_ablate.json", 55, "{gpu}_ablate.json",
-        "docs/tuning/ablation.md",
+        "ablate", "each technique of both forwards switched off, and a ladder to the kernel in use",
+        "{python} benchmarks/lab/ablate.py --out {result}", 55, LAB_PAGE,
     ),
     Experiment(
-        "sweep", "other tiles of all four kernels in use",
-        "{python} benchmarks/sweep.py --out {out}/{gpu}_sweep.json", 75, "{gpu}_sweep.json", "docs/tuning/sweeps.md",
-    ),
-    Experiment(
-        "fp8_forward", "the e4m3 forward beside bf16",
-        "{python} benchmarks/fp8_forward.py --out {out}/{gpu}_fp8_forward.json", 60, "{gpu}_fp8_forward.json",
-        "docs/fp8.md", small="--device cpu --head-dims 64",
+        "sweep", "other tiles of all four kernels in use", "{python} benchmarks/lab/sweep.py --out {result}", 75,
+        LAB_PAGE,
     ),
     Experiment(
         "sdpa_step", "training steps of a transformers model by SDPA",
-        "{python} benchmarks/sdpa_step.py --steps 10 --out {out}/{gpu}_sdpa_step.json", 55, "{gpu}_sdpa_step.json",
-        "docs/benchmarks.md", small="--device cpu --steps 2",
+        "{python} benchmarks/sdpa_step.py --steps 10 --out {result}", 55, small="--device cpu --steps 2",
     ),
     Experiment(
         "train_char_lm", "the loss of a model trained with each attention",
-        "{python} examples/train_char_lm.py --out {out}/train_char_lm", 45, "{gpu}_train_char_lm.json",
-        "docs/benchmarks.md", written="train_char_lm/train_char_lm.json", small="--device cpu --steps 10",
-    ),
-    Experiment(
-        "triton_sweep", "other tiles of the Triton comparator: how its lists were found",
-        "{python} benchmarks/triton_sweep.py --out {out}/{gpu}_triton_sweep.json", 60, "{gpu}_triton_sweep.json", "",
-        compiles=90,
-    ),
-    Experiment(
-        "cp_virtual", "one rank's kernels of several GPUs, without the transfers",
-        "{python} benchmarks/cp_virtual.py --out {out}/{gpu}_cp_virtual.json", 60, "{gpu}_cp_virtual.json",
-        "docs/context_parallel.md", small="--device cpu --quick --rounds 2",
+        "{python} examples/train_char_lm.py --out {out}/train_char_lm", 45, written="train_char_lm/train_char_lm.json",
+        small="--device cpu --steps 10",
     ),
     Experiment(
         "context_parallel", "one sequence on two GPUs",
-        "{python} benchmarks/context_parallel.py --ranks 2 --out {out}/{gpu}x2_context_parallel.json", 480,
-        "{gpu}x2_context_parallel.json", "docs/context_parallel.md", gpus=2,
+        "{python} benchmarks/context_parallel.py --ranks 2 --out {result}", 480, "docs/context_parallel.md", gpus=2,
     ),
 )  # fmt: skip
 
@@ -170,39 +141,26 @@ def by_name():
     return {experiment.name: experiment for experiment in EXPERIMENTS}
 
 
-def gpu_slug(name):
-    """h200 of "NVIDIA H200", h100 of "NVIDIA H100 80GB HBM3"; "gpu" where the name has no such word."""
-    found = re.search(r"\b(?:RTX )?([A-Z]*\d{2,}\w*)\b", name)
-    return found[1].lower() if found else "gpu"
+def of_one_gpu():
+    return [experiment for experiment in EXPERIMENTS if experiment.gpus == 1]
 
 
-def visible_gpu():
-    try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return gpu_slug(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
-    except (OSError, subprocess.SubprocessError):
-        return "gpu"
-
-
-def command_line(experiment, out, gpu, python=sys.executable):
+def command_line(experiment, out, python=sys.executable):
     settings = [f"{name}={value}" for name, value in experiment.environment]
-    return shlex.join([*settings, *experiment.words(out, gpu, python)])
+    return shlex.join([*settings, *experiment.words(out, python)])
 
 
-def listing(gpu):
-    """What each experiment is, four lines each, and the time of all."""
+def listing():
+    """What each experiment is, three lines each, and the time of all."""
     lines = []
     for experiment in EXPERIMENTS:
-        reader = experiment.document or "no document"
-        several = f", {experiment.gpus} GPUs or more" if experiment.gpus > 1 else ""
+        several = f" of {experiment.gpus} GPUs" if experiment.gpus > 1 else ""
         lines += [
             f"{experiment.name}: {experiment.shows}",
-            f"    {experiment.total_seconds} s of a GPU, {experiment.seconds} s of them measuring{several}",
-            f"    {command_line(experiment, Path('OUT'), gpu, 'python')}",
-            f"    writes {experiment.result_path(Path('OUT'), gpu)}, read by {reader}",
+            f"    {experiment.total_seconds} s{several}, for {experiment.page}",
+            f"    {command_line(experiment, Path('OUT'), 'python')}",
         ]
-    total = sum(experiment.total_seconds for experiment in EXPERIMENTS if experiment.of_the_run)
-    return [*lines, f"--all, what documents read and one GPU measures: {total} s"]
+    return [*lines, f"--all: {sum(experiment.total_seconds for experiment in of_one_gpu())} s of one GPU"]
 
 
 def call(command, environment, seconds):
@@ -222,8 +180,8 @@ class Sitting:
     """A run of experiments into one folder. within: seconds that it may take; archive: a copy of the folder, packed
     after every experiment; small: on a CPU."""
 
-    def __init__(self, out, gpu, within=None, archive=None, small=False):
-        self.out, self.gpu, self.archive, self.small = out, gpu, archive, small
+    def __init__(self, out, within=None, archive=None, small=False):
+        self.out, self.archive, self.small = out, archive, small
         self.started, self.within = time.monotonic(), within
         out.mkdir(parents=True, exist_ok=True)
         path = out / STATE
@@ -234,14 +192,14 @@ class Sitting:
 
     def is_done(self, experiment):
         ended = self.state.get(experiment.name, {})
-        return ended.get("good", False) and experiment.result_path(self.out, self.gpu).is_file()
+        return ended.get("good", False) and experiment.path(self.out).is_file()
 
     def attempt(self, experiment):
-        """Why it failed, or None; again without what ended the program, where it goes on where it stood."""
-        command = experiment.words(self.out, self.gpu) + (shlex.split(experiment.small) if self.small else [])
+        """Why it failed, or None. A program that a hanging kernel ended is run again, and leaves that kernel out."""
+        command = experiment.words(self.out) + (shlex.split(experiment.small) if self.small else [])
         environment = {**os.environ, **dict(experiment.environment)}
         environment.setdefault("PYTHON", sys.executable)
-        path = experiment.result_path(self.out, self.gpu)
+        path = experiment.path(self.out)
         reason = None
         for _ in range(MOST_TRIES):
             limit = min(max(1.0, self.left() - GRACE_SECONDS), CPU_SECONDS)
@@ -259,19 +217,19 @@ class Sitting:
 
     def run(self, experiment):
         """Runs one and keeps how it ended; returns whether it was good."""
-        print(f"== {experiment.name}: {command_line(experiment, self.out, self.gpu)}", flush=True)
+        print(f"== {experiment.name}: {command_line(experiment, self.out)}", flush=True)
         start = time.monotonic()
         reason = self.attempt(experiment)
         seconds = round(time.monotonic() - start, 1)
         self.state[experiment.name] = {"good": reason is None, "reason": reason, "seconds": seconds}
         (self.out / STATE).write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
-        told = f"FAILED, {reason}" if reason else str(experiment.result_path(self.out, self.gpu))
+        told = f"FAILED, {reason}" if reason else str(experiment.path(self.out))
         print(f"== {experiment.name}: {told} ({seconds:.0f} s, {experiment.total_seconds} planned)", flush=True)
         self.pack()
         return reason is None
 
     def pack(self):
-        """The results, without what the programs need beside them."""
+        """The results, without other files of the programs."""
         if self.archive is None:
             return
         unfinished = self.archive.with_name(self.archive.name + ".unfinished")
@@ -295,35 +253,33 @@ class Sitting:
         return good
 
 
-def run(experiments, options, out, gpu):
-    """Runs them with what was compiled before, if anything; returns the exit status."""
-    sitting = Sitting(out, gpu, options.within, options.archive, options.small)
+def run(experiments, options):
+    """Runs them with the kernels of --kernels, if given; returns the exit status."""
+    sitting = Sitting(options.out.resolve(), options.within, options.archive, options.small)
     with tempfile.TemporaryDirectory() as folder:
         if options.kernels:
-            import lab_archive
+            import kernel_archive
 
-            lab_archive.unpack(options.kernels, folder)
+            kernel_archive.unpack(options.kernels, folder)
             os.environ[PREBUILT] = folder
         return 0 if sitting.run_all(experiments, options.resume) else 1
 
 
 def build(experiments, options):
-    import lab_archive
+    import kernel_archive
 
-    archive = options.kernels or ARCHIVE
     names = [experiment.name for experiment in experiments]
-    return 0 if lab_archive.build(names, archive, jobs=options.jobs) else 1
+    return 0 if kernel_archive.build(names, options.kernels or ARCHIVE, jobs=options.jobs) else 1
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(by_name())}; none: print the list")
-    parser.add_argument("--all", action="store_true", help="what documents read and one GPU measures")
+    parser.add_argument("--all", action="store_true", help="what pages read and one GPU measures")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--small", action="store_true", help="in miniature on a CPU, those that can")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results (build/lab/run)")
-    parser.add_argument("--gpu", help="the GPU in the names of results, like h200 (default: what nvidia-smi says)")
-    parser.add_argument("--resume", action="store_true", help="pass over what --out holds already")
+    parser.add_argument("--resume", action="store_true", help="skip what --out holds already")
     parser.add_argument("--within", type=float, metavar="SECONDS", help="start nothing that would take longer")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="pack the results there after each experiment")
     parser.add_argument("--build-only", action="store_true", help="compile the kernels into --kernels; needs no GPU")
@@ -339,20 +295,17 @@ def parse(arguments):
 
 def main(arguments=None):
     options = parse(arguments)
-    gpu, out = options.gpu or visible_gpu(), options.out.resolve()
-    chosen = [by_name()[name] for name in options.names]
-    if options.all:
-        chosen = [experiment for experiment in EXPERIMENTS if experiment.of_the_run]
+    chosen = of_one_gpu() if options.all else [by_name()[name] for name in options.names]
     if options.small:
         chosen = [experiment for experiment in chosen if experiment.small]
     if not chosen:
-        print("\n".join(listing(gpu)))
+        print("\n".join(listing()))
     elif options.dry_run:
-        print("\n".join(command_line(experiment, out, gpu) for experiment in chosen))
+        print("\n".join(command_line(experiment, options.out.resolve()) for experiment in chosen))
     elif options.build_only:
         return build(chosen, options)
     else:
-        return run(chosen, options, out, gpu)
+        return run(chosen, options)
     return 0
 
 

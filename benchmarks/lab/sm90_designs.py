@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lab_designs import DTYPES, LAB, SMEM_BYTES_PER_BLOCK, Entry
-from lab_plan import POLICY, TILES, fits, names, shipped_row, with_first_return
+from plan_headers import POLICY, TILES, fits, names, shipped_row, with_first_return
+from sm80_designs import DTYPES, SMEM_BYTES_PER_BLOCK, SOURCES, Entry
 
 TILE_FUNCTION = "constexpr Sm90FwdTile sm90_fwd_tile(int head_dim, FwdVariant variant) {\n"
 POLICY_FUNCTION = "constexpr FwdPolicy sm90_fwd_policy(int head_dim, int head_dim_v, FwdVariant variant) {\n"
@@ -39,7 +39,7 @@ class Sm90Design:
     dtype: str = "bf16"
 
     family = "wgmma"
-    launcher = LAB / "sm90_launcher.cu"
+    launcher = SOURCES / "sm90_launcher.cu"
     more_sources = ()
     entry = ""
     arch_suffix = "a"

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-TILES = Path(__file__).resolve().parents[1] / "csrc" / "flash_attn" / "plan" / "tiles.h"
+TILES = Path(__file__).resolve().parents[2] / "csrc" / "flash_attn" / "plan" / "tiles.h"
 TENSOR_FLOP, SMEM_BYTES, EXP2, ADDED_BYTES = 4096, 128, 16, 16  # of an SM and clock
 
 

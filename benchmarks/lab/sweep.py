@@ -1,13 +1,9 @@
-"""Other tiles of the kernels in use: `python benchmarks/sweep.py --out DIR/h200_sweep.json`.
+"""Other tiles of the kernels in use: `python benchmarks/lab/sweep.py --out sweep.json`.
 
-Both forwards and both backwards, every head dim in bf16 and one in fp16; the tiles are data, lab_tiles.py. Compiles
+Both forwards and both backwards, every head dim in bf16 and one in fp16; the tiles are data, tile_designs.py. Compiles
 what is missing on all cores (build/lab/kernels keeps it), compares each kernel with float64 attention, times those of a
-group interleaved, and writes the JSON after each group; then prints the tables and, where another tile won, its line
-for csrc/flash_attn/plan/tiles.h. `python benchmarks/report.py --docs` puts a stored result into docs/tuning/sweeps.md.
-A kernel that hangs ends the program after half a minute; the same command goes on without it. --without leaves kernels
-out by their names.
-Needs nvcc and the CUTLASS headers, or what `lab.py --build-only` made, torch and a GPU; --compile-only no GPU, --list
-nothing, --from-json a result.
+group in turns, and writes the JSON after each group; then prints the tables and, where another tile won, its line for
+csrc/flash_attn/plan/tiles.h. Otherwise as ablate.py; --without takes names of kernels.
 """
 
 from __future__ import annotations
@@ -15,20 +11,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import ablate
-import lab_tiles
 import sweep_report
+import tile_designs
 from ablate import TORCH_DTYPES
-from lab_build import BuildError, backward, forward, make_compiler
-from lab_progress import Ended, Progress, say
+from kernel_library import BuildError, backward, forward, make_compiler
+from results import ROOT, load
+from resumable import Ended, Progress, say
 
 SEQLENS = (1024, 8192)
 CHECKED = ((1, 1), (200, 200), (577, 577), (70, 333))  # (seqlen_q, seqlen_k)
@@ -106,8 +102,7 @@ def time_cell(torch, timer, designs, case, budget):
 
 def measure(torch, timer, progress, group, entries, compiled, budget):
     """One group as plain data."""
-    from cases import bench_cells
-    from reference import attention
+    from shared import attention, bench_cells
 
     times, flops = {entry.design: {} for entry in entries}, {}
     failed = ablate.failures(times, compiled, progress, lambda design: refusal(torch, attention, design))
@@ -131,13 +126,13 @@ def sizes(group):
 
 def row(entry, facts, times, failed):
     """What the JSON says of an entry."""
-    told = {"kind": entry.kind, "label": entry.label, "line": lab_tiles.table_line(entry.design)}
+    told = {"kind": entry.kind, "label": entry.label, "line": tile_designs.table_line(entry.design)}
     return {**told, "facts": facts, "ms": times, "failed": failed}
 
 
 def work(arguments):
     """{Group: [Entry]}, except those whose name is in --without."""
-    found = lab_tiles.groups(arguments.kernels, arguments.head_dims, arguments.dtypes)
+    found = tile_designs.groups(arguments.kernels, arguments.head_dims, arguments.dtypes)
     known = {entry.design.name for entries in found.values() for entry in entries}
     unknown = sorted(set(arguments.without) - known)
     if unknown:
@@ -150,7 +145,7 @@ def work(arguments):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels = lab_tiles.KERNELS
+    kernels = tile_designs.KERNELS
     parser.add_argument("--kernels", nargs="+", choices=kernels, default=list(kernels), help="default: all")
     parser.add_argument("--head-dims", nargs="+", type=int, help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TORCH_DTYPES), default=list(TORCH_DTYPES))
@@ -166,7 +161,7 @@ def parse_arguments(argv):
 
 def run(arguments):
     if arguments.from_json:
-        say("\n".join(sweep_report.report(json.loads(arguments.from_json.read_text(encoding="utf-8")))))
+        say("\n".join(sweep_report.report(load(arguments.from_json))))
         return
     todo = work(arguments)
     if arguments.list:

@@ -1,16 +1,12 @@
-"""What a sweep found: the tables of docs/tuning/sweeps.md, and lines for plan/tiles.h. Plain data."""
+"""What a sweep found, as tables in Markdown, and lines for plan/tiles.h."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import geometric_mean
 
-from markdown_tables import markdown_table, rewritten
-from scores import run_line, stored_path
+from markdown import markdown_table
+from results import run_line
 
-PAGE = Path("docs", "tuning", "sweeps.md")
-RESULT = stored_path("sweep")
-BLOCK = "sweeps"
 TITLES = {
     "fwd_mma_sync": "mma.sync forward",
     "fwd_wgmma": "Hopper forward",
@@ -32,27 +28,38 @@ def scored(group):
     return sorted(rows, key=lambda row: -row[1])
 
 
-def cells_of(groups):
-    return list(dict.fromkeys(cell for group in groups for cell in group["flops"]))
+def group_title(group):
+    masks = "" if len(group["masks"]) > 1 else f", {group['masks'][0]}"
+    return f"{TITLES[group['kernel']]}, d {group['head_dim']} {group['dtype']}{masks}"
 
 
-def kernel_table(groups):
-    """All groups of one kernel."""
-    cells = cells_of(groups)
+def resources(entry):
+    facts = entry["facts"]
+    return f"{facts['registers']}, {facts['spills']}" + (", serialised" if facts["serialized"] else "")
+
+
+def group_table(group):
+    """All tiles of a group, the fastest first."""
+    cells, rows = list(group["flops"]), []
+    for entry, score, worst in scored(group):
+        label = entry["label"] + (" (in use)" if entry["kind"] == "in use" else "")
+        speeds = [f"{group['flops'][cell] / entry['ms'][cell] / 1e9:.0f}" if cell in entry["ms"] else "–"
+                  for cell in cells]  # fmt: skip
+        memory = f"{entry['facts']['smem_bytes'] / 1024:.0f}"
+        rows.append([label, resources(entry), memory, f"{score:.3f}", f"{worst:.3f}", *speeds])
+    return markdown_table([group_title(group), "registers, spills", "KB", "score", "worst", *cells], rows)
+
+
+def summary(result):
+    """A line a group: the tile in use, and the fastest of the others with its score and worst cell."""
     rows = []
-    for group in groups:
-        name = f"{group['head_dim']} {group['dtype']}"
+    for group in result["groups"]:
         found = scored(group)
-        for index, (entry, score, worst) in enumerate(found):
-            label = f"**{entry['label']}**" if index == 0 else entry["label"]
-            label += " (in use)" if entry["kind"] == "in use" else ""
-            facts = entry["facts"]
-            resources = f"{facts['registers']}, {facts['spills']}" + (", serialised" if facts["serialized"] else "")
-            speeds = [f"{group['flops'][cell] / entry['ms'][cell] / 1e9:.0f}" if cell in entry["ms"] else "–"
-                      for cell in cells]  # fmt: skip
-            memory = f"{facts['smem_bytes'] / 1024:.0f}"
-            rows.append([name, label, resources, memory, f"{score:.3f}", f"{worst:.3f}", *speeds])
-    return markdown_table(["head dim", "tile", "registers, spills", "KB", "score", "worst", *cells], rows)
+        in_use = next((entry["label"] for entry, *_ in found if entry["kind"] == "in use"), "–")
+        others = [(entry["label"], f"{score:.3f} ({worst:.3f})") for entry, score, worst in found
+                  if entry["kind"] != "in use"]  # fmt: skip
+        rows.append([group_title(group), in_use, *(others[0] if others else ("–", "–"))])
+    return markdown_table(["kernel", "tile in use", "fastest other", "its score (worst)"], rows)
 
 
 def proposals(result):
@@ -62,37 +69,19 @@ def proposals(result):
         found = scored(group)
         if found and found[0][0]["kind"] != "in use" and found[0][1] >= MARGIN:
             entry, score, worst = found[0]
-            masks = "" if len(group["masks"]) > 1 else f", {group['masks'][0]}"
-            what = f"{TITLES[group['kernel']]}, {group['head_dim']} {group['dtype']}{masks}"
-            lines.append(f"- {what}: `{entry['line']}` {score:.3f} × the tile in use, worst {worst:.3f}")
+            lines.append(f"- {group_title(group)}: `{entry['line']}` {score:.3f} × the tile in use, worst {worst:.3f}")
     return lines or ["- none"]
 
 
-def left_out(result):
-    entries = [(group, entry) for group in result["groups"] for entry in group["entries"] if entry["failed"]]
-    return [f"- left out: {TITLES[group['kernel']]}, {group['head_dim']} {group['dtype']}, {entry['label']}: "
-            f"{entry['failed']}" for group, entry in entries]  # fmt: skip
-
-
 def report(result):
-    """The tables as Markdown."""
-    lengths = ", ".join(map(str, result["seqlens"]))
+    """All tables, then what is faster and what was left out."""
     lines = [
         run_line(result),
-        f"Score: geometric mean of the speed relative to the tile in use, over full and causal at s {lengths}; worst: "
-        "the least of these; then TFLOPS.",
+        f"Score: geometric mean of the speed relative to the tile in use, s {result['seqlens']}.",
     ]
-    for kernel, title in TITLES.items():
-        groups = [group for group in result["groups"] if group["kernel"] == kernel]
-        if groups:
-            lines += ["", f"### {title}", "", *kernel_table(groups)]
-    lines += ["", f"### Faster than the tile in use by {100 * MARGIN - 100:.0f} % or more", "", *proposals(result)]
-    return [*lines, *left_out(result)]
-
-
-def block(result):
-    return report(result) if result else ["Not measured yet: `python benchmarks/lab.py sweep` does."]
-
-
-def page(text, result):
-    return rewritten(text, BLOCK, block(result))
+    for group in result["groups"]:
+        lines += ["", *group_table(group)]
+    lines += ["", f"Faster than the tile in use by {100 * MARGIN - 100:.0f} % or more:", *proposals(result)]
+    left_out = [(group, entry) for group in result["groups"] for entry in group["entries"] if entry["failed"]]
+    return lines + [f"- left out: {group_title(group)}, {entry['label']}: {entry['failed']}"
+                    for group, entry in left_out]  # fmt: skip

@@ -1,14 +1,13 @@
-"""Theory beside measurement: attention in six kernels and in one, by the constants of a machine and on a GPU.
+"""Theory and measurement: attention in six kernels and in one, by the constants of a machine and on a GPU.
 
-python benchmarks/theory.py [--machine h200]                what the model predicts (theory_model.py); needs no GPU
-python benchmarks/theory.py --measure --out FILE.json       measures both on the GPU of this machine
-python benchmarks/theory.py --plot FILE.png [--result FILE.json]    the roofline, with measured points of a result
+python benchmarks/lab/theory.py [--machine h200]            what the model predicts (theory_model.py); needs no GPU
+python benchmarks/lab/theory.py --measure --out FILE.json   measures both on the GPU of this machine
+python benchmarks/lab/theory.py --result FILE.json          the predictions with the measurement
 
 Standard attention is what transformers' "eager" attention does: two products, scaling, mask, a softmax in float32 and
 its rounding, each a kernel of PyTorch; without a mask one less. In float16, of which PyTorch's softmax makes float32
-in one kernel. The fused kernel is `flash_attn_func`. Both take turns
-as in benchmarks/run.py; kernels are counted by torch's profiler, memory is what a call adds at its peak.
-`python benchmarks/report.py --docs` writes the tables into docs/theory.md.
+in one kernel. The fused kernel is `flash_attn_func`. Both take turns as in benchmarks/run.py; kernels are counted by
+torch's profiler, memory is what a call adds at its peak.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
 import theory_model as model
-import theory_page
-from scores import load
+import theory_report
+from results import load
 
 MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS = 7, 30.0, 10.0, 1500.0
 MAX_RELATIVE_ERROR = 2e-2  # rounding leaves 1e-3; a wrong mask or scale is far above
@@ -117,8 +117,8 @@ def measure(torch, problem, timer, budget, device):
 def measure_all(out, device_name="cuda"):
     """Measures every problem of the tables and writes the result after each; tiny ones on the CPU."""
     import torch
+    from ceilings import read_ceiling
     from environment import describe_origin
-    from over_cache import read_ceiling
     from shared import row_bar
     from timing import Budget, make_timers
 
@@ -153,23 +153,15 @@ def main(arguments=None):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: tiny problems, to try it")
     parser.add_argument("--measure", action="store_true", help="measure on the GPU of this machine; needs --out")
     parser.add_argument("--out", type=Path, help="the JSON that --measure writes")
-    parser.add_argument("--result", type=Path, help="a JSON of --measure to show beside the predictions")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline (needs matplotlib)")
+    parser.add_argument("--result", type=Path, help="a JSON of --measure to show with the predictions")
     options = parser.parse_args(arguments)
     if options.measure and options.out is None:
         parser.error("--measure needs --out FILE.json")
     device = options.device
     result = measure_all(options.out, device) if options.measure else load(options.result) if options.result else None
     machine = model.MACHINES[options.machine] if options.machine else model.machine_of(result)
-    for block in (theory_page.kernels_block(machine), theory_page.speed_block(machine, result)):
+    for block in (theory_report.kernels_block(machine), theory_report.speed_block(machine, result)):
         print("\n".join([*block, ""]))
-    print("\n".join(theory_page.memory_block(machine, result)))
-    if options.plot:
-        try:
-            theory_page.draw(options.plot, machine, result)
-            print(f"{options.plot}: written")
-        except ImportError as error:
-            print(f"no plot: {error}")
     return 0
 
 

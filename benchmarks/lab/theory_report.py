@@ -1,18 +1,14 @@
-"""Tables and plot of docs/theory.md: what theory_model.py predicts, beside what theory.py has measured."""
+"""Theory and measurement: tables of what theory_model.py predicts and theory.py measured, and the roofline."""
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
 import theory_model as model
-from markdown_tables import markdown_table, rewritten
-from scores import measured_commit, significant, stored_path
+from markdown import markdown_table, mask, wrapped
+from plots import DPI, new_figure
+from results import measured_commit
+from scores import significant
 
-PAGE = Path("docs", "theory.md")
-RESULT = stored_path("theory")
-PLOT = Path("benchmarks", "results", "plots_theory", "roofline.png")
-MACHINE = "h200"  # of the predictions without a measurement
+SHOWN = (1024, 4096, 16384)  # sequence lengths of the table
 EXAMPLE = model.Problem(seqlen=4096, head_dim=128, causal=True)
 
 
@@ -46,7 +42,7 @@ def kernels_block(machine, problem=EXAMPLE):
     )
     told += f"data sheet of an {machine.name}: {machine.flops / 1e12:.0f} TFLOPS, {machine.memory / 1e12:.2f} TB/s, "
     told += f"{machine.exponentials / 1e12:.2f}e12 exponentials a second."
-    return [*markdown_table(header, rows), "", *textwrap.wrap(told, 118, break_on_hyphens=False)]
+    return [*markdown_table(header, rows), "", *wrapped(told)]
 
 
 def found(result, problem):
@@ -57,87 +53,45 @@ def found(result, problem):
 
 
 def measured_cells(row, problem, machine):
-    """Kernels, ms of both, speed-up, and what part of the fused kernel's time the bound is."""
+    """Kernels, ms of both, speed-up, MiB of both, and what part of the fused kernel's time the bound is."""
     if row is None:
-        return ["–"] * 5
-    fused = row["fused"]
-    standard = row["standard"] or {}
-    gain = f"{standard['ms'] / fused['ms']:.1f}×" if standard else "–"
+        return ["–"] * 6
+    fused, standard = row["fused"], row["standard"] or {}
     kernels = f"{standard.get('kernels') or '–'} / {fused['kernels'] or '–'}"
+    first, gain = (significant(standard["ms"]), f"{standard['ms'] / fused['ms']:.1f}×") if standard else ("–", "–")
     share = f"{1e3 * model.fused_seconds(problem, machine) / fused['ms']:.0%}"
-    first = significant(standard["ms"]) if standard else "out of memory"
-    return [kernels, first, significant(fused["ms"]), gain, share]
+    memory = [f"{entry['peak_bytes'] / 2**20:.0f}" if entry else "out of memory" for entry in (standard, fused)]
+    return [kernels, first, significant(fused["ms"]), gain, " / ".join(memory), share]
 
 
 def speed_block(machine, result):
-    """A row a problem: the predictions, and beside them what was measured."""
-    header = ["d", "mask", "s", "FLOP a byte: standard", "fused", "ms: standard", "fused", "bound of fused", "speed-up"]
+    """A row a problem: the predictions, and what was measured."""
+    header = ["d", "mask", "s", "FLOP a byte", "predicted ms", "bound of fused", "speed-up"]
     if result:
-        header += ["kernels", "measured ms: standard", "fused", "speed-up", "bound ÷ measured"]
+        header += ["kernels", "measured ms: standard", "fused", "speed-up", "MiB", "bound ÷ measured"]
     rows = []
-    for problem in model.problems():
+    for problem in [problem for problem in model.problems() if problem.seqlen in SHOWN]:
         standard, fused = model.standard_seconds(problem, machine), model.fused_seconds(problem, machine)
         intensity = [problem.flop / count for count in (model.standard_bytes(problem), model.FUSED.bytes(problem))]
-        cells = [str(problem.head_dim), "causal" if problem.causal else "full", str(problem.seqlen)]
-        cells += [*map(significant, intensity), significant(1e3 * standard), significant(1e3 * fused)]
+        cells = [str(problem.head_dim), mask(problem.causal), str(problem.seqlen)]
+        cells += [" / ".join(map(significant, pair)) for pair in (intensity, (1e3 * standard, 1e3 * fused))]
         cells += [model.fused_bound(problem, machine), f"{standard / fused:.1f}×"]
         rows.append(cells + (measured_cells(found(result, problem), problem, machine) if result else []))
-    return [*markdown_table(header, rows), "", *origin_lines(machine, result)]
-
-
-def origin_lines(machine, result):
     told = (
         f"Predictions by the data sheet of an {machine.name}, 16-bit, {model.TOKENS} tokens, heads · d = {model.WIDTH}."
     )
     if result:
-        ceiling = result.get("read_ceiling", {}).get("gbs", 0.0) / 1e3
-        told += f" Measured on an {result['device']['name']}, commit {measured_commit(result)}, "
-        told += f"whose device memory was read at {ceiling:.2f} TB/s in the same run."
-    else:
-        told += " Nothing of this table is measured yet."
-    return textwrap.wrap(told, 118, break_on_hyphens=False)
-
-
-def memory_block(machine, result):
-    """MiB that a call adds, per length, at the head dim of the example."""
-    header = ["s", "score matrices' numbers", "standard, MiB", "fused, MiB", "standard ÷ fused"]
-    header += ["measured: standard, MiB", "fused, MiB"] if result else []
-    rows = []
-    for seqlen in model.SEQLENS:
-        problem = model.Problem(seqlen, EXAMPLE.head_dim, causal=True)
-        standard, fused = model.standard_memory(problem), model.fused_memory(problem)
-        cells = [str(seqlen), f"{problem.scores / 2**20:.0f} · 2²⁰", f"{standard / 2**20:.0f}", f"{fused / 2**20:.1f}"]
-        cells.append(f"{standard / fused:.0f}×")
-        row = found(result, problem)
-        if result:
-            pair = [row and row[name] for name in ("standard", "fused")]
-            cells += [f"{entry['peak_bytes'] / 2**20:.1f}" if entry else "–" for entry in pair]
-        rows.append(cells)
-    told = f"{model.TOKENS} tokens, {EXAMPLE.heads} heads of d {EXAMPLE.head_dim}, 16-bit, causal; predicted"
-    told += " and measured." if result else ", not measured yet."
-    return [*markdown_table(header, rows), "", told]
-
-
-def page(text, result):
-    """docs/theory.md's `text` with its blocks written anew."""
-    machine = model.machine_of(result, MACHINE)
-    blocks = {
-        "theory_kernels": kernels_block(machine),
-        "theory_speed": speed_block(machine, result),
-        "theory_memory": memory_block(machine, result),
-    }
-    for name, block in blocks.items():
-        text = rewritten(text, name, block)
-    return text
+        told += (
+            f" Measured on an {result['device']['name']}, commit {measured_commit(result)}, whose device memory was "
+        )
+        told += f"read at {result.get('read_ceiling', {}).get('gbs', 0.0) / 1e3:.2f} TB/s in the same run."
+    told += " Two figures in a cell: standard / fused."
+    return [*markdown_table(header, rows), "", *wrapped(told)]
 
 
 def draw(path, machine, result):
     """The roofline with the fused kernel and standard attention, predicted and, of a result, measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.8)
     panels = figure.subplots(1, len(model.HEAD_DIMS), sharey=True)
     for axes, head_dim in zip(panels, model.HEAD_DIMS):
         draw_roofs(axes, machine, head_dim)
@@ -154,7 +108,7 @@ def draw(path, machine, result):
     panels[-1].legend(loc="lower right", fontsize=8)
     figure.suptitle(f"{machine.name}, s {model.SEQLENS[0]} to {model.SEQLENS[-1]}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)
 
 
 def draw_roofs(axes, machine, head_dim):

@@ -1,16 +1,16 @@
 """The tiles that a sweep tries: shipped kernels with another row of their table in csrc/flash_attn/plan/tiles.h.
 
 `entries()` lists them, by kernel, head dim and dtype; the first of each group is in use. Few of each: more are a line
-here. Rows of the wgmma forward, whose policy matters too, are designs of lab_sm90.py.
+here. Rows of the wgmma forward, whose policy matters too, are designs of sm90_designs.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import lab_sm90
-from lab_designs import DTYPES, LAB, REGISTERS_PER_SM, SMEM_BYTES_PER_BLOCK, SMEM_BYTES_PER_SM, Entry
-from lab_plan import CSRC, TILES, fits, shipped_row, with_first_return
+import sm90_designs
+from plan_headers import CSRC, TILES, fits, shipped_row, with_first_return
+from sm80_designs import DTYPES, REGISTERS_PER_SM, SMEM_BYTES_PER_BLOCK, SMEM_BYTES_PER_SM, SOURCES, Entry
 
 BOTH = ("full", "causal")
 SOFTMAX_D = CSRC / "kernels" / "passes" / "bwd_preprocess.cu"
@@ -67,7 +67,7 @@ class TileDesign:
 
     @property
     def launcher(self):
-        return LAB / self.table.launcher
+        return SOURCES / self.table.launcher
 
     @property
     def arch_suffix(self):
@@ -132,7 +132,7 @@ class TileDesign:
         return "{" + ", ".join(map(str, self.row)) + "}"
 
     def header(self):
-        """What is included ahead of the launcher."""
+        """What is included before the launcher."""
         dtype = DTYPES[self.dtype].split("::")[1]
         variables = {"HEAD_DIM": self.head_dim, "DTYPE": dtype, "TILE": self.braces(), "WGMMA": int(self.table.wgmma)}
         return "".join(f"#define LAB_{name} {value}\n" for name, value in variables.items())
@@ -142,7 +142,7 @@ class TileDesign:
         return {TILES: with_first_return(TILES, self.table.lookup, self.table.struct + self.braces())}
 
 
-# kernel -> head dim -> rows beside the one in use, without their head dim where it is the same
+# kernel -> head dim -> rows besides the one in use, without their head dim where it is the same
 OTHERS = {
     "fwd_mma_sync": {
         32: ((128, 128, 4, 2), (64, 128, 4, 4)),
@@ -161,7 +161,7 @@ OTHERS = {
         256: ((64, 32, 8, 4, 2, 2, 1),),
     },
     # V and O have the same head dim: 0. At 256 only the tile in use fits; at 96 and 128 there is no other kernel
-    # (wgmma_bwd_problem() of lab/plan_check.cpp).
+    # (wgmma_bwd_problem() of kernels/plan_check.cpp).
     "bwd_wgmma": {
         64: ((64, 128, 2, 0), (64, 64, 2, 0)),
         96: (),
@@ -171,7 +171,7 @@ OTHERS = {
 }
 KERNELS = ("fwd_mma_sync", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma")
 FP16_HEAD_DIM = 128
-MOST_OTHERS = {"bf16": 2, "fp16": 1}  # tiles beside the one in use
+MOST_OTHERS = {"bf16": 2, "fp16": 1}  # tiles besides the one in use
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ def tiles_of(kernel, head_dim, dtype):
 
 def tiles_of_wgmma_forward(head_dim, dtype):
     found = {}
-    for (dim, variant, masks), others in lab_sm90.OTHER_TILES.items():
+    for (dim, variant, masks), others in sm90_designs.OTHER_TILES.items():
         if dim == head_dim:
-            base = replace(lab_sm90.shipped(dim, variant, masks), dtype=dtype)
-            more = lab_sm90.tile_entries(base, others[: MOST_OTHERS[dtype]])
+            base = replace(sm90_designs.shipped(dim, variant, masks), dtype=dtype)
+            more = sm90_designs.tile_entries(base, others[: MOST_OTHERS[dtype]])
             designs = [base, *(entry.design for entry in more)]
             kinds = ["in use", *["other"] * len(more)]
             entries = [Entry(kind, described(design), design) for kind, design in zip(kinds, designs)]
@@ -215,7 +215,7 @@ def tiles_of_wgmma_forward(head_dim, dtype):
 
 def described(design):
     """A tile in words."""
-    if isinstance(design, lab_sm90.Sm90Design):
+    if isinstance(design, sm90_designs.Sm90Design):
         return f"{design.block_m} × {design.block_n}, {design.kv_stages} stages"
     size = f"{design.column('block_m')} × {design.column('block_n')}"
     if design.table.wgmma:
@@ -227,7 +227,7 @@ def described(design):
 
 
 def head_dims(kernel):
-    dims = {dim for dim, _, _ in lab_sm90.OTHER_TILES} if kernel == "fwd_wgmma" else set(OTHERS[kernel])
+    dims = {dim for dim, _, _ in sm90_designs.OTHER_TILES} if kernel == "fwd_wgmma" else set(OTHERS[kernel])
     return sorted(dims)
 
 

@@ -1,7 +1,6 @@
-"""The Triton ladder: the comparator step by step from its textbook form, each step measured beside SDPA and ours.
+"""The Triton ladder: the comparator step by step from its textbook form, each step in turns with SDPA and ours.
 
-python benchmarks/triton_ladder.py --out RESULT.json --plot LADDER.png [--budget 60]
-python benchmarks/triton_ladder.py --result RESULT.json --plot LADDER.png      only draws
+python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60]
 
 The steps are RUNGS of triton_variants.py: four that add up, and two that were tried and not kept. All run the kernels
 of triton_forward.py and triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; what
@@ -24,9 +23,10 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONSAFEPATH
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
 
-import triton_ladder_page as page
+import triton_report
 from triton_variants import MODES, RUNGS
 
 HEAD_DIMS = (64, 128)
@@ -263,7 +263,13 @@ def measure_ladder(options):
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"schema": 1, **describe_origin(device), "rungs": page.described_rungs(), "compiled": [], "rows": []}
+    result = {
+        "schema": 1,
+        **describe_origin(device),
+        "rungs": triton_report.described_rungs(),
+        "compiled": [],
+        "rows": [],
+    }
     result["dtype"] = "bfloat16" if device.type == "cuda" else "float16"  # the interpreter has no bfloat16
     if device.type == "cuda":
         result["compiled"] = compile_all(options.head_dims, options.jobs)
@@ -272,9 +278,7 @@ def measure_ladder(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON that a measurement writes")
-    parser.add_argument("--result", type=Path, help="draw this one and measure nothing")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves and gains (needs matplotlib)")
+    parser.add_argument("--out", type=Path, help="the JSON result")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of the rows (60)")
     parser.add_argument("--jobs", type=int, default=max(1, min(16, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton's interpreter, tiny")
@@ -282,25 +286,17 @@ def parse(arguments):
     parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=SEQLENS)
     parser.add_argument("--trial", choices=[rung.name for rung in RUNGS if not rung.kept], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not options.trial and (
-        (options.out is None) == (options.result is None) or (options.result and not options.plot)
-    ):
-        parser.error("expected --out RESULT.json to measure, or --result RESULT.json with --plot FILE.png")
+    if not (options.trial or options.out):
+        parser.error("expected --out RESULT.json")
     return options
 
 
 def main(arguments=None):
     options = parse(arguments)
-    good = True
     if options.trial:
         return run_trial(options.trial)
-    if options.result:
-        result = json.loads(options.result.read_text(encoding="utf-8"))
-    else:
-        result, good = measure_ladder(options)
-        print("\n".join([f"{options.out} ({result['spent_s']} s)", *page.measured_lines(result)]))
-    if options.plot:
-        page.draw(options.plot, result)
+    result, good = measure_ladder(options)
+    print("\n".join([f"{options.out} ({result['spent_s']} s)", *triton_report.measured_lines(result)]))
     return 0 if good else 1
 
 

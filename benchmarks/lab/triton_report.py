@@ -1,22 +1,17 @@
-"""The ladder's block of docs/tuning/triton.md and its plot, from a result of triton_ladder.py; needs no Triton."""
+"""The tables and the plot of a result of triton_ladder.py; needs no Triton."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import geometric_mean
 
-from markdown_tables import markdown_table, rewritten
-from plots import curves, draw_panel
-from scores import environment_line, ratios, score_line, significant, stored_path
+from markdown import markdown_table, mask, wrapped
+from plots import DPI, colors_of, curves, draw_panel, new_figure
+from results import environment_line
+from scores import significant
 from triton_variants import MODES, RUNGS
 
-PAGE = Path("docs", "tuning", "triton.md")
-RESULT = stored_path("triton_ladder")
-PLOT = Path("benchmarks", "results", "plots_triton", "ladder.png")
-BLOCK = "triton_ladder"
 TILES_TOLD = "Tiles are queries × keys (warps, stages), of the forward / of dK and dV / of dQ."
 HEAD_DIMS = (64, 128)
-MASKS = ((False, "full"), (True, "causal"))
 PEERS = ("sdpa_flash", "sdpa_cudnn", "ours")
 
 
@@ -89,7 +84,7 @@ def measured_table(result):
         if peer in result["implementations"]:
             peers = [entry_of_peer(result, peer, cell) for cell in cells]
             lines.append([f"`{peer}`", *peers])
-    header = ["TFLOPS"] + [f"{mode} d{head_dim} {'causal' if causal else 'full'}" for mode, head_dim, causal in cells]
+    header = ["TFLOPS"] + [f"{mode} d{head_dim} {mask(causal)}" for mode, head_dim, causal in cells]
     return markdown_table(header, lines)
 
 
@@ -97,20 +92,6 @@ def entry_of_peer(result, peer, cell):
     """TFLOPS at the longest sequence, and how near the comparator comes to it."""
     ratio = relative(result, last_rung(cell[0]), peer, cell)
     return entry(result, peer, None, cell) + (f" ({ratio:.2f}×)" if ratio else "")
-
-
-def gain_lines(result):
-    """Every step against what it is on top of, then the comparator against its peers: all lengths, worst one named."""
-    lines = []
-    for mode in MODES:
-        last = last_rung(mode)
-        pairs = [(rung["name"], rung["over"]) for rung in result["rungs"]]
-        pairs += [(last, peer) for peer in PEERS]
-        for name, base in pairs:
-            found = ratios(result, result, base, mode, "cells", name)
-            if found:
-                lines.append(score_line(found, f"{mode}, {name} over {base}"))
-    return lines
 
 
 def failure_lines(result):
@@ -128,60 +109,32 @@ def failure_lines(result):
 
 
 def measured_lines(result):
-    return [*measured_table(result), "", *(f"- {line}" for line in [*gain_lines(result), *failure_lines(result)])]
+    return [*measured_table(result), "", *(f"- {line}" for line in failure_lines(result))]
 
 
 def block(result):
-    """The block of the page; without a result what will be measured, and no figure."""
-    lines = steps_table()
-    if result is None:
-        return [*lines, "", TILES_TOLD, "", "Not measured yet: `python benchmarks/lab.py triton_ladder` does."]
+    """The steps, and what was measured of them."""
     longest = max(row["seqlen_k"] for row in result["rows"])
-    told = f"{result['dtype']}, {environment_line(result)}, from `{RESULT}`."
-    told += f" TFLOPS at s {longest}; in brackets, over all lengths, the speed relative to what the step is on top of,"
-    told += " and in the rows of peers that of the comparator relative to them."
-    plot = f"![the Triton ladder](../../{PLOT})"
-    return [*lines, "", TILES_TOLD, "", told, "", *measured_lines(result), "", plot]
-
-
-def page(text, result):
-    return rewritten(text, BLOCK, block(result))
+    told = (
+        f"TFLOPS at s {longest}; in brackets, over all lengths, the speed relative to what the step is on top of, and "
+    )
+    told += (
+        f"in the rows of peers that of the comparator relative to them. {result['dtype']}, {environment_line(result)}."
+    )
+    return [*steps_table(), "", TILES_TOLD, "", *wrapped(told), "", *measured_lines(result)]
 
 
 def draw(path, result):
-    """One figure: a line of panels a mode, the curves of each head dim and mask, then the gains over the baseline."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names = list(result["implementations"])
-    colors = {name: f"C{index}" for index, name in enumerate(names)}
-    figure = Figure(figsize=(22, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(MODES), 5, width_ratios=(1, 1, 1, 1, 1.4))
-    entries = {}
+    """The curves of each head dim and mask, a line of panels for each mode."""
+    figure, colors, entries = new_figure(13, 6), colors_of(result), {}
+    panels = figure.subplots(len(MODES), 4)
     for line, mode in zip(panels, MODES):
-        for axes, (head_dim, (causal, mask)) in zip(line, ((d, mask) for d in HEAD_DIMS for mask in MASKS)):
-            draw_panel(axes, curves(result, head_dim, mode, causal), names, colors, f"{mode}, d {head_dim}, {mask}")
+        for axes, (head_dim, causal) in zip(line, ((d, causal) for d in HEAD_DIMS for causal in (False, True))):
+            title = f"{mode}, d {head_dim}, {mask(causal)}"
+            draw_panel(axes, curves(result, head_dim, mode, causal), colors, title)
             entries.update(dict(zip(*reversed(axes.get_legend_handles_labels()))))
         line[0].set_ylabel("TFLOPS")
-        draw_gains(line[4], result, mode, colors)
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(names), frameon=False)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(colors), frameon=False)
     figure.suptitle(f"The Triton ladder, {result['dtype']}\n{environment_line(result)}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-
-
-def draw_gains(axes, result, mode, colors):
-    """Speed relative to the baseline, a group of bars a head dim and mask."""
-    cells = [cell for cell in columns(result) if cell[0] == mode]
-    names = [rung["name"] for rung in result["rungs"] if mode in rung["modes"]]
-    width = 0.8 / max(1, len(names))
-    for index, name in enumerate(names):
-        gains = [relative(result, name, names[0], cell) or 0.0 for cell in cells]
-        places = [place + (index - (len(names) - 1) / 2) * width for place in range(len(cells))]
-        bars = axes.bar(places, gains, width, color=colors[name])
-        axes.bar_label(bars, [f"{gain:.2f}" if gain else "" for gain in gains], fontsize=7)
-    labels = [f"d {head_dim}\n{'causal' if causal else 'full'}" for _, head_dim, causal in cells]
-    axes.set_xticks(range(len(cells)), labels)
-    axes.set_title(f"{mode}: speed relative to {names[0]}")
-    axes.grid(alpha=0.3, axis="y")
+    figure.savefig(path, dpi=DPI)

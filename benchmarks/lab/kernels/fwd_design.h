@@ -1,5 +1,5 @@
-// The design of the laboratory's mma.sync forward as data, as benchmarks/lab_designs.py states it, and the offsets of
-// its shared memory. Plain C++17.
+// The design of the laboratory's mma.sync forward as data, as benchmarks/lab/sm80_designs.py states it, and the offsets
+// of its shared memory. Plain C++17.
 #pragma once
 
 #include "params/dtype.h"
@@ -24,7 +24,7 @@ struct FwdDesign {
   Layout layout;         // of Q, K and V in shared memory
   bool q_in_registers;   // Q is read from shared memory once, not in every step
   bool whole_fragments;  // all fragments of a GEMM are read before its first MMA; else slice by slice
-  bool double_buffered;  // the next slice is read ahead of the MMAs of this one
+  bool double_buffered;  // the next slice is read before the MMAs of this one
   bool lagging_max;      // O is rescaled only when the row max has grown by a factor of 2^8; else in every step
 };
 

@@ -1,5 +1,5 @@
-// One design of the laboratory's mma.sync forward behind C functions, for benchmarks/lab_build.py. Compiled with
-// LAB_DESIGN, the fields of FwdDesign in braces.
+// One design of the laboratory's mma.sync forward behind C functions, for benchmarks/lab/kernel_library.py. Compiled
+// with LAB_DESIGN, the fields of FwdDesign in braces.
 #include <cmath>
 
 #include "dense_call.h"

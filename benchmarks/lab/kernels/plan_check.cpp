@@ -1,5 +1,5 @@
-// Host program of benchmarks/lab_plan.py: what the shipped tables hold, and whether a row fits its kernel. The plain
-// C++17 of plan/ decides, before nvcc runs. KERNEL is fwd_mma_sync, fwd_wgmma, bwd_mma_sync or bwd_wgmma.
+// Host program of benchmarks/lab/plan_headers.py: what the shipped tables hold, and whether a row fits its kernel. The
+// plain C++17 of plan/ decides, before nvcc runs. KERNEL is fwd_mma_sync, fwd_wgmma, bwd_mma_sync or bwd_wgmma.
 //
 //   plan_check shipped KERNEL HEAD_DIM [VARIANT]     prints a kernel's row, without its head dim for fwd_wgmma, whose
 //                                                    features follow

@@ -1,7 +1,7 @@
 // The shipped wgmma forward with the laboratory's tile and policy row, behind a C function, for
-// benchmarks/lab_build.py. plan/tiles.h and plan/fwd_policy_sm90.h are copies with one return more
-// (benchmarks/lab_sm90.py); LAB_HEAD_DIM, LAB_DTYPE, LAB_VARIANT, LAB_BLOCK_M, LAB_BLOCK_N and LAB_FEATURES come with
-// them.
+// benchmarks/lab/kernel_library.py. plan/tiles.h and plan/fwd_policy_sm90.h are copies with one return more
+// (benchmarks/lab/sm90_designs.py); LAB_HEAD_DIM, LAB_DTYPE, LAB_VARIANT, LAB_BLOCK_M, LAB_BLOCK_N and LAB_FEATURES
+// come with them.
 #include "dense_call.h"
 #include "kernels/sm90/fwd_launch.h"
 
@@ -36,7 +36,7 @@ plan::FwdPlan make_plan(const DenseSizes& sizes, const plan::Device& device) {
   plan::set_tile_order(made, problem, device);
   if (scheduler != Scheduler::kPlanned) made.is_dynamic = false;
   if (scheduler == Scheduler::kNone) made.grid = made.num_work_tiles;
-  made.pdl = false;  // the memset ahead of it is no kernel
+  made.pdl = false;  // the memset before it is no kernel
   return made;
 }
 

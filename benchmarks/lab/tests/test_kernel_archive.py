@@ -1,4 +1,4 @@
-"""Kernels of the laboratory that are compiled elsewhere (benchmarks/lab_archive.py) are found, and not mixed up."""
+"""Kernels of the laboratory that are compiled elsewhere (kernel_archive.py) are found, and not mixed up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(ROOT / "tools"), *sys.path, str(ROOT / "benchmarks")]
+LAB = Path(__file__).resolve().parents[1]
+ROOT = LAB.parents[1]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
 import ablate
-import lab_archive
-import lab_build
-import lab_sm90
+import kernel_archive
+import kernel_library
+import sm90_designs
 from errors import BuildError
-from lab_designs import default_design
+from sm80_designs import default_design
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 FACTS = {"registers": 168, "spills": 0}
@@ -35,7 +36,7 @@ class FakeCompiler:
         self.folder = folder
 
     def library(self, design):
-        return self.folder / f"{design.name}-{lab_build.source_key(design)}.so"
+        return self.folder / f"{design.name}-{kernel_library.source_key(design)}.so"
 
     def compile_all(self, designs, progress, jobs):
         for design in designs:
@@ -48,10 +49,10 @@ def archive(tmp_path, monkeypatch):
     """(path, designs): the default design, and two launches of one kernel of the other family."""
     designs = [default_design(64)]
     if shutil.which("g++"):
-        shipped = lab_sm90.shipped(64, "kPlain", ("full", "causal"))
+        shipped = sm90_designs.shipped(64, "kPlain", ("full", "causal"))
         designs += [shipped, replace(shipped, scheduler="kNone")]
-    monkeypatch.setattr(lab_archive, "Compiler", FakeCompiler)
-    monkeypatch.setattr(lab_archive, "DESIGNS", {"ablate": lambda: designs})
+    monkeypatch.setattr(kernel_archive, "Compiler", FakeCompiler)
+    monkeypatch.setattr(kernel_archive, "DESIGNS", {"ablate": lambda: designs})
 
     def build_program(compiler, folder):
         place = folder / "minimal-key"
@@ -59,19 +60,19 @@ def archive(tmp_path, monkeypatch):
         (place / "minimal").write_text("program")
         return place
 
-    monkeypatch.setattr(lab_archive, "build_program", build_program)
+    monkeypatch.setattr(kernel_archive, "build_program", build_program)
     kernels, path = tmp_path / "kernels", tmp_path / "kernels.tar.xz"
     kernels.mkdir()
-    assert lab_archive.build(["ablate", "minimal", "theory"], path, lambda line: None, folder=kernels)
+    assert kernel_archive.build(["ablate", "minimal", "theory"], path, lambda line: None, folder=kernels)
     return path, designs
 
 
 def test_libraries_are_found_without_a_compiler(archive, tmp_path, monkeypatch):
     path, designs = archive
-    lab_archive.unpack(path, tmp_path / "unpacked")
-    monkeypatch.setenv(lab_build.PREBUILT, str(tmp_path / "unpacked"))
-    monkeypatch.setattr(lab_build, "find_toolkit", lambda *_: pytest.fail("it looked for nvcc"))
-    built = lab_build.make_compiler()
+    kernel_archive.unpack(path, tmp_path / "unpacked")
+    monkeypatch.setenv(kernel_library.PREBUILT, str(tmp_path / "unpacked"))
+    monkeypatch.setattr(kernel_library, "find_toolkit", lambda *_: pytest.fail("it looked for nvcc"))
+    built = kernel_library.make_compiler()
     assert built.versions == FakeCompiler.versions
     assert built.compile_all(designs, print) == dict.fromkeys(designs, FACTS)
     assert [built.library(design).read_text() for design in designs] == [design.name for design in designs]
@@ -81,32 +82,21 @@ def test_libraries_are_found_without_a_compiler(archive, tmp_path, monkeypatch):
 
 def test_what_was_not_built_is_left_out(archive, tmp_path):
     path, designs = archive
-    lab_archive.unpack(path, tmp_path)
+    kernel_archive.unpack(path, tmp_path)
     other, told = default_design(128), []
-    assert lab_build.Prebuilt(tmp_path).compile_all([designs[0], other], told.append) == {designs[0]: FACTS}
+    assert kernel_library.Prebuilt(tmp_path).compile_all([designs[0], other], told.append) == {designs[0]: FACTS}
     assert told == [f"LEFT OUT: {other.name}: not among the built kernels, or built from other sources"]
 
 
 def test_other_sources_are_other_kernels(archive, tmp_path, monkeypatch):
     path, (design, *_) = archive
-    lab_archive.unpack(path, tmp_path)
-    monkeypatch.setattr(lab_build, "sources_digest", lambda *files: "changed")
+    kernel_archive.unpack(path, tmp_path)
+    monkeypatch.setattr(kernel_library, "sources_digest", lambda *files: "changed")
     with pytest.raises(BuildError, match="built from other sources"):
-        lab_build.Prebuilt(tmp_path).library(design)
-    monkeypatch.setattr(lab_archive, "program_key", lambda: "changed")
+        kernel_library.Prebuilt(tmp_path).library(design)
+    monkeypatch.setattr(kernel_archive, "program_key", lambda: "changed")
     with pytest.raises(BuildError, match="other sources of examples/minimal"):
-        lab_archive.unpack(path, tmp_path)
-
-
-@needs_gxx
-def test_what_is_built_fits_into_half_an_hour_of_two_cores():
-    """By about how long a kernel of each kind takes one core, sources of a kind being alike."""
-    seconds = {"FwdDesign": 26, "Sm90Design": 38, "fwd_mma_sync": 24, "bwd_mma_sync": 32, "bwd_wgmma": 20}
-    designs = {}
-    for make in lab_archive.DESIGNS.values():
-        designs.update((lab_build.source_key(design), design) for design in make())
-    total = sum(seconds[getattr(design, "kernel", type(design).__name__)] for design in designs.values())
-    assert len(designs) <= 140 and total <= 2 * 35 * 60
+        kernel_archive.unpack(path, tmp_path)
 
 
 @needs_gxx

@@ -1,8 +1,8 @@
-// Shared memory layouts of the laboratory's forward (benchmarks/lab/fwd_design.h): every element has a place of its
-// own, 16-byte vectors stay whole, and ldmatrix meets as many banks as the layout promises.
+// Shared memory layouts of the laboratory's forward (benchmarks/lab/kernels/fwd_design.h): every element has its own
+// place, 16-byte vectors stay whole, and ldmatrix meets as many banks as the layout promises.
 #include <set>
 
-#include "../../benchmarks/lab/fwd_design.h"
+#include "../kernels/fwd_design.h"
 #include "check.h"
 
 namespace {

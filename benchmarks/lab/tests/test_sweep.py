@@ -1,4 +1,4 @@
-"""The sweep of tiles (benchmarks/sweep.py): its list, its report, and a build without a GPU."""
+"""The sweep of tiles (sweep.py): its list, its report, and a build without a GPU."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(ROOT / "tools"), *sys.path, str(ROOT / "benchmarks")]
+LAB = Path(__file__).resolve().parents[1]
+ROOT = LAB.parents[1]
+sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
 import ablate
-import lab_plan
-import lab_progress
-import lab_tiles
-import scores
+import plan_headers
+import resumable
 import sweep
 import sweep_report
+import tile_designs
 from errors import BuildError
-from lab_tiles import KERNELS, TABLES, TileDesign
+from tile_designs import KERNELS, TABLES, TileDesign
 from toolchain import find_cutlass, find_toolkit
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -34,25 +34,27 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 @needs_gxx
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
-    groups = lab_tiles.groups([kernel])
+    groups = tile_designs.groups([kernel])
     missing = {"fwd_wgmma": {32}, "bwd_wgmma": {32, 256}}.get(kernel, set())  # one tile at most
     assert {group.head_dim for group in groups} == set(HEAD_DIMS) - missing
-    assert {group.head_dim for group in groups if group.dtype == "fp16"} == {lab_tiles.FP16_HEAD_DIM}
+    assert {group.head_dim for group in groups if group.dtype == "fp16"} == {tile_designs.FP16_HEAD_DIM}
     for group, entries in groups.items():
         assert {entry.label: entry.design.problems() for entry in entries if entry.design.problems()} == {}
         assert [entry.kind for entry in entries] == ["in use", *["other"] * (len(entries) - 1)]
         assert (len(entries) > 1) == ((kernel, group.head_dim) not in [("bwd_wgmma", 96), ("bwd_wgmma", 128)])
         assert len({entry.design for entry in entries}) == len({entry.label for entry in entries}) == len(entries)
         assert {entry.design.dtype for entry in entries} == {group.dtype}
-    lines = re.sub(r"\s+", " ", (lab_plan.CSRC / lab_plan.TILES).read_text(encoding="utf-8")).replace(" 0}", "}")
+    lines = re.sub(r"\s+", " ", (plan_headers.CSRC / plan_headers.TILES).read_text(encoding="utf-8")).replace(
+        " 0}", "}"
+    )
     for group, (in_use, *_) in groups.items():
-        numbers = lab_tiles.table_line(in_use.design).rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
+        numbers = tile_designs.table_line(in_use.design).rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
         assert numbers in lines, group.title
 
 
 @needs_gxx
 def test_the_whole_sweep_is_small():
-    designs = [entry.design for entries in lab_tiles.groups().values() for entry in entries]
+    designs = [entry.design for entries in tile_designs.groups().values() for entry in entries]
     assert len(set(designs)) == len(designs) <= 80
     assert len({design.name for design in designs}) == len(designs)
 
@@ -79,9 +81,9 @@ def test_impossible_tiles_are_refused_with_a_reason(kernel, row, reason):
 @needs_gxx
 @pytest.mark.parametrize("kernel", TABLES)
 def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
-    design = TileDesign(kernel, 128, lab_plan.shipped_row(kernel, 128))
+    design = TileDesign(kernel, 128, plan_headers.shipped_row(kernel, 128))
     ((path, text),) = design.overlay().items()
-    shipped = (lab_plan.CSRC / path).read_text(encoding="utf-8").splitlines()
+    shipped = (plan_headers.CSRC / path).read_text(encoding="utf-8").splitlines()
     added = [line for line in text.splitlines() if line not in shipped]
     assert added == [f"  if (head_dim > 0) return {design.table.struct}{design.braces()};"]
     assert len(text.splitlines()) == len(shipped) + 1
@@ -131,20 +133,16 @@ def test_scores_are_relative_to_the_tile_in_use():
 def test_the_report_states_figures_and_what_is_faster():
     lines = sweep_report.report(fake_result())
     assert lines[0] == "GPU, commit 0123456789ab; nvcc 13.0."
-    assert "| 64 bf16 | **a** (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
-    assert "| 64 bf16 | **c** | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
+    assert "| a (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
+    assert "| c | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
     assert [line for line in lines if "× the tile in use" in line] == [
-        "- mma.sync backward, 64 bf16: `{c},` 1.250 × the tile in use, worst 1.250"
+        "- mma.sync backward, d 64 bf16: `{c},` 1.250 × the tile in use, worst 1.250"
     ]
-    assert lines[-1] == "- left out: mma.sync backward, 64 bf16, broken: error 1.0"
-
-
-def test_the_page_is_what_the_result_says():
-    text = (ROOT / sweep_report.PAGE).read_text(encoding="utf-8")
-    assert sweep_report.page(text, fake_result()).partition("<!-- sweeps:begin -->")[0] in text
-    assert "Not measured yet" in sweep_report.page(text, None)
-    if (ROOT / "benchmarks" / "results").is_dir():
-        assert sweep_report.page(text, scores.load_stored(ROOT / sweep_report.RESULT)) == text, "report.py --docs"
+    assert lines[-1] == "- left out: mma.sync backward, d 64 bf16, broken: error 1.0"
+    assert sweep_report.summary(fake_result())[2:] == [
+        "| Hopper forward, d 64 bf16 | a | b | 0.500 (0.500) |",
+        "| mma.sync backward, d 64 bf16 | a | c | 1.250 (1.250) |",
+    ]
 
 
 def test_one_tile_compiles_and_links(tmp_path):
@@ -159,14 +157,14 @@ def test_one_tile_compiles_and_links(tmp_path):
         pytest.skip("no CUTLASS headers, which an install from a kernel archive does not need")
     program = (
         "import sys, ctypes, json; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "import lab_build; from lab_tiles import TileDesign\n"
+        "import kernel_library; from tile_designs import TileDesign\n"
         "design = TileDesign('fwd_mma_sync', 32, (32, 64, 64, 4, 4))\n"
-        "compiler = lab_build.Compiler(folder=Path(sys.argv[2]))\n"
+        "compiler = kernel_library.Compiler(folder=Path(sys.argv[2]))\n"
         "facts = compiler.compile(design)\n"
         "ctypes.CDLL(str(compiler.library(design))).lab_forward\n"
         "print(json.dumps(facts))\n"
     )
-    command = [sys.executable, "-c", program, str(ROOT / "benchmarks"), str(tmp_path)]
+    command = [sys.executable, "-c", program, str(LAB), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     facts = json.loads(done.stdout)
@@ -233,7 +231,7 @@ def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "SEQLENS", (16, 128))
     monkeypatch.setattr(cases, "bench_cells", lambda dims: small)
     monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
-    monkeypatch.setattr(lab_progress.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
+    monkeypatch.setattr(resumable.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
     out = tmp_path / "h200_sweep.json"
     arguments = ["--head-dims", "128", "--dtypes", "bf16", "--min-ms", "0", "--out", str(out)]
     sweep.main(arguments)

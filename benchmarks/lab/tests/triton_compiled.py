@@ -26,7 +26,7 @@ def is_aligned(value):
 
 
 def compile_launch(launch, tile, capability=90):
-    """The compiled kernel of a Launch (benchmarks/triton_common.py) with a tile, specialised as Triton's JIT would."""
+    """The compiled kernel of a Launch (triton_common.py) with a tile, specialised as Triton's JIT would."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
