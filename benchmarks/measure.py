@@ -9,7 +9,7 @@ import warnings
 import torch
 from check import relative_error
 from implementations import make_inputs, timed_call
-from scores import OUT_OF_MEMORY
+from results import OUT_OF_MEMORY
 from timing import CALLS_PER_GRAPH, captured, interleave, summarize
 
 REPORTED_FIELDS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "causal")

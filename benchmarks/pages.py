@@ -11,9 +11,8 @@ from statistics import geometric_mean
 import cp_tables
 from markdown import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
-from results import ROOT, device_name, environment_line, measured_commit, stored
+from results import OUT_OF_MEMORY, ROOT, device_name, environment_line, measured_commit, stored
 from scores import (
-    OUT_OF_MEMORY,
     PLAIN,
     gigabytes_per_second,
     judged_pairs,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from markdown import mask
-from scores import OUT_OF_MEMORY, gigabytes_per_second
+from results import OUT_OF_MEMORY
+from scores import gigabytes_per_second
 
 PLOTTED_GROUPS = ("cells", "dims")
 DPI = 80  # pages show them as wide as their text

@@ -21,16 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 import pages
 from plots import write_plots
 from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
-from scores import (
-    PLAIN,
-    ceiling_lines,
-    memory_lines,
-    modes,
-    overhead_lines,
-    score_lines,
-    share_of_plain,
-    speed,
-)
+from scores import PLAIN, ceiling_lines, memory_lines, modes, overhead_lines, score_lines, share_of_plain, speed
 
 LAB = ROOT / "benchmarks" / "lab"
 PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png"), "decode": ("decode_h32-8.png",)}  # that a page shows

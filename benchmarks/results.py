@@ -18,7 +18,7 @@ DROPPED = {
     "calls", "one_gpu_seconds", "received_tokens", "failed",
 }  # fmt: skip
 MEMORY, MEMORY_OF = {"peak_bytes", "result_bytes"}, ("grid", "theory")  # told of these results alone
-NOTE = "out of memory"  # the one reason why a row has no figure that a page tells
+OUT_OF_MEMORY = "out of memory"  # the one note of a row that pages tell
 LINE = 2000  # characters: what is longer is written over several lines
 
 
@@ -58,7 +58,7 @@ def rounded(value, dropped):
     dropped_here = dropped | ({"seconds"} if "results" in value or "registers" in value else set())
     kept = {key: x for key, x in value.items() if key not in dropped_here and (key != "flops" or isinstance(x, dict))}
     if "notes" in kept:
-        kept["notes"] = {name: note for name, note in kept["notes"].items() if note == NOTE}
+        kept["notes"] = {name: note for name, note in kept["notes"].items() if note == OUT_OF_MEMORY}
     if "p10" in kept:
         kept["range"] = [kept.pop("p10"), kept.pop("p90")]
     return {key: rounded(x, dropped) for key, x in kept.items()}

@@ -162,12 +162,7 @@ OTHERS = {
     },
     # V and O have the same head dim: 0. At 256 only the tile in use fits; at 96 and 128 there is no other kernel
     # (wgmma_bwd_problem() of kernels/plan_check.cpp).
-    "bwd_wgmma": {
-        64: ((64, 128, 2, 0), (64, 64, 2, 0)),
-        96: (),
-        128: (),
-        192: ((256, 64, 64, 2, 0),),
-    },
+    "bwd_wgmma": {64: ((64, 128, 2, 0), (64, 64, 2, 0)), 96: (), 128: (), 192: ((256, 64, 64, 2, 0),)},
 }
 KERNELS = ("fwd_mma_sync", "fwd_wgmma", "bwd_mma_sync", "bwd_wgmma")
 FP16_HEAD_DIM = 128

@@ -112,7 +112,7 @@ def test_predictions_are_told_from_measurements():
     assert "measured" not in alone[0] and "measured ms: standard" in both[0]
     assert "Measured on an GPU, commit 0123456789ab" in " ".join(both)
     assert len(alone[2].split("|")) + 6 == len(both[2].split("|"))
-    assert both[2].endswith("| 6 / 1 | 4.61 | 0.278 | 16.6× | 3072 / 66 | 50% |")
+    assert both[2].endswith("| 6 / 1 | 4.59 | 0.278 | 16.5× | 3072 / 66 | 50% |")
     assert [line for line in both if "| 16384 |" in line and "| – / 1 | – |" in line and "out of memory / 66" in line]
 
 
