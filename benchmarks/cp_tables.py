@@ -1,15 +1,13 @@
-"""Tables of context parallelism: what cp_model.py predicts, what context_parallel.py measured."""
+"""Tables of what context_parallel.py measured."""
 
 from __future__ import annotations
 
-import cp_model
 from markdown import markdown_table, wrapped
 from results import measured_commit, stored
 
 PROBLEMS = ("causal", "window", "packed")
-METHODS = (*cp_model.METHODS, "all_gather_copies")
+METHODS = ("all_gather", "ring", "ulysses", "all_gather_copies")
 MODES = {"forward": "Forward", "both": "Forward and backward"}
-PREDICTED_SIZES = tuple(1 << n for n in (14, 15, 16, 17, 18, 20))
 INTRODUCTION = """\
 Speed per GPU relative to one GPU with the whole problem, forward / forward and backward, in percent, the fastest of
 each row in bold. `causal`: zigzag chunks; `window`: each row sees 4096 keys before its own, contiguous chunks;
@@ -17,10 +15,10 @@ each row in bold. `causal`: zigzag chunks; `window`: each row sees 4096 keys bef
 """
 
 
-def ran(result):
+def ran(rows):
     """{(problem, tokens): {name: row}} of what was measured."""
     found = {}
-    for row in result["rows"]:
+    for row in rows:
         if "forward" in row:
             found.setdefault((row["problem"], row["tokens"]), {})[row["name"]] = row
     return dict(sorted(found.items(), key=lambda item: (PROBLEMS.index(item[0][0]), item[0][1])))
@@ -96,24 +94,28 @@ def origin_text(result):
     return f"{result['ranks']} × {device['name']}{driver}, torch {result['torch']}, commit {measured_commit(result)}."
 
 
-def measured_lines(result):
-    problems = ran(result)
-    found = dict.fromkeys(name for entries in problems.values() for name in entries)
-    names = [name for name in METHODS if name in found] + [name for name in found if name not in METHODS]
-    rows = [
+def columns(rows):
+    """Our methods, then the peers that ran anywhere."""
+    found = dict.fromkeys(row["name"] for row in rows if "forward" in row)
+    return [name for name in METHODS if name in found] + [name for name in found if name not in METHODS]
+
+
+def table(rows):
+    names = columns(rows)
+    lines = [
         [problem, size(tokens), one_gpu(entries), *(cell(entries, name) for name in names)]
-        for (problem, tokens), entries in problems.items()
+        for (problem, tokens), entries in ran(rows).items()
     ]
-    table = markdown_table(["problem", "tokens", "one GPU, TFLOPS", *(f"`{name}`" for name in names)], rows)
+    return markdown_table(["problem", "tokens", "one GPU, TFLOPS", *(f"`{name}`" for name in names)], lines)
+
+
+def measured_lines(result):
+    problems, rows = ran(result["rows"]), result["rows"]
     told = [*(lead_text(problems, mode) for mode in MODES), bandwidth_text(result["bandwidth"]),
-            missing_text(result, names), origin_text(result)]  # fmt: skip
-    return [*wrapped(INTRODUCTION), "", *table, "", *wrapped(" ".join(told))]
+            missing_text(result, columns(rows)), origin_text(result)]  # fmt: skip
+    return [*wrapped(INTRODUCTION), "", *table(rows), "", *wrapped(" ".join(told))]
 
 
 def measured_block():
     result = stored("context_parallel")
     return measured_lines(result) if result else ["Not measured yet: `python benchmarks/context_parallel.py`."]
-
-
-def predicted_block():
-    return cp_model.predicted_table(cp_model.Machine(), cp_model.Shape(), PREDICTED_SIZES, (2, 8)).splitlines()

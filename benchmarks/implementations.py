@@ -269,15 +269,6 @@ IMPLEMENTATIONS = {
             "flash_attn_3", "FlashAttention-3", package_peers.flash_attn_3, COMMON - {CPU, ALIBI, DROPOUT},
             package="flash_attn_interface",
         ),
-        Implementation(
-            "flashinfer", "FlashInfer, ragged prefill", package_peers.flashinfer_prefill,
-            frozenset({GQA, PACKED, WINDOW, SOFTCAP, RECTANGULAR}), package_peers.flashinfer_limits,
-            package="flashinfer",
-        ),
-        Implementation(
-            "xformers", "xFormers memory_efficient_attention", package_peers.xformers_attention,
-            frozenset({BACKWARD, PACKED, DROPOUT}), package="xformers",
-        ),
     )
 }  # fmt: skip
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from rows import windows
 from shared import ROOT
-
-FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
 def first(result):
@@ -33,50 +30,6 @@ def flash_attn_3(row, inputs):
         longest = max(row.seqlens)
         return lambda: first(fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options))
     return lambda: first(fa3.flash_attn_func(q, k, v, **options))
-
-
-def flashinfer_prefill(row, inputs):
-    """FlashInfer's ragged prefill; its plan is made once, outside of the timed call."""
-    import flashinfer
-
-    case, device = row.case, inputs.q.device
-
-    def starts(count, length):
-        return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
-
-    cu_q = inputs.cu_seqlens if row.seqlens else starts(case.batch, case.seqlen_q)
-    cu_k = inputs.cu_seqlens if row.seqlens else starts(case.batch, case.seqlen_k)
-    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    wrapper.plan(
-        cu_q, cu_k, case.nheads, case.nheads_k, case.head_dim, causal=case.causal, window_left=windows(case)[0],
-        logits_soft_cap=case.softcap or None, q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype,
-    )  # fmt: skip
-    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (inputs.q, inputs.k, inputs.v))
-    return lambda: wrapper.run(q, k, v).view(inputs.q.shape)
-
-
-def flashinfer_limits(row, device_type, mode):
-    return "right windows are not offered" if row.case.window[1] > 0 else None
-
-
-def xformers_attention(row, inputs):
-    from xformers.ops import memory_efficient_attention
-    from xformers.ops.fmha.attn_bias import BlockDiagonalMask, LowerTriangularMask
-
-    case = row.case
-    packed = bool(row.seqlens)
-    bias = LowerTriangularMask() if case.causal else None
-    if packed:
-        bias = BlockDiagonalMask.from_seqlens(list(row.seqlens))
-        bias = bias.make_causal() if case.causal else bias
-    q, k, v = (x.unsqueeze(0) if packed else x for x in (inputs.q, inputs.k, inputs.v))
-
-    def call():
-        out = memory_efficient_attention(q, k, v, attn_bias=bias, p=case.dropout)
-        return out.squeeze(0) if packed else out
-
-    return call
 
 
 def cudnn_fp8(row, inputs):

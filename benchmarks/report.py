@@ -65,15 +65,6 @@ def missing_lines(result):
     ]
 
 
-def time_lines(result):
-    """What the rows took, set-up included."""
-    seconds = Counter()
-    for row in result["rows"]:
-        seconds[f"{row['group']} {row['mode']}"] += row.get("seconds", 0.0)
-    figures = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items() if value)
-    return [f"seconds, set-up included: {figures}"] if figures else []
-
-
 def relative_lines(result):
     """Speed of ours in rows with features or packed sequences, relative to its plain dense call in the same rounds."""
     shares = [(row, share_of_plain(row)) for row in result["rows"]]
@@ -84,7 +75,7 @@ def relative_lines(result):
 def full_report(result):
     """The whole report; the scores of the cells are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
-    lines += time_lines(result) + ceiling_lines(result) + relative_lines(result)
+    lines += ceiling_lines(result) + relative_lines(result)
     for group in sorted(result["groups"], key=lambda group: group == "cells"):
         lines += score_lines(result, group=group)
     return lines

@@ -81,29 +81,29 @@ class Row:
 
     @property
     def label(self):
-        case = self.case
-        parts = [
-            f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim_v > 0),
-            "causal" if case.causal else "full",
-        ]
-        parts += [f"h{case.nheads}/{case.nheads_k}"] if case.nheads != case.nheads_k else []
-        parts += [f"h{case.nheads}"] if self.timing != "event" else []
-        parts += [f"window {case.window[0]}"] if case.window[0] >= 0 else []
-        parts += [f"softcap {case.softcap:g}"] if case.softcap else []
-        parts += ["alibi"] if case.alibi != "none" else []
-        parts += [f"dropout {case.dropout:g}"] if case.dropout else []
-        parts += ["sinks"] if case.sinks else []
-        parts += ["max_logit"] if case.max_logit else []
+        case, timed = self.case, self.timing != "event"
         length = f"s{case.seqlen_q}" if case.seqlen_q == case.seqlen_k else f"q{case.seqlen_q} k{case.seqlen_k}"
         ragged = case.seqlens and not self.equal_sequences
-        parts += [f"{sum(case.seqlens)} tokens" if ragged else f"b{case.batch} {length}"]
-        parts += ["packed"] if self.equal_sequences else []
-        parts += [f"page {case.page_size}"] if case.page_size else []
-        parts += [f"append {case.append}"] if case.append else []
-        parts += ["invariant"] if case.invariant else []
-        parts += [case.codes] if case.codes else []
-        parts += [self.timing] if self.timing != "event" else []
-        return " ".join(parts)
+        parts = (
+            (f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim_v > 0), True),
+            ("causal" if case.causal else "full", True),
+            (f"h{case.nheads}/{case.nheads_k}", case.nheads != case.nheads_k),
+            (f"h{case.nheads}", timed),
+            (f"window {case.window[0]}", case.window[0] >= 0),
+            (f"softcap {case.softcap:g}", case.softcap),
+            ("alibi", case.alibi != "none"),
+            (f"dropout {case.dropout:g}", case.dropout),
+            ("sinks", case.sinks),
+            ("max_logit", case.max_logit),
+            (f"{sum(case.seqlens)} tokens" if ragged else f"b{case.batch} {length}", True),
+            ("packed", self.equal_sequences),
+            (f"page {case.page_size}", case.page_size),
+            (f"append {case.append}", case.append),
+            ("invariant", case.invariant),
+            (case.codes, case.codes),
+            (self.timing, timed),
+        )
+        return " ".join(text for text, applies in parts if applies)
 
     @property
     def over_cache(self):

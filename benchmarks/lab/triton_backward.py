@@ -137,14 +137,13 @@ def add_dkdv(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     SHARED_DELTA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """(dk, dv), both (BLOCK_N, BLOCK_D) fp32, plus what the queries first .. last of one head add.
 
     first and last are multiples of BLOCK_M. Scores are held as (keys, queries). dk lacks the softmax scale. With
     MASKED, keys after the query's own position are masked. lse and delta: as load_lse_log2 and load_delta take them.
     """
-    for start in tl.range(first, last, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(first, last, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_source, q_strides, batch, head, start, seqlen_q, head_dim, BLOCK_M, BLOCK_D, USE_TMA)
         scores = tl.dot(k, tl.trans(q)) * scale_log2 - load_lse_log2(lse, rows, seqlen_q, SHARED_DELTA)[None, :]
@@ -195,7 +194,6 @@ def dkdv_kernel(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     SHARED_DELTA: tl.constexpr = True,
-    WARP_SPECIALIZE: tl.constexpr = False,
 ):
     """dK and dV. Grid: one block per (batch, K/V head, tile of BLOCK_N keys), the tiles of a head side by side.
 
@@ -235,12 +233,12 @@ def dkdv_kernel(
             dk, dv = add_dkdv(
                 dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_ptr + terms, delta, out_strides,
                 batch, head, columns, first, unmasked, seqlen_q, seqlen_k, head_dim, scale_log2,
-                True, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA, WARP_SPECIALIZE,
+                True, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA,
             )  # fmt: skip
         dk, dv = add_dkdv(
             dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse_ptr + terms, delta, out_strides,
             batch, head, columns, unmasked, seqlen_q, seqlen_q, seqlen_k, head_dim, scale_log2,
-            False, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA, WARP_SPECIALIZE,
+            False, BLOCK_M, BLOCK_D, USE_TMA, SHARED_DELTA,
         )  # fmt: skip
     store_tile(dk_ptr, dk_strides, batch, head_k, begin, seqlen_k, head_dim, dk * scale, BLOCK_N, BLOCK_D)
     store_tile(dv_ptr, dv_strides, batch, head_k, begin, seqlen_k, head_dim, dv, BLOCK_N, BLOCK_D)
@@ -271,14 +269,13 @@ def add_dq(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """dq (BLOCK_M, BLOCK_D) fp32, without the softmax scale, plus what the keys first .. last add.
 
     first and last are multiples of BLOCK_N; lse_log2, delta (BLOCK_M). With MASKED, keys beyond the end and, if CAUSAL,
     after the query's own position are masked.
     """
-    for start in tl.range(first, last, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(first, last, BLOCK_N):
         k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
         scores = tl.dot(q, tl.trans(k)) * scale_log2 - lse_log2[:, None]
         v = load_tile(v_source, v_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
@@ -323,7 +320,6 @@ def dq_kernel(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     SHARED_DELTA: tl.constexpr = True,
-    WARP_SPECIALIZE: tl.constexpr = False,
 ):
     """dQ. Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
@@ -352,12 +348,10 @@ def dq_kernel(
     dq = add_dq(
         dq, q, dout, lse_log2, delta, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         0, unmasked_end, seqlen_q, seqlen_k, head_dim, scale_log2, False, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        WARP_SPECIALIZE,
     )  # fmt: skip
     dq = add_dq(
         dq, q, dout, lse_log2, delta, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         unmasked_end, end, seqlen_q, seqlen_k, head_dim, scale_log2, True, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        WARP_SPECIALIZE,
     )  # fmt: skip
     store_tile(dq_ptr, dq_strides, batch, head, begin, seqlen_q, head_dim, dq * scale, BLOCK_M, BLOCK_D)
 

@@ -42,14 +42,13 @@ def attend(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     TRANSPOSED_K: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """Online softmax over the keys first .. last (multiples of BLOCK_N): the new (acc, row_sum, row_max).
 
     acc (BLOCK_M, BLOCK_D), row_sum and row_max (BLOCK_M), all fp32; row_max is in units of log2. With MASKED, keys
     beyond the end and, if CAUSAL, keys after the query's own position are masked.
     """
-    for start in tl.range(first, last, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(first, last, BLOCK_N):
         if TRANSPOSED_K:
             k_t = load_columns(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
         else:
@@ -100,7 +99,6 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     TRANSPOSED_K: tl.constexpr = False,
-    WARP_SPECIALIZE: tl.constexpr = False,
 ):
     """Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
@@ -124,12 +122,12 @@ def forward_kernel(
     acc, row_sum, row_max = attend(
         acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         0, unmasked_end, seqlen_q, seqlen_k, head_dim, scale_log2, False, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        TRANSPOSED_K, WARP_SPECIALIZE,
+        TRANSPOSED_K,
     )  # fmt: skip
     acc, row_sum, row_max = attend(
         acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         unmasked_end, end, seqlen_q, seqlen_k, head_dim, scale_log2, True, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        TRANSPOSED_K, WARP_SPECIALIZE,
+        TRANSPOSED_K,
     )  # fmt: skip
 
     empty = row_sum == 0.0

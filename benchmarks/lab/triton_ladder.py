@@ -2,12 +2,12 @@
 
 python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60]
 
-The steps are RUNGS of triton_variants.py: four that add up, and two that were tried and not kept. All run the kernels
-of triton_forward.py and triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; what
-does not compile is told in the result and not tried again. Then all take turns, with batch · seqlen = 16384 and
-heads · head dim = 2048, each row checked against float64 first (benchmarks/run.py says how). At last, with the tiles
-tuned for the rows, each rung is checked on a small problem, dK and dV included. A transposed copy is part of the call
-that needs it; tiles are tuned before the clock runs. What was not kept is first tried in a process of its own.
+The steps are RUNGS of triton_variants.py: four that add up, and one that was tried and not kept. All run the kernels of
+triton_forward.py and triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; a tile
+that does not compile is noted and not tried again. Then all take turns, with batch · seqlen = 16384 and
+heads · head dim = 2048, each row checked against float64 (benchmarks/run.py says how). At last, with the tiles tuned for the rows,
+each rung is checked on a small problem, dK and dV included. A transposed copy is part of the call that needs it; tiles
+are tuned before the clock runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -35,7 +33,6 @@ SEQLENS = (1024, 2048, 4096, 8192, 16384)
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 CHECKED = (1, 256, 256, 16, 16)  # multiples of 16: what has been compiled for the rows
 KERNELS = ("forward", "dkdv", "dq")
-TRIAL_SECONDS = 120.0
 MAX_MS = 1200.0  # of one row, all implementations together
 
 
@@ -121,32 +118,14 @@ def compile_kernel(job):
     return {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared}
 
 
-def in_processes(function, jobs, count):
-    """[function(job)], in `count` processes; {"error"} for a job that ends its process, as compilers may."""
-    context, results, crashed = get_context("spawn"), [None] * len(jobs), []
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
-        futures = [pool.submit(function, job) for job in jobs]
-        for index, future in enumerate(futures):
-            try:
-                results[index] = future.result()
-            except BrokenProcessPool:
-                crashed.append(index)
-    for index in crashed:  # all that were unfinished, most of them through no fault of their own
-        with ProcessPoolExecutor(1, mp_context=context) as alone:
-            try:
-                results[index] = alone.submit(function, jobs[index]).result()
-            except BrokenProcessPool:
-                results[index] = {"error": "the compiler crashed"}
-    return results
-
-
 def compile_all(head_dims, count):
     """Entries of the result: every kernel with its resources or why it does not compile; the latter are not tried."""
     import triton_common
 
-    wanted = compilations(head_dims)
-    jobs, entries = [*wanted.values()], []
-    for (key, tile), job, found in zip(wanted, jobs, in_processes(compile_kernel, jobs, count)):
+    wanted, entries = compilations(head_dims), []
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        compiled = [*pool.map(compile_kernel, wanted.values())]
+    for ((key, tile), job), found in zip(wanted.items(), compiled):
         if "error" in found:
             triton_common.not_compiled.add((key, tile))
         index, head_dim, causal, kernel, _ = job
@@ -179,26 +158,6 @@ def check(rungs, head_dims, device, dtype):
     return errors, failures
 
 
-def try_apart(rung, seconds=TRIAL_SECONDS):
-    """Why a rung is not to be run, or None: its check in a process of its own, as a compiler's wrong code may hang."""
-    command = [sys.executable, __file__, "--trial", rung.name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"no result after {seconds:g} s"
-    return None if done.returncode == 0 else (done.stdout + done.stderr).strip()[-400:] or f"status {done.returncode}"
-
-
-def run_trial(name):
-    """What try_apart runs; prints what failed."""
-    import torch
-
-    rungs = [rung for rung in RUNGS if rung.name == name]
-    _, failures = check(rungs, HEAD_DIMS, torch.device("cuda", torch.cuda.current_device()), "bfloat16")
-    print(failures or "")
-    return 1 if failures else 0
-
-
 def chosen_tiles():
     """What was tuned, as entries of the result."""
     from triton_common import tuned_tiles
@@ -224,14 +183,10 @@ def measure_all(options, device, result):
     from timing import Allowance, Budget, make_timers
 
     cuda = device.type == "cuda"
-    refused = {rung.name: try_apart(rung) for rung in RUNGS if not rung.kept} if cuda else {}
-    refused = {name: {"trial": reason} for name, reason in refused.items() if reason}
-    runnable = [rung for rung in RUNGS if rung.name not in refused]
     rows = make_rows(options.head_dims, options.seqlens, device, result["dtype"])
     peers = choose(PEERS if cuda else PEERS[:1])
-    titles = [implementation(rung, device.type) for rung in RUNGS] + peers
-    everyone = [item for item in titles if item.name not in refused]
-    result["implementations"] = {item.name: item.title for item in titles}
+    everyone = [implementation(rung, device.type) for rung in RUNGS] + peers
+    result["implementations"] = {item.name: item.title for item in everyone}
     budget = Budget(12, 40.0, 10.0, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
     timers, work = make_timers(device), list(itertools.product(MODES, rows))
     allowance = Allowance(options.budget, len(work))
@@ -242,8 +197,7 @@ def measure_all(options, device, result):
             write(options.out, {**result, "tiles": chosen_tiles(), "spent_s": round(allowance.spent(), 1)})
             figures = "  ".join(f"{name} {found['tflops']:.3g}" for name, found in entry["results"].items())
             done(f"{entry['label']} {mode}, TFLOPS: {figures}")
-    result["checks"], failures = check(runnable, options.head_dims, device, result["dtype"])
-    result["not_checked"] = {**failures, **refused}
+    result["checks"], result["not_checked"] = check(RUNGS, options.head_dims, device, result["dtype"])
     result["tiles"], result["spent_s"] = chosen_tiles(), round(allowance.spent(), 1)
     write(options.out, result)
     kept = {rung.name for rung in RUNGS if rung.kept} | {item.name for item in peers}
@@ -278,23 +232,17 @@ def measure_ladder(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON result")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON result")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of the rows (60)")
     parser.add_argument("--jobs", type=int, default=max(1, min(16, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton's interpreter, tiny")
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
     parser.add_argument("--seqlens", nargs="+", type=int, default=list(SEQLENS), choices=SEQLENS)
-    parser.add_argument("--trial", choices=[rung.name for rung in RUNGS if not rung.kept], help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if not (options.trial or options.out):
-        parser.error("expected --out RESULT.json")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments=None):
     options = parse(arguments)
-    if options.trial:
-        return run_trial(options.trial)
     result, good = measure_ladder(options)
     print("\n".join([f"{options.out} ({result['spent_s']} s)", *triton_report.measured_lines(result)]))
     return 0 if good else 1

@@ -36,18 +36,19 @@ def steps_table():
 
 
 def configuration(variant):
-    flags = [name for name in ("transposed_k", "warp_specialize") if getattr(variant, name)]
+    flags = ["transposed_k"] if variant.transposed_k else []
     loads = "TMA" if variant.use_tma else "pointers"
     delta = "delta shared" if variant.shared_delta else "delta twice"
     return "; ".join([loads, *(flags or [delta]), f"tiles {tiles_told(variant)}"])
 
 
 def tiles_told(variant):
-    """The tiles to choose from, of each kernel; of the forward alone where the variant is one of the forward."""
+    """The tiles to choose from, of each kernel."""
     if not variant.tiles:
         return "tuned among the kernels' lists"
-    lists = variant.tiles[:1] if variant.warp_specialize else variant.tiles
-    return " / ".join(" or ".join(f"{m} × {n} ({warps}, {stages})" for m, n, warps, stages in own) for own in lists)
+    return " / ".join(
+        " or ".join(f"{m} × {n} ({warps}, {stages})" for m, n, warps, stages in own) for own in variant.tiles
+    )
 
 
 def columns(result):

@@ -19,26 +19,22 @@ class Variant(NamedTuple):
 
     use_tma: tensor descriptors, wherever they are possible if None. tiles: to choose from for the forward, for dK and
     dV and for dQ, at every head dim; None: the lists of the kernels. shared_delta: the backward's row terms by a launch
-    of their own. transposed_k: the forward reads a copy of K with keys last, which it makes. warp_specialize: Triton's
-    automatic one, of all loops.
+    of their own. transposed_k: the forward reads a copy of K with keys last, which it makes.
     """
 
     use_tma: bool | None = None
     tiles: tuple[tuple[Tile, ...], ...] | None = None
     shared_delta: bool = True
     transposed_k: bool = False
-    warp_specialize: bool = False
 
     @property
     def forward_constants(self):
         """What differs from the kernel's defaults."""
-        flags = {"TRANSPOSED_K": self.transposed_k, "WARP_SPECIALIZE": self.warp_specialize}
-        return {name: True for name, on in flags.items() if on}
+        return {"TRANSPOSED_K": True} if self.transposed_k else {}
 
     @property
     def backward_constants(self):
-        shared = {} if self.shared_delta else {"SHARED_DELTA": False}
-        return {**shared, **({"WARP_SPECIALIZE": True} if self.warp_specialize else {})}
+        return {} if self.shared_delta else {"SHARED_DELTA": False}
 
 
 class Rung(NamedTuple):
@@ -56,11 +52,6 @@ class Rung(NamedTuple):
 MODES = ("fwd", "fwd+bwd")
 # One tile a kernel that has no spills at head dims 64 and 128, full and causal.
 FIXED_TILES = ((Tile(128, 64, 8, 2),), (Tile(64, 64, 8, 2),), (Tile(128, 64, 8, 2),))
-# With 8 warps Triton 3.6 makes the same code as without, with 4 it fails on more than 64 rows and on both backward
-# kernels: those are listed to be compiled, not to be run.
-SPECIALIZED_TILES = (
-    (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)), (Tile(64, 64, 4, 2),), (Tile(64, 64, 4, 2),),
-)  # fmt: skip
 
 RUNGS = (
     Rung(
@@ -82,9 +73,5 @@ RUNGS = (
     Rung(
         "transposed_k", "a copy of K with keys last, made in every call", Variant(True, transposed_k=True), ("fwd",),
         "descriptors", kept=False,
-    ),
-    Rung(
-        "warp_specialize", "Triton's automatic warp specialisation, with the tiles of 4 warps that it needs",
-        Variant(True, SPECIALIZED_TILES, warp_specialize=True), ("fwd",), "descriptors", kept=False,
     ),
 )  # fmt: skip

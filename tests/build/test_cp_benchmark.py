@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism: a dry run on gloo, its model, its tables."""
+"""The benchmark of context parallelism: a dry run on gloo, its tables."""
 
 import json
 import os
@@ -14,10 +14,7 @@ import flash_attn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import cp_model
 import cp_tables
-
-MACHINE, SHAPE = cp_model.Machine(), cp_model.Shape()
 
 
 def test_dry_run(tmp_path):
@@ -36,38 +33,16 @@ def test_dry_run(tmp_path):
     assert result["ranks"] == 2 and result["bandwidth"]["messages"] > 0 and result["left_out"] == []
     measured = {(row["problem"], row["tokens"], row["name"]): row for row in result["rows"] if "forward" in row}
     problems = [("causal", 96), ("window", 96), ("packed", 192)]
-    own = {key for key in measured if key[2] in cp_model.METHODS}  # others: peers that can be imported
-    assert own == {(*problem, name) for problem in problems for name in cp_model.METHODS}
+    own = {key for key in measured if key[2] in cp_tables.METHODS}  # others: peers that can be imported
+    assert own == {(*problem, name) for problem in problems for name in ("all_gather", "ring", "ulysses")}
     for row in measured.values():
         assert row["error"] < 1e-5  # of the results, against one rank
         for mode in ("forward", "both"):
-            assert row[mode]["rounds"] == 2 and row[mode]["per_gpu"] > 0 and 0 < row[mode]["predicted"] <= 1.01
+            assert row[mode]["rounds"] == 2 and row[mode]["per_gpu"] > 0
     refused = {row["name"] for row in result["rows"] if "forward" not in row}
     assert "torch_context_parallel" in refused
     assert any(line.startswith("| packed | 192 | ") for line in cp_tables.measured_lines(result))
-    assert f"| causal | 96 | ring | {100 * measured['causal', 96, 'ring']['forward']['per_gpu']:.1f}% |" in done.stdout
-
-
-@pytest.mark.parametrize("method", list(cp_model.METHODS))
-@pytest.mark.parametrize("with_backward", [False, True])
-def test_model(method, with_backward):
-    """Long sequences hide everything, short ones do not; a faster link never hurts; one rank is one GPU."""
-
-    def efficiency(tokens, ranks, machine=MACHINE):
-        pairs, received = cp_model.causal_zigzag(tokens, ranks)
-        return cp_model.efficiency(method, machine, SHAPE, pairs, tokens, ranks, received, with_backward)
-
-    assert efficiency(1 << 14, 1) == 1.0
-    values = [efficiency(1 << n, 8) for n in range(13, 24)]
-    assert values == sorted(values) and values[0] < 0.7 and 0.98 < values[-1] <= 1.0
-    assert efficiency(1 << 15, 8, cp_model.Machine(link=450e9)) >= efficiency(1 << 15, 8)
-    assert efficiency(1 << 13, 8, cp_model.Machine(link=30e9)) < efficiency(1 << 13, 8)
-
-
-def test_model_of_one_gpu():
-    """The peak less the tiles' time: 128k causal in 179 ms of 790 TFLOPS."""
-    pairs, _ = cp_model.causal_zigzag(1 << 17, 2)
-    assert cp_model.one_gpu_seconds(MACHINE, SHAPE, pairs, 1 << 17, False) == pytest.approx(0.17876, rel=1e-3)
+    assert "| causal | 96 | " in done.stdout
 
 
 def measured():
