@@ -23,7 +23,7 @@ MINIMAL = ROOT / "examples" / "minimal"
 MINIMAL_ARCH = "sm_90a"
 # Which experiments need what.
 DESIGNS = {
-    "ablate": lambda: [e.design for entries in ablate.work(ablate.FAMILIES, (64, 128)).values() for e in entries],
+    "ablate": lambda: [entry.design for entries in ablate.groups().values() for entry in entries],
     "sweep": lambda: [entry.design for entries in tile_designs.groups().values() for entry in entries],
 }
 PROGRAM = "minimal"

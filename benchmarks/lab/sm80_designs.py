@@ -66,6 +66,7 @@ class FwdDesign:
     entry = ""  # what the name of its kernel has in it
     masks = ("full", "causal")  # that the kernel runs
     options = ()  # what a launch is told besides the tensors
+    table_line = None  # of no table of the shipped kernels
 
     @property
     def name(self):

@@ -59,6 +59,13 @@ class Sm90Design:
         return (*numbers, self.o_cols)
 
     @property
+    def table_line(self):
+        """The design as a line of plan/tiles.h."""
+        numbers = (self.head_dim, self.block_m, self.block_n, self.kv_stages, self.q_stages)
+        overlaps = str(self.overlaps).lower()
+        return f"{{{', '.join(map(str, numbers))}, {overlaps}, {self.consumer_groups}, 0, {self.o_cols}}},"
+
+    @property
     def feature_bits(self):
         known = names(POLICY, "Feature")
         return sum(1 << known.index(name) for name in self.features)

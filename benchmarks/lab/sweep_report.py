@@ -83,5 +83,5 @@ def report(result):
         lines += ["", *group_table(group)]
     lines += ["", f"Faster than the tile in use by {100 * MARGIN - 100:.0f} % or more:", *proposals(result)]
     left_out = [(group, entry) for group in result["groups"] for entry in group["entries"] if entry["failed"]]
-    return lines + [f"- left out: {group_title(group)}, {entry['label']}: {entry['failed']}"
-                    for group, entry in left_out]  # fmt: skip
+    lines += [f"- left out: {group_title(group)}, {e['label']}: {e['failed']}" for group, e in left_out]
+    return "\n".join(lines)

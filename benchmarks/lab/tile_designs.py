@@ -128,6 +128,11 @@ class TileDesign:
             found.append(f"block_m and block_n: expected multiples of 16 and of {pass_rows} (rows of one copy pass)")
         return found
 
+    @property
+    def table_line(self):
+        """The design as a line of plan/tiles.h."""
+        return self.braces() + ","
+
     def braces(self):
         return "{" + ", ".join(map(str, self.row)) + "}"
 
@@ -237,12 +242,3 @@ def groups(kernels=KERNELS, dims=None, dtypes=tuple(DTYPES)):
                 of_wgmma = kernel == "fwd_wgmma"
                 found.update(tiles_of_wgmma_forward(dim, dtype) if of_wgmma else tiles_of(kernel, dim, dtype))
     return found
-
-
-def table_line(design):
-    """A design as a line of plan/tiles.h."""
-    if isinstance(design, TileDesign):
-        return design.braces() + ","
-    numbers = (design.head_dim, design.block_m, design.block_n, design.kv_stages, design.q_stages)
-    overlaps = str(design.overlaps).lower()
-    return f"{{{', '.join(map(str, numbers))}, {overlaps}, {design.consumer_groups}, 0, {design.o_cols}}},"

@@ -38,20 +38,9 @@ DQ_TILES = {
 
 @triton.jit
 def row_terms_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    nheads,
-    seqlen_q,
-    padded_q,
-    head_dim,
-    out_strides,
-    dout_strides,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_ptr, dout_ptr, lse_ptr, lse_log2_ptr, delta_ptr, nheads, seqlen_q, padded_q, head_dim, out_strides,
+    dout_strides, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) and the log-sum-exp in units of log2, both fp32 (b, h, padded_q).
 
     Rows beyond the end get delta 0 and log-sum-exp +inf: their probabilities come out as 0. Grid: (tiles, b * h).
@@ -84,20 +73,9 @@ def load_lse_log2(lse, rows, seqlen_q, SHARED_DELTA: tl.constexpr):
 
 @triton.jit
 def load_delta(
-    source,
-    out_strides,
-    dout,
-    batch,
-    head,
-    rows,
-    start,
-    seqlen_q,
-    head_dim,
-    SHARED_DELTA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
+    source, out_strides, dout, batch, head, rows, start, seqlen_q, head_dim, SHARED_DELTA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
     """rowsum(dO * O) of `rows`, start .. start + ROWS, of one head.
 
     source: pointer to that of the head's first row if SHARED_DELTA, else the output, as load_tile takes it.
@@ -112,32 +90,10 @@ def load_delta(
 
 @triton.jit
 def add_dkdv(
-    dk,
-    dv,
-    k,
-    v,
-    q_source,
-    q_strides,
-    dout_source,
-    dout_strides,
-    lse,
-    delta,
-    out_strides,
-    batch,
-    head,
-    columns,
-    first,
-    last,
-    seqlen_q,
-    seqlen_k,
-    head_dim,
-    scale_log2,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    SHARED_DELTA: tl.constexpr,
-):
+    dk, dv, k, v, q_source, q_strides, dout_source, dout_strides, lse, delta, out_strides, batch, head, columns,
+    first, last, seqlen_q, seqlen_k, head_dim, scale_log2, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, SHARED_DELTA: tl.constexpr,
+):  # fmt: skip
     """(dk, dv), both (BLOCK_N, BLOCK_D) fp32, plus what the queries first .. last of one head add.
 
     first and last are multiples of BLOCK_M. Scores are held as (keys, queries). dk lacks the softmax scale. With
@@ -165,36 +121,11 @@ def add_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    q_source,
-    dout_source,
-    delta_source,
-    k_ptr,
-    v_ptr,
-    lse_ptr,
-    dk_ptr,
-    dv_ptr,
-    nheads,
-    group,
-    seqlen_q,
-    padded_q,
-    seqlen_k,
-    head_dim,
-    scale,
-    scale_log2,
-    q_strides,
-    dout_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    dk_strides,
-    dv_strides,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    SHARED_DELTA: tl.constexpr = True,
-):
+    q_source, dout_source, delta_source, k_ptr, v_ptr, lse_ptr, dk_ptr, dv_ptr, nheads, group, seqlen_q, padded_q,
+    seqlen_k, head_dim, scale, scale_log2, q_strides, dout_strides, k_strides, v_strides, out_strides, dk_strides,
+    dv_strides, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr, SHARED_DELTA: tl.constexpr = True,
+):  # fmt: skip
     """dK and dV. Grid: one block per (batch, K/V head, tile of BLOCK_N keys), the tiles of a head side by side.
 
     A block visits the queries of all heads of its group.
@@ -246,30 +177,10 @@ def dkdv_kernel(
 
 @triton.jit
 def add_dq(
-    dq,
-    q,
-    dout,
-    lse_log2,
-    delta,
-    k_source,
-    k_strides,
-    v_source,
-    v_strides,
-    batch,
-    head_k,
-    rows,
-    first,
-    last,
-    seqlen_q,
-    seqlen_k,
-    head_dim,
-    scale_log2,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
+    dq, q, dout, lse_log2, delta, k_source, k_strides, v_source, v_strides, batch, head_k, rows, first, last,
+    seqlen_q, seqlen_k, head_dim, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
     """dq (BLOCK_M, BLOCK_D) fp32, without the softmax scale, plus what the keys first .. last add.
 
     first and last are multiples of BLOCK_N; lse_log2, delta (BLOCK_M). With MASKED, keys beyond the end and, if CAUSAL,
@@ -293,34 +204,11 @@ def add_dq(
 
 @triton.jit
 def dq_kernel(
-    k_source,
-    v_source,
-    q_ptr,
-    dout_ptr,
-    delta_ptr,
-    lse_ptr,
-    dq_ptr,
-    nheads,
-    group,
-    seqlen_q,
-    padded_q,
-    seqlen_k,
-    head_dim,
-    scale,
-    scale_log2,
-    q_strides,
-    dout_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    dq_strides,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    k_source, v_source, q_ptr, dout_ptr, delta_ptr, lse_ptr, dq_ptr, nheads, group, seqlen_q, padded_q, seqlen_k,
+    head_dim, scale, scale_log2, q_strides, dout_strides, k_strides, v_strides, out_strides, dq_strides,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
     SHARED_DELTA: tl.constexpr = True,
-):
+):  # fmt: skip
     """dQ. Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
     k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h). delta_ptr: what

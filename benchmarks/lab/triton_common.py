@@ -21,17 +21,9 @@ INTERPRETER_TILE = Tile(32, 16, 4, 1)
 
 @triton.jit
 def load_tile(
-    source,
-    strides,
-    batch,
-    head,
-    start,
-    length,
-    head_dim,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    source, strides, batch, head, start, length, head_dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
-):
+):  # fmt: skip
     """Rows start .. start + ROWS of one head of a (b, s, h, d) tensor, as (ROWS, BLOCK_D); zeros outside of it.
 
     source: a tensor descriptor if USE_TMA, else a pointer, to which `strides`, those of (b, s, h), belong. Of a
@@ -51,17 +43,9 @@ def load_tile(
 
 @triton.jit
 def load_columns(
-    source,
-    strides,
-    batch,
-    head,
-    start,
-    length,
-    head_dim,
-    COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    source, strides, batch, head, start, length, head_dim, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
-):
+):  # fmt: skip
     """Columns start .. start + COLUMNS of one head of a (b, h, d, s) tensor, as (BLOCK_D, COLUMNS); zeros outside of
     it. source: as that of load_tile; strides: those of (b, h, d)."""
     if USE_TMA:

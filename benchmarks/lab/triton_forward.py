@@ -19,30 +19,10 @@ TILES = {
 
 @triton.jit
 def attend(
-    acc,
-    row_sum,
-    row_max,
-    q,
-    k_source,
-    k_strides,
-    v_source,
-    v_strides,
-    batch,
-    head_k,
-    rows,
-    first,
-    last,
-    seqlen_q,
-    seqlen_k,
-    head_dim,
-    scale_log2,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    TRANSPOSED_K: tl.constexpr,
-):
+    acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head_k, rows, first, last, seqlen_q,
+    seqlen_k, head_dim, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, TRANSPOSED_K: tl.constexpr,
+):  # fmt: skip
     """Online softmax over the keys first .. last (multiples of BLOCK_N): the new (acc, row_sum, row_max).
 
     acc (BLOCK_M, BLOCK_D), row_sum and row_max (BLOCK_M), all fp32; row_max is in units of log2. With MASKED, keys
@@ -78,28 +58,10 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    q_source,
-    k_source,
-    v_source,
-    out_ptr,
-    lse_ptr,
-    nheads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    head_dim,
-    scale_log2,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    TRANSPOSED_K: tl.constexpr = False,
-):
+    q_source, k_source, v_source, out_ptr, lse_ptr, nheads, group, seqlen_q, seqlen_k, head_dim, scale_log2,
+    q_strides, k_strides, v_strides, out_strides, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, TRANSPOSED_K: tl.constexpr = False,
+):  # fmt: skip
     """Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
     q_source, k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).

@@ -5,9 +5,9 @@ python benchmarks/lab/triton_ladder.py --out RESULT.json [--budget 60]
 The steps are RUNGS of triton_variants.py: four that add up, and one that was tried and not kept. All run the kernels of
 triton_forward.py and triton_backward.py. First every kernel is compiled, in as many processes as --jobs says; a tile
 that does not compile is noted and not tried again. Then all take turns, with batch · seqlen = 16384 and
-heads · head dim = 2048, each row checked against float64 (benchmarks/run.py says how). At last, with the tiles tuned for the rows,
-each rung is checked on a small problem, dK and dV included. A transposed copy is part of the call that needs it; tiles
-are tuned before the clock runs.
+heads · head dim = 2048, each row checked against float64 (benchmarks/run.py says how). At last, with the tiles tuned
+for the rows, each rung is checked on a small problem, dK and dV included. A transposed copy is part of the call that
+needs it; tiles are tuned before the clock runs.
 """
 
 from __future__ import annotations

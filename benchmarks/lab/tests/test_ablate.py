@@ -24,6 +24,7 @@ import plan_headers
 import resumable
 import sm80_designs
 import sm90_designs
+import study
 import tile_designs
 from errors import BuildError
 from sm80_designs import FwdDesign, default_design, ladder, switches
@@ -219,7 +220,7 @@ def fake_result():
         rows = []
         for index, entry in enumerate(entries):
             times = {cell: value / 1e11 * 1.1**-index for cell, value in flops.items()}
-            rows.append(ablate.row(entry, facts, times, None))
+            rows.append({"kind": entry.kind, "label": entry.label, "facts": facts, "ms": times, "failed": None})
         rows[-1] |= {"ms": {}, "facts": None, "failed": "does not compile"}
         rows.append({"kind": "library", "label": "library", "design": None, "facts": None, "failed": None,
                      "ms": {"full 1024": 1.0}})  # fmt: skip
@@ -281,10 +282,10 @@ def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
 
 
 def test_designs_are_left_out_by_their_labels():
-    (entries,) = ablate.work(["mma_sync"], [64], ["plain loads", "fp16"]).values()
+    (entries,) = study.without(ablate.groups(["mma_sync"], [64]), ["plain loads", "fp16"]).values()
     assert len(entries) == len(sm80_designs.entries(64)) - 2 and "fp16" not in {entry.label for entry in entries}
-    with pytest.raises(BuildError, match="expected labels of --list, got nothing"):
-        ablate.work(["mma_sync"], [64], ["nothing"])
+    with pytest.raises(BuildError, match="expected names of --list, got nothing"):
+        study.without(ablate.groups(["mma_sync"], [64]), ["nothing"])
 
 
 class FakeCompiler:
@@ -310,11 +311,11 @@ def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
         out.copy_(scale * attention(q, k, v, causal=causal, dtype=torch.float32).out)
 
     small = [cases.Case(1, 32, 32, 2, 2, 64, "bfloat16", causal) for causal in (False, True)]
-    monkeypatch.setattr(ablate, "DEVICE", "cpu")
-    monkeypatch.setattr(ablate, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(study, "DEVICE", "cpu")
+    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
     monkeypatch.setattr(ablate, "SEQLENS", (32,))
-    monkeypatch.setattr(ablate, "forward", forward)
-    monkeypatch.setattr(ablate, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "make_compiler", FakeCompiler)
     monkeypatch.setattr(shared, "bench_cells", lambda dims: small)
     monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
     monkeypatch.setattr(resumable.faulthandler, "dump_traceback_later", lambda *a, **k: None)  # of a captured stderr
@@ -359,7 +360,6 @@ def test_other_tensors_are_errors(field, change, reason):
 
 def test_forward_is_exact():
     import torch
-    from reference import attention
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the laboratory's kernels are compiled for sm_90")
@@ -370,4 +370,4 @@ def test_forward_is_exact():
     except BuildError:
         pytest.skip("no CUTLASS headers")
     for entry in (ladder(64)[0], ladder(64)[-1]):
-        assert ablate.refusal(torch, attention, entry.design) is None, entry.label
+        assert study.refusal(entry.design) is None, entry.label

@@ -17,6 +17,7 @@ import ablate
 import kernel_archive
 import kernel_library
 import sm90_designs
+import study
 from errors import BuildError
 from sm80_designs import default_design
 
@@ -101,6 +102,6 @@ def test_other_sources_are_other_kernels(archive, tmp_path, monkeypatch):
 
 @needs_gxx
 def test_designs_have_words_that_tell_them_apart():
-    entries = [entry for found in ablate.work(ablate.FAMILIES, (64, 128)).values() for entry in found]
+    entries = [entry for found in ablate.groups().values() for entry in found]
     designs = {entry.design for entry in entries}
-    assert len({ablate.identity(design) for design in designs}) == len(designs)
+    assert len({study.identity(design) for design in designs}) == len(designs)

@@ -17,9 +17,9 @@ LAB = Path(__file__).resolve().parents[1]
 ROOT = LAB.parents[1]
 sys.path[:] = [str(ROOT / "tools"), *sys.path, str(LAB), str(LAB.parent)]
 
-import ablate
 import plan_headers
 import resumable
+import study
 import sweep
 import sweep_report
 import tile_designs
@@ -48,7 +48,7 @@ def test_tiles_fit_and_the_first_of_a_group_is_in_use(kernel):
         " 0}", "}"
     )
     for group, (in_use, *_) in groups.items():
-        numbers = tile_designs.table_line(in_use.design).rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
+        numbers = in_use.design.table_line.rstrip(",}").removesuffix(", 0, 0").removesuffix(", 0")
         assert numbers in lines, group.title
 
 
@@ -92,7 +92,7 @@ def test_the_overlay_changes_one_lookup_and_nothing_else(kernel):
 
 @needs_gxx
 def test_the_list_is_printed_without_nvcc(capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
+    monkeypatch.setattr(study, "make_compiler", lambda *_: pytest.fail("it looked for nvcc"))
     asked = ["--list", "--kernels", "bwd_wgmma", "--head-dims", "96", "192"]
     sweep.main(asked)
     lines = capsys.readouterr().out.splitlines()
@@ -131,7 +131,7 @@ def test_scores_are_relative_to_the_tile_in_use():
 
 
 def test_the_report_states_figures_and_what_is_faster():
-    lines = sweep_report.report(fake_result())
+    lines = sweep_report.report(fake_result()).splitlines()
     assert lines[0] == "GPU, commit 0123456789ab; nvcc 13.0."
     assert "| a (in use) | 168, 0 | 64 | 1.000 | 1.000 | 200 | 200 |" in lines
     assert "| c | 168, 0 | 64 | 1.250 | 1.250 | 250 | 250 |" in lines
@@ -180,7 +180,7 @@ def exact(torch, attention, scale=1.0):
         out.copy_(scale * attention(q, k, v, causal=causal, dtype=torch.float32).out)
 
     def backward(design, q, k, v, out, lse, dout, dq, dk, dv, causal):
-        _, _, grads = sweep.gradients(torch, attention, (q, k, v), dout, causal, torch.float32)
+        _, _, grads = study.by_definition(attention, q, k, v, dout, causal, torch.float32)
         for target, grad in zip((dq, dk, dv), grads):
             target.copy_(scale * grad)
 
@@ -192,12 +192,12 @@ def test_backwards_are_checked_against_float64(monkeypatch):
     from reference import attention
 
     design = TileDesign("bwd_wgmma", 64, (64, 64, 128, 3, 0))
-    monkeypatch.setattr(ablate, "DEVICE", "cpu")
-    monkeypatch.setattr(sweep, "CHECKED", ((20, 20), (7, 33)))
-    monkeypatch.setattr(sweep, "backward", exact(torch, attention)[1])
-    assert sweep.refusal(torch, attention, design) is None
-    monkeypatch.setattr(sweep, "backward", exact(torch, attention, 1.1)[1])
-    assert "dq: error" in sweep.refusal(torch, attention, design)
+    monkeypatch.setattr(study, "DEVICE", "cpu")
+    monkeypatch.setattr(study, "CHECKED", ((20, 20), (7, 33)))
+    monkeypatch.setattr(study, "backward", exact(torch, attention)[1])
+    assert study.refusal(design) is None
+    monkeypatch.setattr(study, "backward", exact(torch, attention, 1.1)[1])
+    assert "dq: error" in study.refusal(design)
 
 
 class FakeCompiler:
@@ -222,14 +222,14 @@ def test_a_dry_run_on_the_cpu(tmp_path, monkeypatch, capsys):
 
     forward, backward = exact(torch, attention)
     small = [cases.Case(1, s, s, 2, 2, 128, "bfloat16", causal) for causal in (False, True) for s in (16, 128)]
-    monkeypatch.setattr(ablate, "DEVICE", "cpu")
-    monkeypatch.setattr(ablate, "CHECKED", ((20, 20),))
-    monkeypatch.setattr(ablate, "forward", forward)
-    monkeypatch.setattr(sweep, "CHECKED", ((20, 20),))
-    monkeypatch.setattr(sweep, "forward", forward)
-    monkeypatch.setattr(sweep, "backward", backward)
-    monkeypatch.setattr(sweep, "flash_attention", lambda torch, q, k, v, causal: (q, None))
-    monkeypatch.setattr(sweep, "make_compiler", FakeCompiler)
+    monkeypatch.setattr(study, "DEVICE", "cpu")
+    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "CHECKED", ((20, 20),))
+    monkeypatch.setattr(study, "forward", forward)
+    monkeypatch.setattr(study, "backward", backward)
+    monkeypatch.setattr(study, "flash_attention", lambda q, k, v, causal: (q, None))
+    monkeypatch.setattr(study, "make_compiler", FakeCompiler)
     monkeypatch.setattr(sweep, "SEQLENS", (16, 128))
     monkeypatch.setattr(shared, "bench_cells", lambda dims: small)
     monkeypatch.setattr(timing, "CudaTimer", timing.HostTimer)
