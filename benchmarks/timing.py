@@ -220,7 +220,7 @@ def mean_clock_mhz(before, after):
 
 def make_clock_sampler(device):
     """Returns a function that reads (cycle counter, global timer) of every SM, after the work enqueued so far."""
-    from clock_kernel import read_clocks
+    from gpu_kernels import read_clocks
 
     blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     buffer = torch.zeros((blocks, 3), dtype=torch.int64, device=device)
