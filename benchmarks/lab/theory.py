@@ -69,6 +69,7 @@ def count_kernels(torch, call):
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()  # kernels of the inputs would count
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()
