@@ -131,12 +131,13 @@ def test_measuring_needs_a_place_for_the_result(capsys):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_six_kernels_and_one_on_a_gpu():
+def test_six_kernels_and_two_on_a_gpu():
     from timing import Budget, CudaTimer
 
     device, problem = torch.device("cuda"), model.Problem(1024, 64, True)
     row = theory.measure(torch, problem, CudaTimer(device), Budget(3, 1.0, 1.0), device)
-    assert row["standard"]["kernels"] in (6, None) and row["fused"]["kernels"] in (1, None)
+    # A small kernel that clears the tile counter comes before a causal forward.
+    assert row["standard"]["kernels"] in (6, None) and row["fused"]["kernels"] in (2, None)
     for name, predicted in (("standard", model.standard_memory), ("fused", model.fused_memory)):
         assert predicted(problem) <= row[name]["peak_bytes"] <= 1.1 * predicted(problem) + 2**21
     assert row["standard"]["ms"] > row["fused"]["ms"] > 0
