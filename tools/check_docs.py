@@ -24,7 +24,11 @@ FOLDERS = ("csrc", "flash_attn", "flash_attn_3", "tests", "benchmarks", "example
 FILES = ("setup.py", "pyproject.toml", "Makefile")
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".sh", ".md", ".toml", ".ninja")
 OTHERS = ("torch", "numpy", "F", "triton")  # packages whose names are not looked up
-EXTERNAL = {"cuda_runtime_api.h", "crt/host_defines.h", "third_party/cutlass"}  # of CUDA, and a place for a checkout
+# Files of CUDA, a place for a checkout, and what an install leaves.
+EXTERNAL = {
+    "cuda_runtime_api.h", "crt/host_defines.h", "third_party/cutlass", "flash_attn_2_cuda.py",
+    "flash_attn/_build_info.json",
+}  # fmt: skip
 CLOSED = "docs/tuning/log/"  # left the tree; comments may still name it (docs/tuning/findings.md says where it is)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAME = r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*"
