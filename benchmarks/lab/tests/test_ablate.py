@@ -240,7 +240,6 @@ def test_tables_state_gains_resources_and_what_was_left_out():
     assert f"| padded rows of shared memory | 110 | 110 | 110 | 110 | +10.0 {cells}" in text
     assert f"| plain loads | 214 | 214 | 214 | 214 | +10.0 {cells}" in text  # against the last of the ladder
     assert "Left out: 128 × 128, 4 warps, 1 CTA an SM: does not compile." in text
-    assert "on the same cells: full 1024 200" in text
 
 
 def test_head_dims_and_masks_are_columns_of_the_short_tables():
