@@ -164,10 +164,8 @@ class Ranks:
         return self.largest(begin.elapsed_time(end) / count / 1000)
 
     def medians(self, implementations: dict) -> dict:
-        """{name: (median, rounds, calls of a time, (fastest, slowest, retries of the allocator))}: in each round each
-        has one time, in an order of its own. A retry waits for the GPU and returns memory: no time of a method.
-        """
-        times, counts, retries = {}, {}, dict.fromkeys(implementations, 0)
+        """{name: (median, rounds, fastest, slowest)}: in each round each has one time, in an order of its own."""
+        times, counts = {}, {}
         for name, call in implementations.items():
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -183,16 +181,8 @@ class Ranks:
         times.update((name, []) for name in in_turns)
         for index in range(rounds):
             for name in random.Random(index).sample(in_turns, len(in_turns)):  # the same on all ranks
-                before, count = self._retries(), counts[name]
-                times[name].append(self.time(implementations[name], count, ahead=count))
-                retries[name] += self._retries() - before
-        return {
-            name: (statistics.median(found), len(found), counts[name], (min(found), max(found), retries[name]))
-            for name, found in times.items()
-        }
-
-    def _retries(self) -> int:
-        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self.device.type == "cuda" else 0
+                times[name].append(self.time(implementations[name], counts[name], ahead=counts[name]))
+        return {name: (statistics.median(found), len(found), min(found), max(found)) for name, found in times.items()}
 
 
 def measure_row(kind: str, tokens: int, options, ranks: Ranks):
@@ -243,10 +233,9 @@ def row_of(problem: Problem, name: str, seconds, error, ranks: int) -> dict:
     heads, _, head_dim = problem.shape
     operations = 4.0 * visible_pairs(problem) * heads * head_dim
     for mode, factor in (("forward", 1.0), ("both", 3.5)):
-        (ours, rounds, count, (fastest, slowest, retries)), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
+        (ours, rounds, fastest, slowest), (alone, *_) = seconds[mode][name], seconds[mode]["one_gpu"]
         row[mode] = {
-            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "calls": count,
-            "fastest": fastest, "slowest": slowest, "alloc_retries": retries,
+            "seconds": ours, "one_gpu_seconds": alone, "rounds": rounds, "fastest": fastest, "slowest": slowest,
             "per_gpu": alone / ranks / ours, "tflops_per_gpu": operations * factor / ranks / ours / 1e12,
         }  # fmt: skip
     return row
@@ -261,7 +250,7 @@ def visible_pairs(problem: Problem) -> int:
 
 
 def bandwidths(options, ranks: Ranks) -> dict:
-    """GB/s per direction: messages of the group both ways, copies between GPUs, idle and while attention runs."""
+    """GB/s per direction: messages of the group both ways, copies between GPUs."""
     count = (1 << 16) if options.toy else BANDWIDTH_BYTES
     plan = CpPlan.dense(ranks.size * 8)
     sent, received = (torch.zeros(count, dtype=torch.uint8, device=ranks.device) for _ in range(2))
@@ -275,48 +264,13 @@ def bandwidths(options, ranks: Ranks) -> dict:
         result["messages"] = count / ranks.medians({"x": messages})["x"][0] / 1e9
     if ranks.device.type != "cuda" or ranks.size == 1:
         return result
-    kernels = _long_attention(options, ranks.device)
-    side = torch.cuda.Stream()
     source = torch.zeros(count, dtype=torch.uint8, device=f"cuda:{(ranks.rank + 1) % ranks.size}")
 
     def copies():
         received.copy_(source, non_blocking=True)
 
-    def during_attention(transfer):
-        """Seconds of a transfer that starts before attention on another stream, as in a step, and of attention."""
-        ranks.largest(0.0)
-        torch.cuda.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        with torch.cuda.stream(side):
-            marks[2].record()
-            transfer()
-            marks[3].record()
-        marks[0].record()
-        kernels()
-        marks[1].record()
-        torch.cuda.synchronize()
-        return ranks.largest(marks[2].elapsed_time(marks[3]) / 1000), ranks.largest(marks[0].elapsed_time(marks[1]))
-
     result["copy_engine"] = count / ranks.medians({"x": copies})["x"][0] / 1e9
-    idle = ranks.medians({"x": kernels})["x"][0] * 1000
-    for name, transfer in (("messages", messages), ("copy_engine", copies)):
-        times = [during_attention(transfer) for _ in range(5)][1:]
-        seconds, milliseconds = (statistics.median(values) for values in zip(*times))
-        result[f"{name}_under_attention"] = count / seconds / 1e9
-        result[f"attention_slowdown_by_{name}"] = milliseconds / idle
     return result
-
-
-def _long_attention(options, device):
-    tokens = 256 if options.toy else 32768
-    q, k = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8))
-
-    def run():
-        with torch.no_grad():
-            for _ in range(3):
-                flash_attn_func(q, k, k, causal=True)
-
-    return run
 
 
 def run_rank(rank: int, options, store: str, results) -> None:

@@ -7,7 +7,7 @@ from results import measured_commit, stored
 
 PROBLEMS = ("causal", "window", "packed")
 METHODS = ("all_gather", "ring", "ulysses", "all_gather_copies")
-MODES = {"forward": "Forward", "both": "Forward and backward"}
+MODES = ("forward", "both")
 INTRODUCTION = """\
 Speed per GPU relative to one GPU with the whole problem, forward / forward and backward, in percent, the fastest of
 each row in bold. `causal`: zigzag chunks; `window`: each row sees 4096 keys before its own, contiguous chunks;
@@ -45,35 +45,10 @@ def one_gpu(entries):
     return " / ".join(f"{row[mode]['tflops_per_gpu'] / row[mode]['per_gpu']:.0f}" for mode in MODES)
 
 
-def lead_text(problems, mode):
-    """Where a peer is faster than all of our methods."""
-
-    def fastest(entries, ours):
-        names = [name for name in entries if (name in METHODS) == ours]
-        return max(((entries[name][mode]["per_gpu"], name) for name in names), default=None)
-
-    pairs = {row: (fastest(entries, False), fastest(entries, True)) for row, entries in problems.items()}
-    pairs = {row: pair for row, pair in pairs.items() if pair[0]}
-    lost = [
-        f"{problem} {size(tokens)} ({', '.join(f'`{name}` {100 * speed:.1f}' for speed, name in pair)})"
-        for (problem, tokens), pair in pairs.items()
-        if pair[0][0] > pair[1][0]
-    ]
-    told = (
-        f"{MODES[mode]}: a peer is faster than the best of our methods in {len(lost)} of {len(pairs)} rows with peers"
-    )
-    return told + (f": {', '.join(lost)}." if lost else ".")
-
-
 def bandwidth_text(found):
     told = f"Bandwidth in each direction, {found['bytes'] >> 20} MiB at a time: {found['messages']:.0f} GB/s by "
     told += "messages of the group"
-    if "copy_engine" not in found:
-        return told + "."
-    busy = [found[f"{name}_under_attention"] for name in ("messages", "copy_engine")]
-    slower = [found[f"attention_slowdown_by_{name}"] for name in ("messages", "copy_engine")]
-    told += f", {found['copy_engine']:.0f} by copies between GPUs; while attention runs {busy[0]:.0f} and "
-    return told + f"{busy[1]:.0f}, and attention takes {slower[0]:.2f} and {slower[1]:.2f} times as long as alone."
+    return told + (f", {found['copy_engine']:.0f} by copies between GPUs." if "copy_engine" in found else ".")
 
 
 def missing_text(result, names):
@@ -110,12 +85,10 @@ def table(rows):
 
 
 def measured_lines(result):
-    problems, rows = ran(result["rows"]), result["rows"]
-    told = [*(lead_text(problems, mode) for mode in MODES), bandwidth_text(result["bandwidth"]),
-            missing_text(result, columns(rows)), origin_text(result)]  # fmt: skip
+    rows = result["rows"]
+    told = [bandwidth_text(result["bandwidth"]), missing_text(result, columns(rows)), origin_text(result)]
     return [*wrapped(INTRODUCTION), "", *table(rows), "", *wrapped(" ".join(told))]
 
 
 def measured_block():
-    result = stored("context_parallel")
-    return measured_lines(result) if result else ["Not measured yet: `python benchmarks/context_parallel.py`."]
+    return measured_lines(stored("context_parallel"))

@@ -11,7 +11,7 @@ from statistics import geometric_mean
 import cp_tables
 from markdown import markdown_table, mask, rewritten, wrapped
 from plots import PLOTTED_GROUPS
-from results import OUT_OF_MEMORY, ROOT, device_name, environment_line, measured_commit, stored
+from results import ROOT, device_name, environment_line, measured_commit, stored
 from scores import (
     PLAIN,
     gigabytes_per_second,
@@ -29,10 +29,6 @@ from scores import (
 
 README_PEERS = ("sdpa_flash", "sdpa_cudnn")
 FP8 = {"ours": "`bf16`", "ours_fp8": "`fp8`", "ours_fp8_fast": "`fp8 fast`", "cudnn_fp8": "`cudnn`"}
-
-
-def not_measured(name):
-    return [f"Not measured yet: `python benchmarks/lab/run_all.py {name}`."]
 
 
 def origin(result, name):
@@ -97,19 +93,12 @@ def grid_block():
 
 
 def everyone_block():
-    """Both grids against every implementation, and where memory ends."""
+    """Both grids against every implementation."""
     lines = []
     for name, group in (("grid", "cells"), ("grid", "gqa"), ("grid_b4h8", "b4h8")):
         result = stored(name)
         lines += score_table(result, [group])[2 if lines else 0 :]
-    ended = [
-        f"`{name}` {row['mode']} {row['label']}"
-        for row in (*stored("grid")["rows"], *result["rows"])
-        for name, note in row["notes"].items()
-        if note == OUT_OF_MEMORY
-    ]
-    told = ", ".join(ended) or "nowhere"
-    return [*lines, "", *wrapped(f"Out of memory: {told}."), "", *origin(result, "grid_b4h8")]
+    return [*lines, "", *origin(result, "grid_b4h8")]
 
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -212,8 +201,6 @@ def decode_block():
 def loss_block():
     """The runs of examples/train_char_lm.py."""
     result = stored("train_char_lm")
-    if result is None:
-        return not_measured("train_char_lm")
     lines = []
     for name, run in result["runs"].items():
         gaps = result["difference_to_plain"].get(name)
@@ -228,8 +215,6 @@ def loss_block():
 def steps_block():
     """Steps of a transformers model by SDPA (sdpa_step.py): milliseconds, and what the provider gains."""
     result = stored("sdpa_step")
-    if result is None:
-        return not_measured("sdpa_step")
     header = ["layers × width, heads, tokens", "PyTorch's choice", "its flash attention", "`register`", "`use`"]
     lines = []
     for row in result["rows"]:
@@ -255,8 +240,6 @@ def fp8_cell(row, names):
 
 def fp8_block():
     result = stored("fp8")
-    if result is None:
-        return not_measured("fp8")
     rows = rows_of(result, "fp8")
     names = [name for name in FP8 if any(name in row["results"] for row in rows)]
     lengths = sorted({row["seqlen_k"] for row in rows})

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # absent under PYTHONS
 import pages
 from plots import write_plots
 from results import RESULTS, ROOT, device_name, environment_line, load, measured_commit, store
-from scores import PLAIN, ceiling_lines, memory_lines, modes, overhead_lines, score_lines, share_of_plain, speed
+from scores import PLAIN, memory_lines, modes, overhead_lines, score_lines, share_of_plain, speed
 
 LAB = ROOT / "benchmarks" / "lab"
-PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png"), "decode": ("decode_h32-8.png",)}  # that a page shows
+PLOTS = {"grid": ("fwd_d128.png", "bwd_d128.png")}  # that a page shows
 OF_SEVERAL_GPUS = ("context_parallel",)  # may be of another commit than all others
 
 
@@ -75,7 +75,7 @@ def relative_lines(result):
 def full_report(result):
     """The whole report; the scores of the cells are the last lines."""
     lines = table(result) + [environment_line(result)] + overhead_lines(result) + memory_lines(result)
-    lines += ceiling_lines(result) + relative_lines(result)
+    lines += relative_lines(result)
     for group in sorted(result["groups"], key=lambda group: group == "cells"):
         lines += score_lines(result, group=group)
     return lines

@@ -14,11 +14,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 DIGITS = 6
 # Fields that no page shows, or that others say too.
 DROPPED = {
-    "plain_id", "rounds", "relative_error", "design", "tiles", "checks", "tile", "shared", "alloc_retries", "imbalance",
-    "calls", "one_gpu_seconds", "received_tokens", "failed",
+    "plain_id", "rounds", "relative_error", "design", "one_gpu_seconds", "failed",
 }  # fmt: skip
 MEMORY, MEMORY_OF = {"peak_bytes", "result_bytes"}, ("grid", "theory")  # told of these results alone
-OUT_OF_MEMORY = "out of memory"  # the one note of a row that pages tell
+OUT_OF_MEMORY = "out of memory"  # the one note of a row that is stored
 LINE = 2000  # characters: what is longer is written over several lines
 
 

@@ -133,15 +133,14 @@ def result_path(options, result):
     return options.out / f"{options.name or f'{slug}_{modes}_{commit}'}.json"
 
 
-def describe_run(options, device, budget, timers):
-    clock = timers["event"].clock.source if device.type == "cuda" else None
+def describe_run(options, device, budget):
     return {
         "schema": 2,
         **describe_origin(device),
         "dtype": options.dtype,
         "implementations": {item.name: item.title for item in options.implementations},
         "groups": options.groups,
-        "method": {"min_rounds": budget.min_rounds, "min_ms": budget.min_ms, "clock_source": clock},
+        "method": {"min_rounds": budget.min_rounds, "min_ms": budget.min_ms},
     }
 
 
@@ -157,7 +156,7 @@ def main(arguments=None):
         options.min_rounds or standard.min_rounds, options.min_ms or standard.min_ms, standard.warmup_ms, options.max_ms
     )  # fmt: skip
     timers = make_timers(device)
-    result = describe_run(options, device, budget, timers)
+    result = describe_run(options, device, budget)
     path = result_path(options, result)
     path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -103,16 +103,3 @@ def memory_lines(result):
         )
         lines.append(f"memory added by one call ({row['label']} {row['mode']}), MiB of results + other: {figures}")
     return lines
-
-
-def ceiling_lines(result):
-    """Share of the read ceiling that ours reaches in each row over a cache."""
-    ceiling = result.get("read_ceiling")
-    if not ceiling:
-        return []
-    lines = [f"read ceiling of this run: {ceiling['gbs']:.0f} GB/s ({ceiling['method']}); ours reaches"]
-    for row in result["rows"]:
-        if row.get("bytes") and row["timing"] != "eager" and "ours" in row["results"]:
-            share = gigabytes_per_second(row, "ours") / ceiling["gbs"]
-            lines.append(f"  {share:5.1%} {row['group']:<17} {row['label']}")
-    return lines

@@ -11,11 +11,8 @@ CUTLASS headers, or what `run_all.py --build-only` made, torch and a GPU; --comp
 
 from __future__ import annotations
 
-import os
 import sys
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # absent under PYTHONSAFEPATH
@@ -24,7 +21,6 @@ import ablate_report
 import sm80_designs
 import sm90_designs
 import study
-from ablate_report import LIBRARY
 from kernel_library import BuildError
 
 FAMILIES = {"mma_sync": sm80_designs.entries, "wgmma": sm90_designs.entries}
@@ -44,21 +40,6 @@ def store(result, title, found):
     return head_dim in dims
 
 
-def library_call(title, q, k, v, causal):
-    """{LIBRARY: (context, function)} of the installed library; {} without one, or without kernels for this GPU."""
-    try:
-        import flash_attn
-    except ImportError:
-        return {}
-    family, call = title.split()[0], partial(flash_attn.flash_attn_func, q, k, v, causal=causal)
-    try:
-        with mock.patch.dict(os.environ, FLASH_ATTN_FAMILY=family):  # read at every call
-            call()
-    except (RuntimeError, ImportError):
-        return {}
-    return {LIBRARY: (partial(mock.patch.dict, os.environ, FLASH_ATTN_FAMILY=family), call)}
-
-
 def main(argv=None):
     parser = study.parser(__doc__, "ablate", min_ms=25.0)
     parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES), help="default: all")
@@ -66,7 +47,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try:
         todo = groups(options.family, options.head_dims)
-        study.run(options, todo, SEQLENS, store, ablate_report.report, library_call)
+        study.run(options, todo, SEQLENS, store, ablate_report.report)
     except BuildError as error:
         sys.exit(f"error: {error}")
 

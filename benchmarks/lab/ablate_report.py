@@ -7,7 +7,6 @@ from statistics import geometric_mean
 from markdown import markdown_table
 from results import run_line
 
-LIBRARY = "library"
 TITLES = {"mma_sync": "mma.sync forward", "wgmma": "Hopper forward"}
 
 
@@ -73,9 +72,6 @@ def section(found, family, head_dim):
     """One head dim of one family, with everything that was measured."""
     lines = ["", f"### {TITLES[family]}, head dim {head_dim}: TFLOPS, and the change of speed", ""]
     lines += [*table(found, "ladder"), "", *table(found, "switch")]
-    for entry in measured(found, LIBRARY):
-        figures = ", ".join(f"{cell} {tflops(found, entry, cell)}" for cell in entry["ms"])
-        lines += ["", f"The library, with all its features, on the same cells: {figures}."]
     left_out = [f"{entry['label']}: {entry['failed']}" for entry in found["entries"] if entry["failed"]]
     return [*lines, *(["", "Left out: " + "; ".join(left_out) + "."] if left_out else [])]
 

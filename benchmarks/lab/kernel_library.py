@@ -87,6 +87,11 @@ def source_key(design):
     return cache_key(design, ARCH, "", sources_digest(design.launcher, *design.more_sources))
 
 
+def library_file(folder, design):
+    """Where a design's library lies among those that were built elsewhere."""
+    return Path(folder, f"{source_key(design)}.so")
+
+
 def by_library(designs, library):
     """{library: the designs that are launches of its one kernel}."""
     found = {}
@@ -119,18 +124,15 @@ class Prebuilt:
         self.versions, self.kernels = index["versions"], index["kernels"]
 
     def library(self, design):
-        return self.folder / self.entry(design)["file"]
-
-    def entry(self, design):
-        """What the index says of a design; BuildError if it has none."""
-        try:
-            return self.kernels[source_key(design)]
-        except KeyError:
-            raise BuildError("not among the built kernels, or built from other sources") from None
+        self.compile(design)
+        return library_file(self.folder, design)
 
     def compile(self, design):
+        """What the index says of a design; BuildError if it has none."""
         check(design)
-        return self.entry(design)["facts"]
+        if source_key(design) not in self.kernels:
+            raise BuildError("not among the built kernels, or built from other sources")
+        return self.kernels[source_key(design)]
 
     def compile_all(self, designs, progress, jobs=None):
         """{design: facts} of those that are there; `progress` hears of the others."""

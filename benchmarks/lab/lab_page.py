@@ -58,15 +58,9 @@ def limit():
         reached = row["results"]["ours"]["tflops"] * 1e12 / machine.flops
         clock = row["sm_mhz"] * 1e6 / machine.clock
         unit, share = steps[row["mode"]][row["head_dim"]].bound
-        figures = [
-            significant(row["results"]["ours"]["tflops"]),
-            f"{reached:.0%}",
-            f"{clock:.0%}",
-            f"{share:.0%} ({unit})",
-        ]
-        rows.append(
-            [str(row["head_dim"]), mask(row["causal"]), row["mode"], *figures, f"{reached / clock / share:.0%}"]
-        )
+        shape = [str(row["head_dim"]), mask(row["causal"]), row["mode"], significant(row["results"]["ours"]["tflops"])]
+        parts = [f"{clock:.0%}", f"{share:.0%} ({unit})", f"{reached / clock / share:.0%}"]
+        rows.append([*shape, f"{reached:.0%}", *parts])
     header = ["d", "mask", "mode", "TFLOPS", "of the data sheet", "clock", "bound", "rest"]
     told = f"Data sheet of an {machine.name}: {machine.flops / 1e12:.0f} TFLOPS at {machine.clock / 1e6:.0f} MHz. "
     told += f"s {longest}, {result['dtype']}, {environment_line(result)}."
@@ -118,10 +112,9 @@ BLOCKS = {
 
 
 def write_plots(results, folder):
-    """The plots that the page shows, of those of `results` {experiment: result} that have one; returns the paths."""
-    paths = {"theory": folder / "roofline.png", "triton_ladder": folder / "triton_ladder.png"}
-    if "theory" in results:
-        theory_report.draw(paths["theory"], theory_model.machine_of(results["theory"]), results["theory"])
-    if "triton_ladder" in results:
-        triton_report.draw(paths["triton_ladder"], results["triton_ladder"])
-    return [path for name, path in paths.items() if name in results]
+    """The plot that the page shows, if `results` {experiment: result} have what it shows; returns the paths."""
+    if "theory" not in results:
+        return []
+    path = folder / "roofline.png"
+    theory_report.draw(path, theory_model.machine_of(results["theory"]), results["theory"])
+    return [path]

@@ -8,9 +8,9 @@ python benchmarks/report.py --publish build/lab/run     takes the results into b
 
 One run in several sittings, its kernels compiled where there is no GPU:
 python benchmarks/lab/run_all.py --all --build-only     writes build/lab/kernels.tar.xz
-python benchmarks/lab/run_all.py --all --resume --within 480 --kernels build/lab/kernels.tar.xz --archive RUN.tgz
+python benchmarks/lab/run_all.py --all --resume --within 480 --kernels build/lab/kernels.tar.xz
 ...                                                     again, until nothing is left for another sitting: --resume
-                                                        skips what --out (build/lab/run) holds, RUN.tgz unpacked
+                                                        skips what --out (build/lab/run) holds
 
 The seconds of the list are those for which the GPU is held: starting Python, compiling there, measuring.
 """
@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
@@ -177,11 +176,10 @@ def call(command, environment, seconds):
 
 
 class Sitting:
-    """A run of experiments into one folder. within: seconds that it may take; archive: a copy of the folder, packed
-    after every experiment; small: on a CPU."""
+    """A run of experiments into one folder. within: seconds that it may take; small: on a CPU."""
 
-    def __init__(self, out, within=None, archive=None, small=False):
-        self.out, self.archive, self.small = out, archive, small
+    def __init__(self, out, within=None, small=False):
+        self.out, self.small = out, small
         self.started, self.within = time.monotonic(), within
         out.mkdir(parents=True, exist_ok=True)
         path = out / STATE
@@ -225,18 +223,7 @@ class Sitting:
         (self.out / STATE).write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
         told = f"FAILED, {reason}" if reason else str(experiment.path(self.out))
         print(f"== {experiment.name}: {told} ({seconds:.0f} s, {experiment.total_seconds} planned)", flush=True)
-        self.pack()
         return reason is None
-
-    def pack(self):
-        """The results, without other files of the programs."""
-        if self.archive is None:
-            return
-        unfinished = self.archive.with_name(self.archive.name + ".unfinished")
-        with tarfile.open(unfinished, "w:gz") as packed:
-            for path in sorted(self.out.rglob("*.json")):
-                packed.add(path, path.relative_to(self.out))
-        os.replace(unfinished, self.archive)
 
     def run_all(self, experiments, resume=False):
         """Runs them in turn, also after a failure, as far as the time goes; returns whether all were good."""
@@ -255,7 +242,7 @@ class Sitting:
 
 def run(experiments, options):
     """Runs them with the kernels of --kernels, if given; returns the exit status."""
-    sitting = Sitting(options.out.resolve(), options.within, options.archive, options.small)
+    sitting = Sitting(options.out.resolve(), options.within, options.small)
     with tempfile.TemporaryDirectory() as folder:
         if options.kernels:
             import kernel_archive
@@ -281,7 +268,6 @@ def parse(arguments):
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results (build/lab/run)")
     parser.add_argument("--resume", action="store_true", help="skip what --out holds already")
     parser.add_argument("--within", type=float, metavar="SECONDS", help="start nothing that would take longer")
-    parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="pack the results there after each experiment")
     parser.add_argument("--build-only", action="store_true", help="compile the kernels into --kernels; needs no GPU")
     parser.add_argument("--kernels", type=Path, metavar="FILE.tar.xz", help="compiled kernels, of --build-only")
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: what cores and memory carry")

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import platform
-from functools import partial
 from pathlib import Path
 
 from kernel_library import BuildError, backward, forward, make_compiler, source_key
@@ -125,8 +124,8 @@ def timed_call(design, tensors, causal):
     return lambda: backward(design, q, k, v, out, lse, dout, *made, causal=causal)
 
 
-def time_cell(timer, designs, case, budget, more):
-    """{design or name: median ms} on one problem, in turns. more(q, k, v, causal): {name: (context, call)} besides."""
+def time_cell(timer, designs, case, budget):
+    """{design: median ms} on one problem, in turns."""
     import torch
     from timing import interleave, summarize
 
@@ -134,12 +133,11 @@ def time_cell(timer, designs, case, budget, more):
     for dtype in dict.fromkeys(design.dtype for design in designs):
         tensors[dtype] = [torch.randn(shape, device=DEVICE).to(getattr(torch, TORCH_DTYPES[dtype])) for _ in range(4)]
     calls = {d: (contextlib.nullcontext, timed_call(d, tensors[d.dtype], case.causal)) for d in designs}
-    calls.update(more(*tensors[designs[0].dtype][:3], case.causal))
     samples, _ = interleave(timer, calls, budget)
-    return {name: summarize(values)["median"] for name, values in samples.items()}
+    return {design: summarize(values)["median"] for design, values in samples.items()}
 
 
-def measure(title, entries, compiled, seqlens, timer, budget, progress, more):
+def measure(title, entries, compiled, seqlens, timer, budget, progress):
     """One group as plain data."""
     from shared import bench_cells
 
@@ -152,16 +150,14 @@ def measure(title, entries, compiled, seqlens, timer, budget, progress, more):
             continue
         cell = f"{mask} {case.seqlen_q}"
         with contextlib.suppress(Ended), progress.watched(f"timing {len(good)} kernels, {title}, {cell}"):
-            for name, ms in time_cell(timer, good, case, budget, partial(more, title)).items():
-                times.setdefault(name, {})[cell] = ms
+            for design, ms in time_cell(timer, good, case, budget).items():
+                times.setdefault(design, {})[cell] = ms
             flops[cell] = case.flops * (BACKWARD_FLOPS if is_backward(good[0]) else 1.0)
     rows = [
         {"kind": e.kind, "label": e.label, "line": e.design.table_line, "facts": compiled.get(e.design),
          "ms": times.get(e.design, {}), "failed": failed.get(e.design)}
         for e in entries
     ]  # fmt: skip
-    others = {name: ms for name, ms in times.items() if isinstance(name, str)}
-    rows += [{"kind": name, "label": name, "facts": None, "ms": ms, "failed": None} for name, ms in others.items()]
     return {"flops": flops, "entries": rows}
 
 
@@ -192,9 +188,9 @@ def without(groups, left_out):
     }
 
 
-def run(options, groups, seqlens, store, report, more=lambda *_: {}):
+def run(options, groups, seqlens, store, report):
     """Measures {title: [Entry]}. store(result, title, found): keeps a group's result, or returns whether it is there
-    where found is None; report(result): the text that is printed; more(title, q, k, v, causal): other calls to time."""
+    where found is None; report(result): the text that is printed."""
     if options.from_json:
         say(report(load(options.from_json)))
         return
@@ -216,7 +212,7 @@ def run(options, groups, seqlens, store, report, more=lambda *_: {}):
     progress = Progress(options.out, describe_run(torch.device(DEVICE), versions), {"seqlens": seqlens})
     for title, entries in todo.items():
         if not store(progress.result, title, None):
-            found = measure(title, entries, compiled, seqlens, timer, budget, progress, more)
+            found = measure(title, entries, compiled, seqlens, timer, budget, progress)
             store(progress.result, title, found)
             progress.write()
     progress.finish()

@@ -77,7 +77,7 @@ def report(result):
     """All tables, then what is faster and what was left out."""
     lines = [
         run_line(result),
-        f"Score: geometric mean of the speed relative to the tile in use, s {result['seqlens']}.",
+        f"Score: geometric mean of the speed relative to the tile in use, s {', '.join(map(str, result['seqlens']))}.",
     ]
     for group in result["groups"]:
         lines += ["", *group_table(group)]

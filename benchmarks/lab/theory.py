@@ -128,10 +128,8 @@ def measure_all(out, device_name="cuda"):
         raise SystemExit("error: --measure needs a GPU")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     budget = Budget(MIN_ROUNDS, MIN_MS, WARMUP_MS, MAX_MS) if cuda else Budget(1, 0.0, 0.0)
-    timer, problems = (
-        make_timers(device)["event"],
-        model.problems() if cuda else [Tiny(64, 64, False), Tiny(64, 64, True)],
-    )
+    timer = make_timers(device)["event"]
+    problems = model.problems() if cuda else [Tiny(64, 64, False), Tiny(64, 64, True)]
     result = {**describe_origin(device), "dtype": "float16", "rows": []}
     if cuda:
         result["read_ceiling"] = read_ceiling(device)

@@ -30,17 +30,15 @@ def kernels_block(machine, problem=EXAMPLE):
             fused = kernel is model.FUSED
             count, flop = kernel.bytes(problem), problem.flop if fused else kernel.flop(problem)
             seconds = model.fused_seconds(problem, machine) if fused else kernel.seconds(problem, machine)
-        formula = " + ".join(
-            f"{bytes_} {unit}" for bytes_, unit in ((score_bytes, "s²"), (element_bytes, "s d")) if bytes_
-        )
-        rows.append(
-            [name, formula, gigabytes(count), significant(flop / 1e12) if flop else "–", significant(1e3 * seconds)]
-        )
+        terms = ((score_bytes, "s²"), (element_bytes, "s d"))
+        formula = " + ".join(f"{factor} {unit}" for factor, unit in terms if factor)
+        work = significant(flop / 1e12) if flop else "–"
+        rows.append([name, formula, gigabytes(count), work, significant(1e3 * seconds)])
     header = ["kernel", "bytes of a head", "GB", "TFLOP", "ms at least"]
-    told = (
-        f"The figures: b {problem.batch}, s {problem.seqlen}, h {problem.heads}, d {problem.head_dim}, causal, by the "
+    told = f"The figures: b {problem.batch}, s {problem.seqlen}, h {problem.heads}, d {problem.head_dim}, causal, by "
+    told += (
+        f"the data sheet of an {machine.name}: {machine.flops / 1e12:.0f} TFLOPS, {machine.memory / 1e12:.2f} TB/s, "
     )
-    told += f"data sheet of an {machine.name}: {machine.flops / 1e12:.0f} TFLOPS, {machine.memory / 1e12:.2f} TB/s, "
     told += f"{machine.exponentials / 1e12:.2f}e12 exponentials a second."
     return [*markdown_table(header, rows), "", *wrapped(told)]
 
@@ -77,14 +75,11 @@ def speed_block(machine, result):
         cells += [" / ".join(map(significant, pair)) for pair in (intensity, (1e3 * standard, 1e3 * fused))]
         cells += [model.fused_bound(problem, machine), f"{standard / fused:.1f}×"]
         rows.append(cells + (measured_cells(found(result, problem), problem, machine) if result else []))
-    told = (
-        f"Predictions by the data sheet of an {machine.name}, 16-bit, {model.TOKENS} tokens, heads · d = {model.WIDTH}."
-    )
+    told = f"Predictions by the data sheet of an {machine.name}, 16-bit, {model.TOKENS} tokens, "
+    told += f"heads · d = {model.WIDTH}."
     if result:
-        told += (
-            f" Measured on an {result['device']['name']}, commit {measured_commit(result)}, whose device memory was "
-        )
-        told += f"read at {result.get('read_ceiling', {}).get('gbs', 0.0) / 1e3:.2f} TB/s in the same run."
+        told += f" Measured on an {result['device']['name']}, commit {measured_commit(result)}, whose device memory "
+        told += f"was read at {result.get('read_ceiling', {}).get('gbs', 0.0) / 1e3:.2f} TB/s in the same run."
     told += " Two figures in a cell: standard / fused."
     return [*markdown_table(header, rows), "", *wrapped(told)]
 
@@ -98,9 +93,8 @@ def draw(path, machine, result):
         for index, name in enumerate(("standard", "fused")):
             draw_points(axes, points(machine, None, name, head_dim), f"{name}, predicted", f"C{index}", "none")
             if result:
-                draw_points(
-                    axes, points(machine, result, name, head_dim), f"{name}, measured", f"C{index}", f"C{index}"
-                )
+                measured = points(machine, result, name, head_dim)
+                draw_points(axes, measured, f"{name}, measured", f"C{index}", f"C{index}")
         axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of device memory", title=f"d {head_dim}, full")
         axes.set_ylim(10, 3000)
         axes.grid(alpha=0.3, which="both")

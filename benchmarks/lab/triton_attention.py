@@ -33,10 +33,8 @@ class TritonAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # no zeros for the LSE
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(float("inf"))
-        keys = k.permute(0, 2, 3, 1).contiguous() if variant.transposed_k else k
-        use_tma = can_use_tma(q, keys, v) if variant.use_tma is None else variant.use_tma
-        constants = variant.forward_constants
-        launch = forward_launch(q, keys, v, out, lse, causal, softmax_scale, use_tma, **constants)
+        use_tma = can_use_tma(q, k, v) if variant.use_tma is None else variant.use_tma
+        launch = forward_launch(q, k, v, out, lse, causal, softmax_scale, use_tma)
         launch.run(chosen_tile(launch, candidates(variant, launch.block_d)[0]))
         return out, lse
 

@@ -42,24 +42,6 @@ def load_tile(
 
 
 @triton.jit
-def load_columns(
-    source, strides, batch, head, start, length, head_dim, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):  # fmt: skip
-    """Columns start .. start + COLUMNS of one head of a (b, h, d, s) tensor, as (BLOCK_D, COLUMNS); zeros outside of
-    it. source: as that of load_tile; strides: those of (b, h, d)."""
-    if USE_TMA:
-        tile = source.load([batch, head, 0, start]).reshape(BLOCK_D, COLUMNS)
-    else:
-        rows = tl.arange(0, BLOCK_D)
-        columns = start + tl.arange(0, COLUMNS)
-        base = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        inside = (rows < head_dim)[:, None] & (columns < length)[None, :]
-        tile = tl.load(base + rows.to(tl.int64)[:, None] * strides[2] + columns[None, :], mask=inside, other=0.0)
-    return tile
-
-
-@triton.jit
 def store_tile(target, strides, batch, head, start, length, head_dim, tile, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Stores (ROWS, BLOCK_D) to where load_tile reads it, in the target's dtype; rows and columns outside are left."""
     rows = start + tl.arange(0, ROWS)
@@ -103,7 +85,7 @@ def padded_head_dim(head_dim):
 
 
 def outer_strides(tensor):
-    """The strides of (b, s, h), or of whatever the first three dimensions are."""
+    """The strides of (b, s, h)."""
     return tensor.stride()[:3]
 
 
@@ -115,8 +97,7 @@ class Launch:
     """A launch of `kernel` with a tile still to be chosen.
 
     sources: ((tensor, side), …): the tensors (b, s, h, d) that the kernel reads by descriptors if use_tma, its first
-    arguments, with the side of the tile that their rows are on, "m" (queries) or "n" (keys); "columns": keys (b, h, d,
-    s).
+    arguments, with the side of the tile that their rows are on, "m" (queries) or "n" (keys).
     arguments: its further ones, up to the constants.
     owner: (tensor, side) of the tensor whose rows are shared out among the thread blocks, head by head.
     constants: those of the kernel that have a default.
@@ -132,13 +113,9 @@ class Launch:
         if not self.use_tma:
             return [tensor for tensor, _ in self.sources]
         return [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), self.block_shape(tile, side))
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, row_size(tile, side), 1, self.block_d])
             for x, side in self.sources
         ]
-
-    def block_shape(self, tile, side):
-        """What one load of a descriptor fetches."""
-        return [1, 1, self.block_d, tile.block_n] if side == "columns" else [1, row_size(tile, side), 1, self.block_d]
 
     def options(self, tile):
         constants = {"CAUSAL": self.causal, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": self.block_d}

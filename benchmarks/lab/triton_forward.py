@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton_common import LOG2_E, Launch, keys_of_tile, load_columns, load_tile, outer_strides, store_tile
+from triton_common import LOG2_E, Launch, keys_of_tile, load_tile, outer_strides, store_tile
 from triton_variants import Tile
 
 # By padded head dim. A tile that needs more shared memory than the GPU has is left out when tuning.
@@ -21,7 +21,7 @@ TILES = {
 def attend(
     acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head_k, rows, first, last, seqlen_q,
     seqlen_k, head_dim, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, TRANSPOSED_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys first .. last (multiples of BLOCK_N): the new (acc, row_sum, row_max).
 
@@ -29,12 +29,8 @@ def attend(
     beyond the end and, if CAUSAL, keys after the query's own position are masked.
     """
     for start in tl.range(first, last, BLOCK_N):
-        if TRANSPOSED_K:
-            k_t = load_columns(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
-        else:
-            k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
-            k_t = tl.trans(k)
-        scores = tl.dot(q, k_t)
+        k = load_tile(k_source, k_strides, batch, head_k, start, seqlen_k, head_dim, BLOCK_N, BLOCK_D, USE_TMA)
+        scores = tl.dot(q, tl.trans(k))
         if MASKED:
             columns = start + tl.arange(0, BLOCK_N)
             visible = (columns < seqlen_k)[None, :]
@@ -60,12 +56,12 @@ def attend(
 def forward_kernel(
     q_source, k_source, v_source, out_ptr, lse_ptr, nheads, group, seqlen_q, seqlen_k, head_dim, scale_log2,
     q_strides, k_strides, v_strides, out_strides, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, TRANSPOSED_K: tl.constexpr = False,
+    BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid: one block per (batch, head, tile of BLOCK_M queries), the tiles of a head side by side.
 
     q_source, k_source, v_source: tensor descriptors if USE_TMA, else pointers; strides: those of (b, s, h).
-    lse fp32 (b, h, sq), contiguous. With TRANSPOSED_K k_source is (b, h_k, d, sk), and its strides are of (b, h, d).
+    lse fp32 (b, h, sq), contiguous.
     """
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     # under a causal mask the last queries see most keys: start with them
@@ -84,12 +80,10 @@ def forward_kernel(
     acc, row_sum, row_max = attend(
         acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         0, unmasked_end, seqlen_q, seqlen_k, head_dim, scale_log2, False, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        TRANSPOSED_K,
     )  # fmt: skip
     acc, row_sum, row_max = attend(
         acc, row_sum, row_max, q, k_source, k_strides, v_source, v_strides, batch, head // group, rows,
         unmasked_end, end, seqlen_q, seqlen_k, head_dim, scale_log2, True, CAUSAL, BLOCK_N, BLOCK_D, USE_TMA,
-        TRANSPOSED_K,
     )  # fmt: skip
 
     empty = row_sum == 0.0
@@ -100,14 +94,10 @@ def forward_kernel(
     store_tile(out_ptr, out_strides, batch, head, tile * BLOCK_M, seqlen_q, head_dim, acc, BLOCK_M, BLOCK_D)
 
 
-def forward_launch(q, k, v, out, lse, causal, softmax_scale, use_tma, **constants):
-    """The forward of q (b, sq, h, d) over k, v (b, sk, h_k, d) into out (as q) and lse fp32 (b, h, sq).
-
-    With TRANSPOSED_K=True among the constants k is (b, h_k, d, sk), its last dimension contiguous.
-    """
-    k_side = "columns" if constants.get("TRANSPOSED_K") else "n"
+def forward_launch(q, k, v, out, lse, causal, softmax_scale, use_tma):
+    """The forward of q (b, sq, h, d) over k, v (b, sk, h_k, d) into out (as q) and lse fp32 (b, h, sq)."""
     arguments = (
         out, lse, q.shape[2], q.shape[2] // v.shape[2], q.shape[1], v.shape[1], q.shape[3], softmax_scale * LOG2_E,
         *map(outer_strides, (q, k, v, out)),
     )  # fmt: skip
-    return Launch(forward_kernel, ((q, "m"), (k, k_side), (v, "n")), arguments, (q, "m"), causal, use_tma, **constants)
+    return Launch(forward_kernel, ((q, "m"), (k, "n"), (v, "n")), arguments, (q, "m"), causal, use_tma)

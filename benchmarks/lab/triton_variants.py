@@ -19,34 +19,27 @@ class Variant(NamedTuple):
 
     use_tma: tensor descriptors, wherever they are possible if None. tiles: to choose from for the forward, for dK and
     dV and for dQ, at every head dim; None: the lists of the kernels. shared_delta: the backward's row terms by a launch
-    of their own. transposed_k: the forward reads a copy of K with keys last, which it makes.
+    of their own.
     """
 
     use_tma: bool | None = None
     tiles: tuple[tuple[Tile, ...], ...] | None = None
     shared_delta: bool = True
-    transposed_k: bool = False
-
-    @property
-    def forward_constants(self):
-        """What differs from the kernel's defaults."""
-        return {"TRANSPOSED_K": True} if self.transposed_k else {}
 
     @property
     def backward_constants(self):
+        """What differs from the kernels' defaults."""
         return {} if self.shared_delta else {"SHARED_DELTA": False}
 
 
 class Rung(NamedTuple):
-    """adds: what differs from the rung `over`; modes: where that shows. Where `kept` is False it was tried and is no
-    part of the comparator."""
+    """adds: what differs from the rung `over`; modes: where that shows."""
 
     name: str
     adds: str
     variant: Variant
     modes: tuple[str, ...]
     over: str = ""
-    kept: bool = True
 
 
 MODES = ("fwd", "fwd+bwd")
@@ -69,9 +62,5 @@ RUNGS = (
     Rung(
         "shared_delta", "delta and the log-sum-exp in units of log2 computed once, by a launch of their own: "
         "the comparator", Variant(True), ("fwd+bwd",), "descriptors",
-    ),
-    Rung(
-        "transposed_k", "a copy of K with keys last, made in every call", Variant(True, transposed_k=True), ("fwd",),
-        "descriptors", kept=False,
     ),
 )  # fmt: skip

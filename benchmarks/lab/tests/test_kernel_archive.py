@@ -55,11 +55,9 @@ def archive(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_archive, "Compiler", FakeCompiler)
     monkeypatch.setattr(kernel_archive, "DESIGNS", {"ablate": lambda: designs})
 
-    def build_program(compiler, folder):
-        place = folder / "minimal-key"
+    def build_program(compiler, place):
         place.mkdir()
         (place / "minimal").write_text("program")
-        return place
 
     monkeypatch.setattr(kernel_archive, "build_program", build_program)
     kernels, path = tmp_path / "kernels", tmp_path / "kernels.tar.xz"
